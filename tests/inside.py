@@ -196,20 +196,19 @@ def try_ways(model: Any) -> None:
 def table_fields(table: CellTable) -> dict[str, Any]:
     """Every field of a table by value, the stamp by identity: a plan made before is still good after."""
     state = dict(vars(table))
-    for name in ("_is_used", "_sets"):
-        state[name] = state[name].tolist()
-    state["_sequences"] = {name: (each.bit, each.cells.tolist()) for name, each in table._sequences.items()}
+    state["_counts"] = table._counts.tolist()
+    state["_cells"] = {name: cells.tolist() for name, cells in table._cells.items()}
     return state
 
 
 def members(table: CellTable, cell: int) -> tuple[int, ...]:
     """Ids of the sequences that a cell belongs to; empty: the cell is free."""
-    return tuple(name for name, each in table._sequences.items() if table._sets[cell][each.word] & each.flag)
+    return tuple(name for name, cells in table._cells.items() if cell in cells)
 
 
 def position(table: CellTable, cell: int) -> int | None:
     """Position of the token in a cell; None: the cell is free."""
-    lists = (each.cells.tolist() for each in table._sequences.values())
+    lists = (cells.tolist() for cells in table._cells.values())
     return next((cells.index(cell) for cells in lists if cell in cells), None)
 
 

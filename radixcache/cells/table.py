@@ -9,21 +9,17 @@ table makes a plan. The layer above carries the plan out on its buffers and hand
     free(1)                     2 2 2 . . 2 . .      the cells that sequence 1 had alone are free
     defragment(room=4)          2 2 2 2 . . . .      one cell moved
 
-A sequence is the list of its cells in order of position. A cell has the set of its sequences: a bit per sequence in a
-row of 64-bit words.
+A sequence is the list of its cells in order of position. A cell has the number of sequences that hold it.
 
 Invariants, asserted by `CellTable.check`:
 
-  CT1  A cell is free if and only if its set is empty.
-  CT2  A cell's set has the bit of a sequence if and only if the cell is in that sequence's list, once.
+  CT1  A cell's number is how many sequences list it. A cell is free if and only if its number is 0.
+  CT2  A sequence lists a cell once.
   CT3  A cell has the same position in all its sequences: its index in their lists.
-  CT4  Every sequence has a bit of its own, and no other bits are set.
-  CT5  Sets are uint64, one row per cell.
 
 Invariants of every plan:
 
-  CP1  All targets are free cells. So moves may be carried out in any order, and a plan that fails half way has
-       overwritten nothing that the table names.
+  CP1  All targets are free cells. So moves may run in any order, and half a plan overwrites nothing in use.
   CP2  Shifts come after moves. Each cell they name belongs to the shifted sequence alone once the plan is applied.
 
 A method that raises leaves the table as it was. Finding room and removal are O(capacity) in NumPy, defragmentation is
@@ -36,7 +32,6 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -107,11 +102,6 @@ class CellBatch:
     def length(self) -> int:
         return sum(row.length for row in self.rows)
 
-    @property
-    def positions(self) -> Cells:
-        """Position of each token, int32, shape (length,)."""
-        return np.concatenate([np.arange(row.begin, row.begin + row.length, dtype=np.int32) for row in self.rows])
-
 
 class CellTable:
     """The sequences of `capacity` cells."""
@@ -120,15 +110,14 @@ class CellTable:
         if not 0 < capacity < _NEVER:
             raise ValueError(f"capacity is {capacity} cells; wanted 1 to {_NEVER - 1}.")
         self.capacity = capacity
-        self._is_used: NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
-        self._sets: NDArray[np.uint64] = np.zeros((capacity, 1), dtype=np.uint64)
-        self._sequences: dict[int, _Sequence] = {}
+        self._counts: Cells = np.zeros(capacity, dtype=np.int32)
+        self._cells: dict[int, Cells] = {}
         self._stamp = object()
 
     @property
     def used(self) -> int:
         """Cells that hold a token; one that several sequences share counts once."""
-        return int(np.count_nonzero(self._is_used))
+        return int(np.count_nonzero(self._counts))
 
     @property
     def largest_free_run(self) -> int:
@@ -138,20 +127,19 @@ class CellTable:
     @property
     def sequences(self) -> tuple[int, ...]:
         """Ids, in the order they were added."""
-        return tuple(self._sequences)
+        return tuple(self._cells)
 
     def end(self, sequence: int) -> int:
         """Position of the token that comes next. ValueError: no such sequence."""
-        return len(self._known(sequence).cells)
+        return len(self._known(sequence))
 
     def cells(self, sequence: int) -> Cells:
         """The sequence's cells in order of position, int32, a copy. ValueError: no such sequence."""
-        return self._known(sequence).cells.copy()
+        return self._known(sequence).copy()
 
-    def ranges(self, sequence: int, begin: int = 0, end: int | None = None) -> tuple[CellRun, ...]:
-        """Runs of cells that hold positions [begin, end) of a sequence, in order. ValueError: it lacks some."""
-        cells = self._cells_of(sequence, begin, self.end(sequence) if end is None else end)
-        starts, lengths = cut(cells)
+    def ranges(self, sequence: int, begin: int = 0) -> tuple[CellRun, ...]:
+        """Runs of cells that hold the positions of a sequence from `begin` on, in order. ValueError: no such one."""
+        starts, lengths = cut(self._known(sequence)[begin:])
         positions = begin + np.cumsum(lengths) - lengths
         return tuple(map(CellRun, starts.tolist(), lengths.tolist(), positions.tolist()))
 
@@ -159,13 +147,9 @@ class CellTable:
 
     def add(self, sequence: int) -> None:
         """Make a sequence without tokens. ValueError: there is one with that id."""
-        if sequence in self._sequences:
+        if sequence in self._cells:
             raise ValueError(f"sequence {sequence} is there already, with {self.end(sequence)} tokens.")
-        taken = {each.bit for each in self._sequences.values()}
-        bit = next(number for number in count() if number not in taken)
-        if bit // 64 == self._sets.shape[1]:
-            self._sets = np.pad(self._sets, ((0, 0), (0, 1)))
-        self._sequences[sequence] = _Sequence(bit, np.empty(0, dtype=np.int32))
+        self._cells[sequence] = np.empty(0, dtype=np.int32)
         self._changed()
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -173,14 +157,13 @@ class CellTable:
 
         ValueError: one of them does not exist, `target` has tokens, or `source` ends before `length`.
         """
-        upper, lower = self._known(source), self._known(target)
-        if len(lower.cells):
-            raise ValueError(f"sequence {target} has {len(lower.cells)} tokens; wanted one without tokens.")
-        if not 0 <= length <= len(upper.cells):
-            raise ValueError(f"sequence {source} has {len(upper.cells)} tokens; no prefix of {length} can be shared.")
-        cells = upper.cells[:length].copy()
-        self._sets[cells, lower.word] |= lower.flag
-        lower.cells = cells
+        cells, held = self._known(source), self.end(target)
+        if held:
+            raise ValueError(f"sequence {target} has {held} tokens; wanted one without tokens.")
+        if not 0 <= length <= len(cells):
+            raise ValueError(f"sequence {source} has {len(cells)} tokens; no prefix of {length} can be shared.")
+        self._cells[target] = cells[:length].copy()
+        self._counts[cells[:length]] += 1
         self._changed()
 
     def append(self, rows: Iterable[tuple[int, int]]) -> CellBatch:
@@ -207,12 +190,10 @@ class CellTable:
             raise ValueError(f"a batch of {total} tokens in {len(wanted)} rows never fits {self.capacity} cells.")
         at = start = self.find(total)
         batch = CellBatch(start, tuple(BatchRow(sequence, self.end(sequence), tokens) for sequence, tokens in wanted))
-        self._is_used[start : start + total] = True
+        self._counts[start : start + total] = 1
         for row in batch.rows:
-            each = self._sequences[row.sequence]
             cells = np.arange(at, at + row.length, dtype=np.int32)
-            self._sets[cells, each.word] = each.flag
-            each.cells = np.concatenate([each.cells, cells])
+            self._cells[row.sequence] = np.concatenate([self._cells[row.sequence], cells])
             at += row.length
         self._changed()
         return batch
@@ -227,11 +208,11 @@ class CellTable:
 
     def free(self, sequence: int) -> int:
         """Take a sequence out; returns how many cells that frees. ValueError: no such sequence."""
-        each, before = self._known(sequence), self.used
-        self._leave(each, each.cells)
-        del self._sequences[sequence]
+        cells = self._known(sequence)
+        self._counts[cells] -= 1
+        del self._cells[sequence]
         self._changed()
-        return before - self.used
+        return int(np.count_nonzero(self._counts[cells] == 0))
 
     # Plans
 
@@ -244,10 +225,11 @@ class CellTable:
         ValueError: no such sequence, or the range is not in it.
         CacheFullError: fewer cells are free than have to be copied, those not counted that this removal frees.
         """
-        self._cells_of(sequence, begin, end)
-        each, free = self._sequences[sequence], self._free_cells()
-        rest = each.cells[end:] if begin < end else each.cells[:0]
-        shared = rest[self._is_shared(rest, each)]
+        cells, free = self._known(sequence), self._free_cells()
+        if not 0 <= begin <= end <= len(cells):
+            raise ValueError(f"sequence {sequence} has positions [0, {len(cells)}); [{begin}, {end}) is not in there.")
+        rest = cells[end:] if begin < end else cells[:0]
+        shared = rest[self._counts[rest] > 1]
         if len(shared) > len(free):
             raise self._full(len(shared))
         moves = pack(shared, free)
@@ -268,10 +250,16 @@ class CellTable:
             raise ValueError(f"room for {room} tokens; wanted 1 to {self.capacity}, the capacity.")
         if room is not None and room > self.capacity - self.used:
             raise self._full(room)
-        start, stop = _window_to_clear(self._is_used, room)
-        inside = np.zeros_like(self._is_used)
-        inside[start:stop] = True
-        sources, holes = np.flatnonzero(self._is_used & inside), np.flatnonzero(~self._is_used & ~inside)
+        is_used = self._counts > 0
+        start, stop = self.used, self.capacity
+        if room is not None:  # the cells in a row with the fewest used ones among them, of these the last
+            before = np.concatenate([[0], np.cumsum(is_used)])
+            used_inside = before[room:] - before[:-room]
+            start = len(used_inside) - 1 - int(np.argmin(used_inside[::-1]))
+            stop = start + room
+        is_inside = np.zeros_like(is_used)
+        is_inside[start:stop] = True
+        sources, holes = np.flatnonzero(is_used & is_inside), np.flatnonzero(~is_used & ~is_inside)
         return CellPlan(pack(sources.astype(np.int32), holes.astype(np.int32)), self._stamp)
 
     def apply(self, plan: CellPlan) -> None:
@@ -325,44 +313,31 @@ class CellTable:
         return mask
 
     def check(self) -> None:
-        """Assert CT1 to CT5."""
-        assert self._sets.dtype == np.uint64 and self._sets.shape[0] == self.capacity, self._sets.shape
-        has_sequence = self._sets.any(axis=1)
-        assert np.array_equal(self._is_used, has_sequence), np.flatnonzero(self._is_used != has_sequence)
-        bits = [each.bit for each in self._sequences.values()]
-        assert len(set(bits)) == len(bits), bits
-        expected = np.zeros_like(self._sets)
-        positions = np.full(self.capacity, _NEVER)
-        for name, each in self._sequences.items():
-            assert len(np.unique(each.cells)) == len(each.cells), (name, each.cells)
-            own, known = np.arange(len(each.cells)), positions[each.cells]
+        """Assert CT1 to CT3."""
+        counts, positions = np.zeros_like(self._counts), np.full(self.capacity, _NEVER)
+        for name, cells in self._cells.items():
+            assert len(np.unique(cells)) == len(cells), (name, cells)
+            own, known = np.arange(len(cells)), positions[cells]
             assert np.all((known == own) | (known == _NEVER)), (name, known)
-            positions[each.cells] = own
-            expected[each.cells, each.word] |= each.flag
-        assert np.array_equal(expected, self._sets), np.flatnonzero((expected != self._sets).any(axis=1))
+            positions[cells] = own
+            counts[cells] += 1
+        assert np.array_equal(counts, self._counts), np.flatnonzero(counts != self._counts)
 
     def dump(self) -> str:
         """The table as text: a line of totals, then one per sequence with its runs of cells."""
         free = self.capacity - self.used
         lines = [f"{self.used} of {self.capacity} cells used, {free} free, {self.largest_free_run} of them in a row"]
-        for name, each in self._sequences.items():
-            own = len(each.cells) - int(np.count_nonzero(self._is_shared(each.cells, each)))
+        for name, cells in self._cells.items():
+            own = int(np.count_nonzero(self._counts[cells] == 1))
             runs = (f"{run.position} in [{run.start}, {run.start + run.length})" for run in self.ranges(name))
             where = ", ".join(runs) or "no cells"
-            lines.append(f"  sequence {name}: {len(each.cells)} tokens, {own} cells of its own; {where}")
+            lines.append(f"  sequence {name}: {len(cells)} tokens, {own} cells of its own; {where}")
         return "\n".join(lines)
 
-    def _known(self, sequence: int) -> _Sequence:
-        if sequence not in self._sequences:
-            raise ValueError(f"no sequence {sequence}; there are {len(self._sequences)}. Make it with add().")
-        return self._sequences[sequence]
-
-    def _cells_of(self, sequence: int, begin: int, end: int) -> Cells:
-        """The cells of positions [begin, end). ValueError: the sequence does not have them."""
-        cells = self._known(sequence).cells
-        if not 0 <= begin <= end <= len(cells):
-            raise ValueError(f"sequence {sequence} has positions [0, {len(cells)}); [{begin}, {end}) is not in there.")
-        return cells[begin:end]
+    def _known(self, sequence: int) -> Cells:
+        if sequence not in self._cells:
+            raise ValueError(f"no sequence {sequence}; there are {len(self._cells)}. Make it with add().")
+        return self._cells[sequence]
 
     def _full(self, wanted: int) -> CacheFullError:
         return CacheFullError(self.capacity, self.used, self.largest_free_run, wanted)
@@ -371,39 +346,24 @@ class CellTable:
         self._stamp = object()  # earlier plans are stale
 
     def _free_cells(self) -> Cells:
-        return np.flatnonzero(~self._is_used).astype(np.int32)
-
-    def _is_shared(self, cells: Cells, each: _Sequence) -> NDArray[np.bool_]:
-        """Which of these cells of a sequence other sequences hold too."""
-        others = self._sets[cells]
-        others[:, each.word] &= ~each.flag
-        shared: NDArray[np.bool_] = np.any(others, axis=1)
-        return shared
-
-    def _leave(self, each: _Sequence, cells: Cells) -> None:
-        """Take a sequence out of the sets of these cells, and free those it had alone."""
-        self._sets[cells, each.word] &= ~each.flag
-        self._is_used[cells[~self._sets[cells].any(axis=1)]] = False
+        return np.flatnonzero(self._counts == 0).astype(np.int32)
 
     def _move_all(self, to: Cells) -> None:
         """Move the token of each cell to cell `to[cell]`."""
         sources = np.flatnonzero(to != np.arange(self.capacity))
-        self._sets[to[sources]] = self._sets[sources]
-        self._sets[sources] = 0
-        self._is_used[to[sources]] = True
-        self._is_used[sources] = False
-        for each in self._sequences.values():
-            each.cells = to[each.cells]
+        self._counts[to[sources]] = self._counts[sources]
+        self._counts[sources] = 0
+        for name, cells in self._cells.items():
+            self._cells[name] = to[cells]
 
     def _remove(self, to: Cells, sequence: int, begin: int, end: int) -> None:
         """Take positions [begin, end) out of a sequence, which goes on in cells `to` of its own."""
-        each = self._sequences[sequence]
-        before, gone, after = np.split(each.cells, [begin, end])
+        before, gone, after = np.split(self._cells[sequence], [begin, end])
         moved = to[after]
-        self._leave(each, np.concatenate([gone, after[moved != after]]))
-        self._sets[moved, each.word] |= each.flag
-        self._is_used[moved] = True
-        each.cells = np.concatenate([before, moved])
+        self._counts[gone] -= 1
+        self._counts[after] -= 1
+        self._counts[moved] += 1
+        self._cells[sequence] = np.concatenate([before, moved])
 
     def _visible(self, batch: CellBatch, window: int | None) -> list[Cells]:
         """For each row the cells that any of its tokens sees, in order of position."""
@@ -411,28 +371,12 @@ class CellTable:
             raise ValueError(f"a window of {window} tokens; wanted at least 1, the token itself.")
         visible, start = [], batch.start
         for row in batch.rows:
-            cells = self._known(row.sequence).cells[: row.begin + row.length]
+            cells = self._known(row.sequence)[: row.begin + row.length]
             if not np.array_equal(cells[row.begin :], np.arange(start, start + row.length)):
                 raise ValueError(f"the cells of sequence {row.sequence} in this batch have been moved or removed.")
             visible.append(cells[0 if window is None else max(row.begin - window + 1, 0) :])
             start += row.length
         return visible
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """Cells in order of position."""
-
-    bit: int
-    cells: Cells
-
-    @property
-    def word(self) -> int:
-        return self.bit // 64
-
-    @property
-    def flag(self) -> np.uint64:
-        return np.uint64(1 << self.bit % 64)
 
 
 def cut(cells: Cells) -> tuple[Cells, Cells]:
@@ -462,19 +406,6 @@ def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
         if taken < space:
             insort(room, (space - taken, target + taken))
     return tuple(sorted(moves))
-
-
-def _window_to_clear(used: NDArray[np.bool_], room: int | None) -> tuple[int, int]:
-    """The cells [start, stop), `room` in a row, with the fewest used ones among them, of these the last.
-
-    `room` is at most as many as are free; None: all of them, at the end.
-    """
-    if room is None:
-        return int(np.count_nonzero(used)), len(used)
-    before = np.concatenate([[0], np.cumsum(used)])
-    used_inside = before[room:] - before[:-room]
-    start = len(used_inside) - 1 - int(np.argmin(used_inside[::-1]))
-    return start, start + room
 
 
 def _destinations(capacity: int, moves: tuple[Move, ...]) -> Cells:
