@@ -11,8 +11,8 @@
 Full attention and sliding windows live in cells. Recurrent and linear-attention layers keep a state per sequence.
 
 Most models of mlx-lm rotate each row by its own offset. Some put every row where the first one is, or fail: they run a
-row at a time. Some use the index of a key in the buffer as its position: they cannot run on cells. A short trial
-against the model's own caches finds out which it is; see layers/trials.py.
+row at a time. Some use the index of a key in the buffer as its position: they cannot run on cells. A short trial finds
+out; see layers/trials.py.
 
 Invariants, asserted by `check`, besides those of CellTable and RowStates:
 
@@ -47,14 +47,14 @@ from radixcache.tokens import token_ids, vocabulary_size
 #: Class and window of each of a model's caches.
 Kinds = tuple[tuple[type, int | None], ...]
 
-#: Prefills of a trial in order (row, tokens), so that the cells of the rows are mixed; ids that every vocabulary has.
+#: A trial prefills (row, tokens) in this order, so that the cells of both rows are mixed. Then a token for each row,
+#: twice. Every vocabulary has these ids.
 PREFILLS = ((0, (5, 3, 7, 2)), (1, (2, 4, 3)), (0, (6, 1, 4)))
 PROMPTS = ((5, 3, 7, 2, 6, 1, 4), (2, 4, 3))
-#: Then a token for each row, twice.
 STEPS = ((1, 6), (3, 5))
 ROWS = (0, 1)
 CELLS = 16
-#: By the id of a model, which is no key itself: for its caches, whether it takes rows at different positions.
+#: By the id of a model: for its caches, whether it takes rows at different positions.
 _found: dict[int, dict[Kinds, bool]] = {}
 
 
@@ -81,7 +81,7 @@ class CausalCache:
         self._takes_rows: bool | None = None
         self._rotations: list[Rotation | None] | None = None
         if model is not None:
-            self._know(model)
+            self._require_model(model)
         self._layers = [_layer(cache, capacity) for cache in self._fresh()]
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
@@ -187,7 +187,7 @@ class CausalCache:
 
         UnsupportedCacheError: even one at a time they do not get it, once their cells are mixed.
         """
-        self._know(model)
+        self._require_model(model)
         if self._takes_rows is None:
             known: dict[Kinds, bool] = once_per_model(_found, model, dict)
             if self._kinds not in known:
@@ -248,8 +248,8 @@ class CausalCache:
 
     # The model
 
-    def _know(self, model: Any) -> None:
-        """Make this the model, unless it has the known one inside, or is a callable that is no model.
+    def _require_model(self, model: Any) -> None:
+        """Make this the model, unless it wraps the present one, or is a callable that is no model.
 
         UnsupportedCacheError: its attention goes by slots.
         ValueError: there is state of another model, or that one has other layers.
@@ -273,11 +273,10 @@ class CausalCache:
         self._model = model
 
     def _try_rows(self, model: Any) -> bool:
-        """Whether two sequences of different lengths get, in one forward pass, the logits that each gets alone."""
+        """Whether two sequences of different lengths get the same logits in one forward pass as alone."""
         wanted, rechunked = (logits_alone(model, self._fresh, PROMPTS, STEPS, last) for last in (2, 1))
         rounding = error_of(rechunked, wanted)
-        # Whatever a model raises that was not made for this.
-        with suppress(Exception):
+        with suppress(Exception):  # a model that was not made for this may raise anything
             if self._is_right(model, [ROWS], wanted, rounding):
                 return True
         if not self._is_right(model, [(row,) for row in ROWS], wanted, rounding):
@@ -288,7 +287,7 @@ class CausalCache:
         return False
 
     def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
-        """Whether rows that step in these groups get the logits wanted, but for rounding."""
+        """Whether rows that step in these groups get the wanted logits, except for rounding."""
         trial = CausalCache(self._model, capacity=CELLS, caches=self._fresh)
         trial._takes_rows = True
         for row in ROWS:
@@ -303,7 +302,7 @@ class CausalCache:
 
     def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array, compacting: bool = False) -> mx.array:
         """Run the model on rows (sequence, tokens); `compacting`: what it leaves in ArraysCaches is copied."""
-        self._know(model)
+        self._require_model(model)
         if len(self.sequences) > 1 or self._tainted:
             self.steps_together(model)
         sequences = tuple(sequence for sequence, _ in rows)
@@ -334,7 +333,7 @@ class CausalCache:
         logits: list[mx.array] = []
         try:
             for index, each in enumerate(sequences):
-                # Rows that do not wait for each other would find the buffers in use, and copy them to write.
+                # A row that does not wait for the one before finds the buffers in use, and copies them to write.
                 row = mx.depends(ids[index : index + 1], logits[-1:])
                 logits.append(self._forward(model, [(each, 1)], row))
         except BaseException:
@@ -356,7 +355,7 @@ class CausalCache:
         return with_leaves(self._layers, lambda layer: next(states) if type(layer) is ArraysCache else layer)
 
     def _make_room(self, wanted: int) -> None:
-        """Have so many free cells in a row, if there are so many."""
+        """Defragment if there are so many free cells, but not in a row."""
         try:
             self._table.find(wanted)
         except CacheFullError as error:
@@ -364,14 +363,20 @@ class CausalCache:
                 self.defragment(wanted)
 
     def _rotate(self, model: Any, shifts: Sequence[Shift]) -> None:
-        self._know(model)
+        self._require_model(model)
         if self._rotations is None:
             self._rotations = rotations(model, self._fresh())
         pairs = zip(self._layers, self._rotations, strict=True)
-        rotated = [(layer, layer.rotated(rotation, shifts)) for layer, rotation in pairs if rotation is not None]
-        mx.eval([keys for _, keys in rotated])
-        for layer, keys in rotated:
-            layer.rotate(shifts, keys)
+        rotating = [(layer, rotation) for layer, rotation in pairs if rotation is not None]
+        runs = [slice(start, start + length) for start, length, _ in shifts]
+        moved = [
+            [rotation.shift(layer.keys[..., run, :], shift.delta) for run, shift in zip(runs, shifts, strict=True)]
+            for layer, rotation in rotating
+        ]
+        mx.eval(moved)
+        for (layer, _), keys in zip(rotating, moved, strict=True):
+            for run, new in zip(runs, keys, strict=True):
+                layer.keys[..., run, :] = new
         mx.eval([layer.state for layer in self._cells])
 
 

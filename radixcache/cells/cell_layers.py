@@ -8,8 +8,8 @@ that any row sees; nothing is gathered and no cell is copied:
                     (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
 
 RowStates has an ArraysCache per sequence and recurrent layer. A step of several sequences runs on joined caches with a
-row for each. They stay joined while the same sequences step in the same order. Copies are `mx.array(x)`: it costs
-nothing and keeps what a model writes into one array from reaching another.
+row for each. They stay joined while the same sequences step in the same order. Copies are `mx.array(x)`: they share
+memory until a model writes into one of them.
 
 Invariants of RowStates, asserted by `check`:
 
@@ -30,12 +30,11 @@ from mlx_lm.models.cache import ArraysCache, _BaseCache
 
 from radixcache.adapters.point import copied
 from radixcache.adapters.span import owned
-from radixcache.cells.table import CellBatch, CellTable, Move, Shift
-from radixcache.layers.shift import Rotation
+from radixcache.cells.table import CellBatch, CellTable, Move
 
 Mask = mx.array | str | None
 
-#: Buffers grow by a twentieth, so that no more than that is spare, and by so many cells at least.
+#: Buffers grow by a twentieth of their cells, and by GROWTH_CELLS at least.
 GROWTH_CELLS = 64
 GROWTH_PART = 20
 
@@ -98,7 +97,9 @@ class CellPass:
 class CellLayer(_BaseCache):  # type: ignore[misc]
     """Keys and values of one layer for all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written.
 
-    There are `capacity` cells at most; a token sees `window` tokens at most, itself included, or (None) all.
+    Args:
+        capacity: the most cells.
+        window: how many tokens a token sees, itself included; None: all.
     """
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
@@ -151,9 +152,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.state)
 
-    def empty(self) -> bool:
-        return self.keys is None
-
     # What the cache asks
 
     @property
@@ -196,17 +194,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
             at += move.length
         mx.eval(self.state)
 
-    def rotated(self, rotation: Rotation, shifts: Sequence[Shift]) -> list[mx.array]:
-        """For each shift its cells' keys (1, H, T, Dk), rotated, not evaluated; the buffer stays as it is."""
-        assert self.keys is not None
-        return [rotation.shift(self.keys[..., start : start + length, :], by) for start, length, by in shifts]
-
-    def rotate(self, shifts: Sequence[Shift], keys: Sequence[mx.array]) -> None:
-        """Write what `rotated` returned for these shifts, evaluated by now."""
-        assert self.keys is not None
-        for shift, rotated in zip(shifts, keys, strict=True):
-            self.keys[..., shift.start : shift.start + shift.length, :] = rotated
-
     @property
     def _running(self) -> CellPass:
         if self._pass is None:
@@ -222,11 +209,10 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
 
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values (1, H, T, D) with zeros for what is not finite, and NaN where that harms its own row alone.
+    """Replace what is not finite in keys and values (1, H, T, D) by 0, and mark its tokens by NaN.
 
-    MLX's attention multiplies values that a row may not see by 0, so values must be finite. Scores of such cells are
-    replaced, whatever they are. So the mark goes into what makes only scores: the keys; or, in latent attention, the
-    second array, as the first one is keys and values.
+    MLX's attention multiplies values that a row may not see by 0, so they must be finite; it replaces scores. So the
+    NaN goes into what only makes scores: the keys, or the second array in latent attention, whose first one is both.
     """
     is_latent = keys.shape[1] == 1 and keys.shape[3] != values.shape[3] > 0
     content, scored = (keys, values) if is_latent else (values, keys)
@@ -237,7 +223,7 @@ def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.arr
 
 
 def _with_room(buffer: mx.array | None, like: mx.array, cells: int, capacity: int) -> mx.array:
-    """The buffer with room for at least so many cells. It grows by a part of its length: O(n) copies in all."""
+    """The buffer with room for at least so many cells; it grows by a part of its length, so a cell is copied O(1)."""
     held = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and cells <= held:
         return buffer
@@ -251,7 +237,7 @@ Held = list[tuple[Any, list[mx.array | None]]]
 
 
 class RowStates:
-    """State of all sequences in the layers that have no cells; `slots`: number of arrays of each such layer."""
+    """State of all sequences in the layers without cells; `slots`: how many arrays each such layer has."""
 
     def __init__(self, slots: list[int]) -> None:
         self._slots = slots
@@ -278,34 +264,32 @@ class RowStates:
         for theirs, mine in zip(self._own[source], self._own[target], strict=True):
             mine.cache = copied(theirs.cache, mx.array)
 
-    def of(self, sequence: int) -> list[Any]:
-        """A sequence's caches, an ArraysCache per layer; what is put into them is its state."""
-        self._settle()
-        return self._own[sequence]
-
     def take(self, sequences: tuple[int, ...]) -> list[Any]:
         """Caches for a forward pass of these sequences, a row for each: an ArraysCache per layer."""
-        if len(sequences) == 1:
-            return self.of(sequences[0])
-        if sequences != self._joined:
+        if len(sequences) == 1 or sequences != self._joined:
             self._settle()
+        if len(sequences) == 1:
+            return self._own[sequences[0]]
+        if sequences != self._joined:
             owners = [self._own[each] for each in sequences]
             self._batch = [_join(column) for column in zip(*owners, strict=True)]
             self._joined = sequences
             for cache in (cache for own in owners for cache in own):
-                cache.cache = [None] * len(cache.cache)  # what is in the batch now is not kept twice
+                cache.cache = [None] * len(cache.cache)  # the batch holds it now
         return self._batch
 
     def can_join(self, sequences: tuple[int, ...]) -> bool:
-        """Whether their arrays have the same shapes; those that remember their last tokens are shorter at first."""
+        """Whether their arrays have the same shapes; those that hold their last tokens are shorter at first."""
         if sequences == self._joined:
             return True
         self._settle()
-        return all(_shapes(self._own[each]) == _shapes(self._own[sequences[0]]) for each in sequences)
+        caches = [[cache.cache for cache in self._own[each]] for each in sequences]
+        shapes = [[None if array is None else array.shape for arrays in each for array in arrays] for each in caches]
+        return all(each == shapes[0] for each in shapes)
 
     def compact(self, sequence: int) -> None:
-        """Replace a sequence's arrays by copies of their own: after a pass most are views of what it computed."""
-        for cache in self.of(sequence):
+        """Copy a sequence's arrays: after a pass most are views of what it computed."""
+        for cache in self.take((sequence,)):
             cache.cache = copied(cache.cache)
 
     def hold(self, sequences: tuple[int, ...]) -> Held:
@@ -317,7 +301,7 @@ class RowStates:
             cache.cache = arrays
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, for mx.eval and for counting."""
+        """All arrays."""
         joined = set(self._joined)
         caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
         return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]
@@ -338,10 +322,6 @@ class RowStates:
             for joined, own in zip(self._batch, self._own[sequence], strict=True):
                 own.cache = copied(joined.cache, lambda array, row=row: mx.contiguous(array[row : row + 1]))
         self._joined, self._batch = (), []
-
-
-def _shapes(caches: list[Any]) -> list[list[tuple[int, ...] | None]]:
-    return [[None if array is None else array.shape for array in cache.cache] for cache in caches]
 
 
 def _join(caches: tuple[Any, ...]) -> Any:

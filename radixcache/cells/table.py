@@ -1,7 +1,7 @@
 """Cell table: which token of which sequences each cell of a shared buffer holds. NumPy only, never MLX.
 
-A cell stands for the key and value of one token in every layer. Where data has to move or keys have to be rotated, the
-table makes a plan. The layer above carries the plan out on its buffers and hands it to `apply`.
+A cell stands for the key and value of one token in every layer. If data has to move or keys have to be rotated, the
+table makes a plan. The caller carries the plan out on its buffers and passes it to `apply`.
 
     append([(1, 4)])            1 1 1 1 . . . .      sequence 1 at positions 0 to 3
     copy_prefix(1, 2, 3)        * * * 1 . . . .      * belongs to both; nothing was copied
@@ -70,7 +70,7 @@ class Shift(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What has to happen to the data: all moves, then all shifts.
+    """What to do with the data: all moves, then all shifts.
 
     Attributes:
         removed: a sequence and its positions [begin, end) that go; None: the plan brings free cells together.
