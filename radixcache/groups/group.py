@@ -1,14 +1,14 @@
 """Group: many requests at a time on one PrefixCache, a row each, which decode together straight from the tree.
 
     admit           a row stands on the path of the tree that has its prompt; no tokens are copied
-    prefill_many    rows evaluate their next prompt tokens, a chunk at a time; several share a pass where that is faster
-    step            rows evaluate one token each, in one pass where the model can: see passes.py
-    close           what rows evaluated, and the tree lacks, is copied into the tree: see sharing.py
+    prefill_many    rows evaluate their next prompt tokens, a chunk at a time; several share a pass if that is faster
+    step            rows evaluate one token each, in one pass if the model can: see passes.py
+    close           copy into the tree what rows evaluated and the tree lacks: see sharing.py
 
 Invariants, asserted by `check`:
 
-  G1  An open row has a place in one batch, and has evaluated no more tokens than are known of it.
-  G2  What a row reads in place and what is in its tails are its tokens, each once.
+  G1  An open row has a place in one batch, and has evaluated only tokens that are known.
+  G2  Each token of a row is read in place or is in its tails, once.
   G3  The nodes of a row's path count it as a reader.
   G4  Between calls, the cache has booked `nbytes` and the rows' checkpoints for the group.
 
@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
@@ -48,11 +47,11 @@ from radixcache.settings import require_count, require_group
 from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
 from radixcache.tree.state_tree import StateTree
 
-#: A pass returns logits of all its tokens (R, T, V). Beyond so many tokens, the last goes through a pass of its own.
+#: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
 LOGITS_TOKENS = 32
-#: Rows with longer tails are not prefilled side by side: the copy costs more than it saves.
+#: Rows with longer tails are prefilled alone: a copy costs more than it saves.
 TOGETHER_COLUMNS = 2048
-#: The first tokens of a model that was never run: they show how many bytes a token takes.
+#: The first pass of a cache has this many tokens, to learn how many bytes a token takes.
 FIRST_TOKENS = 64
 
 
@@ -89,9 +88,7 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close_after(error)
 
     def __del__(self) -> None:
@@ -105,7 +102,7 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tails and of the rows' own states; what rows read in place is the tree's."""
+        """Bytes of all tails and of the rows' own states. What rows read in place counts for the tree."""
         return self._room.nbytes
 
     @property
@@ -114,13 +111,13 @@ class Group:
         return self._room.used_tokens()
 
     def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
-        """Whether the budget can hold open rows at their ends, and a new row, with all that is evictable gone.
+        """Whether the budget can hold the open rows and a new one at their ends, if all that is evictable goes.
 
-        True as well before the first forward pass, which shows what a token takes. Evicts nothing.
+        Also True before the first forward pass, which shows what a token takes. Evicts nothing.
 
         Args:
-            ends: where each of the open rows will stand in the end.
-            keys, end, namespace: the new row's.
+            ends: where each open row will end.
+            keys, end, namespace: of the new row.
         """
         namespace, room = self.namespace if namespace is None else namespace, self._room
         with self._lock:
@@ -130,24 +127,24 @@ class Group:
             tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
             tails.append(end - shared if self._sharing.is_long(shared) else end)
             furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
-            # Each row by itself: rows that do not fit side by side step one by one. The tree will hold `more`.
+            # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
             nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
             nbytes += room.bytes_of(1, more, more) if more else 0
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
-        """The error of a row of so many tokens that exceeds the budget even alone; None: it fits, or is not known."""
+        """The error for a row of so many tokens that exceeds the budget even alone; None: it fits, or is unknown."""
         with self._lock:
             needed_bytes, budget_bytes = self._room.bytes_of(1, tokens, tokens), self._room.booking.budget_bytes
         return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
-        """How many tokens of a prompt with these keys would share what the open rows hold, were it admitted now."""
+        """How many tokens of a prompt with these keys would be shared with the open rows if it were admitted now."""
         with self._lock:
             return self._sharing.sharable_tokens(keys, self.namespace if namespace is None else namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """How many it would share with this row, were it admitted at the best moment of its prefill in such chunks."""
+        """How many would be shared with `row` at the best moment of the row's prefill in such chunks."""
         with self._lock:
             allowed = self._core.unquarantined(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
@@ -159,7 +156,7 @@ class Group:
 
         Args:
             tokens, keys, marks: as in PrefixCache.begin().
-            namespace: None: the group's. Rows of different namespaces share nothing but forward passes.
+            namespace: None: the group's. Rows of different namespaces share only forward passes.
 
         Raises:
             ValueError: an argument out of its range.
@@ -202,8 +199,8 @@ class Group:
 
         Raises:
             ValueError: tokens is below 1, the prompt is through, or the row is another group's.
-            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, except that the cache's
-                first forward pass evaluates some tokens, to learn their bytes.
+            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, except for the first
+                tokens of a cache, which show how many bytes a token takes.
             SessionClosedError: row or group is closed, or its state was lost.
         """
         return next((logits for _, logits in self.prefill_many(model, [row], tokens)), None)
@@ -246,8 +243,8 @@ class Group:
         Args:
             model: as in `prefill`.
             rows: N >= 1 of the open rows.
-            tokens: their next tokens' ids, shape (N,) or (N, 1): the rest of a prompt first, then sampled ones. An
-                mx.array need not be evaluated once the prompts are through.
+            tokens: their next token ids, shape (N,) or (N, 1): the rest of a prompt first, then sampled ones. Behind
+                the prompts, an mx.array need not be evaluated.
 
         Returns:
             Logits (N, 1, V), not evaluated.
@@ -278,8 +275,8 @@ class Group:
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
         """Take the tokens [begin, end), all evaluated, out of a row; what follows moves up (context shift).
 
-        At the end of the row this is a rewind. Else the row's state from `begin` on is not what its tokens alone would
-        have given, and is neither stored nor shared.
+        At the end of the row this is a rewind. Else the state from `begin` on differs from a cold run of the same
+        tokens, and is neither stored nor shared.
 
         Raises:
             ValueError: the row does not hold all of the range, or is another group's.
@@ -296,11 +293,11 @@ class Group:
         with self._lock:
             self._run(lambda: Removal(self._room, row, begin, end).run(model))
             row.cut(begin, end)
-            row.own.cut(0, begin)  # the tokens behind it are others now
+            row.own.cut(0, begin)
             self._room.book()
 
     def close(self) -> None:
-        """Close all rows: store what they evaluated, and release their state. Closing twice is fine."""
+        """Close all rows: store what they evaluated and release their state. Closing twice is fine."""
         if self.is_closed:
             return
         with self._lock:
@@ -313,9 +310,8 @@ class Group:
                 self._core.enforce_budget()
 
     def close_after(self, error: BaseException | None) -> None:
-        """Close the group after an error; if an evaluation raised it, nothing of the rows is stored."""
+        """Close the group after an error. If an evaluation raised it, the caller's too, nothing is stored."""
         if is_evaluation_failure(error):
-            # Also the caller's own evaluation of what step() returned: the rows' state was part of it.
             self.is_lost = True
         self.close()
 
@@ -325,7 +321,7 @@ class Group:
         self.close()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
-        """Close some rows, each after the other: store what they evaluated, and release their state."""
+        """Close some rows: store what they evaluated and release their state."""
         with self._lock:
             try:
                 self._close([row for row in rows if not row.is_closed])
@@ -336,7 +332,7 @@ class Group:
                 self._core.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
-        """Let rows store and share nothing that begins with these keys, from `start` on: it was found wrong."""
+        """Let rows neither store nor share state of these keys from `start` on: it was found wrong."""
         for row in self._room.rows_of(namespace):
             common = common_length(row.request.keys, keys)
             if min(row.cached_tokens, common) > start:
@@ -368,14 +364,13 @@ class Group:
 
     def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model
-        # A callable that is no model passes for the cache's own.
-        tried = model if own is None or isinstance(model, nn.Module) else own
+        tried = model if own is None or isinstance(model, nn.Module) else own  # not a callable around it
         if self._tried is None or self._tried[0] is not tried:
             self._tried = tried, way_of(tried, self._layout.fresh)
         return self._tried[1]
 
     def _start(self, model: Any, rows: Sequence[Row]) -> None:
-        """Before the first pass of a row, let it resume after what other rows have of its prompt by now."""
+        """Before the first pass of a row, let it resume after what other rows have of its prompt now."""
         self._core.settings.require_model(model)
         for row in rows:
             if row.is_fresh:
@@ -418,17 +413,17 @@ class Group:
 
     def _require_prompts(self, rows: Sequence[Row], tokens: mx.array) -> None:
         for index, row in enumerate(rows):
-            if row.prompt_left:  # only for such a row wait for the token
+            if row.prompt_left:  # else the token need not be evaluated
                 wanted, found = int(row.next_ids(1)[0]), int(np.asarray(tokens)[index, 0])
                 if wanted != found:
                     raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
 
-    def _run(self, forward: Callable[[], Any]) -> Any:
-        """Run what touches the rows' state; an evaluation that fails loses it."""
+    def _run(self, call: Callable[[], Any], *, makes_state: bool = False) -> Any:
+        """Run what touches the rows' state. A failed evaluation loses it, and any error of what makes new state."""
         try:
-            return forward()
+            return call()
         except BaseException as error:
-            if is_evaluation_failure(error):
+            if is_evaluation_failure(error) or (makes_state and isinstance(error, Exception)):
                 self.is_lost = True
             self._room.measure()  # room may have been asked for and not taken
             raise
@@ -447,8 +442,7 @@ class Group:
                 rows = [first]
                 logits = self._evaluate(model, rows, count)
             assert logits is not None
-            # First, as a checkpoint would be put into the chunk's buffers, which are larger than it is.
-            self._layout.release()
+            self._layout.release()  # or a checkpoint would take the chunk's larger buffers
             if self._layout.has_states:
                 for row in rows:
                     self._take_checkpoints(row, count)
@@ -457,8 +451,7 @@ class Group:
     def _cut(self, row: Row, end: int, rows: int) -> int:
         """Where the next pass of a row ends, on its way to `end` together with so many rows."""
         position = row.position
-        # Windows still have what was needed on the way once the pass is over.
-        stops = row.stops if self._layout.has_states else ()
+        stops = row.stops if self._layout.has_states else ()  # windows are copied after the pass
         last = max([position, *(at for at in stops if at < end)])
         is_long = end - position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
         cuts = {end, *stops} | ({end - 1} if is_long else set())
@@ -479,25 +472,17 @@ class Group:
             logits, batch = owned(found[:, -1:]), rows[0].batch
             # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
             pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
-            self._change(lambda: mx.eval(pending))
+            self._run(lambda: mx.eval(pending), makes_state=True)
             if self._layout.windows:
                 self._copy_windows(rows, count)
-            self._change(batch.own_points)
+            self._run(batch.own_points, makes_state=True)
             with self._lock:
                 self._layout.learn(batch.specimen(self._layout.fresh()))
                 self._room.book()
         return logits
 
-    def _change(self, change: Callable[[], None]) -> None:
-        """Evaluate what becomes the rows' state; a failure loses it."""
-        try:
-            change()
-        except Exception:
-            self.is_lost = True
-            raise
-
     def _copy_windows(self, rows: Sequence[Row], count: int) -> None:
-        """Copy the last tokens out of windows, before the windows are cut to what they read."""
+        """Copy the last tokens out of windows before the windows are cut."""
         with self._lock:
             self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
             for row in rows:
@@ -509,7 +494,7 @@ class Group:
                     self._take_checkpoints(row, count)
 
     def _take_checkpoints(self, row: Row, count: int) -> None:
-        """Copy and book the point state of a row where its last tokens had stops, as far as that fits the budget."""
+        """Copy and book the point state of a row at the stops of its last tokens, as far as the budget allows."""
         with self._lock:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
@@ -519,8 +504,7 @@ class Group:
     def _close_unattended(self) -> None:
         try:
             self.close()
-        except Exception as error:
-            # A finalizer: its caller asked for something else, and must not fail.
+        except Exception as error:  # in a finalizer, whose caller must not fail
             warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
 
@@ -537,20 +521,6 @@ def open_group(
 ) -> Group:
     """Make a group and admit these prompts; it is closed again if one of them raises."""
     capacity, priority = require_group(capacity, priority, prompts)
-    _require_rows(core)
-    Batch.of_one(core.layout.fresh(), None)  # raises for a layer that can be in none
-    group = Group(Room(core, states, evictor, pager, capacity), namespace, priority, segment_bytes)
-    try:
-        for prompt in prompts:
-            group.admit(prompt)
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
-def _require_rows(core: Core) -> None:
-    """Raise ValueError if the cache cannot have rows, whatever the layers."""
     if core.settings.exact:
         raise ValueError(
             f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
@@ -560,3 +530,12 @@ def _require_rows(core: Core) -> None:
         raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
     if core.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
+    Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch
+    group = Group(Room(core, states, evictor, pager, capacity), namespace, priority, segment_bytes)
+    try:
+        for prompt in prompts:
+            group.admit(prompt)
+    except BaseException:
+        group.close()
+        raise
+    return group

@@ -2,32 +2,31 @@
 
 `Passes.step` and `prefill` choose how rows go through a pass:
 
-    side by side    the rows are in one batch, and stay in it. Rows join by `Batch.take_in` if there is room. Else all
-                    move to a new batch by `Batch.gathered`, which takes as long as a step; so the new batch has room
-                    for rows that are still to come. A row that leaves leaves a hole, until another row joins, or until
-                    holes have cost as much as a step
-    one by one      rows that do not fit side by side, padded to the longest; a row whose next chunk is its own
+    side by side    the rows stay in one batch. Rows join by `Batch.take_in` if it has room. Otherwise all move to a new
+                    batch by `Batch.gathered`, which takes as long as a step, so it reserves room for rows to come. A
+                    row that leaves leaves a hole, until another row joins or holes have cost as much as a step
+    one by one      rows that do not fit side by side, padded to the longest; a row that prefills a chunk alone
 
 Bytes are asked for before anything runs, for all rows of a step at once.
 
-Removal: tokens are taken out of the middle of a row and later ones move up (context shift), or off its end (rewind).
+Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
     in place    tails                              in place    tails
     a a a a a a b b b b b b c c c   ->             a a a a     a a  b b  c c c
-                                                   whole       a copy of what is left; keys behind the gap rotated
+                                                   whole       a copy of the rest; keys behind the gap are rotated
 
-What is in front of the gap stays in place as far as whole nodes of the path are. Windows can be shifted while the gap
-is in front of them, and cut while they have lost nothing. Recurrent state cannot forget.
+Whole nodes in front of the gap stay in place. Windows can be shifted if the gap is in front of them, and cut if they
+have lost nothing. Recurrent state cannot forget.
 
-Way: how a model decodes several rows. A short trial finds out, once per model, beside the model's own caches and also
-with random weights; see layers/trials.py. Attention of some models does more with keys and values than their module's
-function does, depends on where in a buffer a token stands, or takes every row to be where the first one is.
+Way: how a model decodes several rows. A short trial finds out, once per model; see layers/trials.py. The attention of
+some models is not the function of their module, depends on where in a buffer a token is, or uses the position of the
+first row for all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -45,7 +44,7 @@ from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
 
-#: Where nothing is read in place, cascade attention is faster from so many scores of a head on.
+#: Without segments, cascade attention is faster from this many scores of a head on.
 FEWEST_SCORES = 2048
 
 #: Keys and values of the tokens [start, start + T).
@@ -60,7 +59,7 @@ class Passes:
         self._lock = room.core.lock
 
     def prefill(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
-        """The next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: there is no room side by side."""
+        """Run the next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: no room side by side."""
         if len(rows) > 1:
             return self._side_by_side(model, rows, ids, is_prompt=True)
         with self._lock:
@@ -68,12 +67,12 @@ class Passes:
         return self._forward(model, rows[0].batch, ids)
 
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
-        """One more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
+        """Run one more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
         logits = self._side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
         return self._one_by_one(model, rows, ids) if logits is None else logits
 
     def settle(self, spared: Batch | None = None) -> None:
-        """Give up spare columns and holes of all batches except one."""
+        """Free the spare columns and holes of all batches except one."""
         for batch in self._room.batches():
             left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
             columns = batch.columns
@@ -97,9 +96,9 @@ class Passes:
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """The batch of most of these rows, once the others have joined it and it has grown; None: they need a new one.
+        """Let all join the batch of most of these rows, and grow it; None: they need a new batch.
 
-        BudgetFullError: there is no room for so many tokens side by side.
+        BudgetFullError: no room for so many tokens side by side.
         """
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
@@ -116,7 +115,7 @@ class Passes:
         return batch
 
     def _gathered(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
-        """A new batch of these rows, in some order, padded to the longest; `is_prompt`: they leave it soon."""
+        """Make a batch of these rows, in some order, padded to the longest; `is_prompt`: they leave it soon."""
         room = self._room
         longest = max(row.tail_tokens for row in rows)
         size, position = longest + count, max(row.position for row in rows) + count
@@ -125,7 +124,7 @@ class Passes:
         if not is_prompt:
             others = [row for row in room.rows.values() if row not in rows and row.lost is None]
             spare_rows = sum(row.tail_tokens + row.prompt_left <= longest for row in others)
-        # Twice: at the end, what they evaluate is in the tree as well, and nothing is to be evicted for spare rows.
+        # Twice, as the tree gets a copy at the end: spare rows must not evict anything.
         wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
         if room.evictor.over_bytes(wanted):
             spare_rows = 0
@@ -135,7 +134,7 @@ class Passes:
         for other in room.rows.values():
             if other not in rows and id(other.batch) in left:
                 other.leave_others()
-        # Rows that share a path stand side by side: what they read takes a slice of the batch, not a copy.
+        # Rows that share a path are neighbours: a slice of the batch reads it, without a copy.
         side_by_side = sorted(rows, key=lambda row: [id(node) for node in row.path()])
         together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
         together.take_over()
@@ -184,8 +183,7 @@ class Passes:
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
             return
-        # Before the first pass the bytes of a token are unknown: ask for no more than is about to be evaluated.
-        spare = GROWTH_COLUMNS if room.layout.is_known else 0
+        spare = GROWTH_COLUMNS if room.layout.is_known else 0  # in the first pass a token's bytes are unknown
         if spare and len(batch.rows) == 1:
             spare = max(batch.rows[0].prompt_left - count, spare)
         size = columns.end + count + 1
@@ -202,7 +200,7 @@ class Passes:
 
 
 def _parts(batch: Batch) -> list[Part]:
-    """What the rows of a batch read in place. What all rows read the holes read as well."""
+    """What the rows of a batch read in place; holes read what all rows read."""
     rows = batch.open_rows
     readers: dict[int, tuple[list[int], Any]] = {}
     for row in rows:
@@ -221,7 +219,7 @@ class Removal:
         self._is_rewind = end == row.position
 
     def run(self, model: Any) -> None:
-        """Remove them. ShiftError, BudgetFullError: it cannot be done, or no room for copies; nothing was changed."""
+        """Remove them. ShiftError: impossible. BudgetFullError: no room for copies. Both change nothing."""
         row, begin, end, room = self._row, self._begin, self._end, self._room
         row.leave_others()
         self._require_removable()
@@ -269,7 +267,7 @@ class Removal:
                 )
 
     def _pieces(self, leaf: Any, index: int) -> list[Piece]:
-        """One layer's keys and values of all tokens that do not stay in place, in order."""
+        """The keys and values of one layer that do not stay in place, in order."""
         row = self._row
         if not isinstance(leaf, TailLayer) or (leaf.empty() and not row.reads()):
             return []
@@ -287,7 +285,7 @@ class Removal:
         return found
 
     def _moved(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
-        """What is left of the pieces; keys behind the gap are rotated to their new positions."""
+        """The pieces without the gap; keys behind it are rotated to their new positions."""
         found: list[Pair] = []
         for start, (keys, values) in pieces:
             length = keys.shape[2]
@@ -303,7 +301,7 @@ class Removal:
         return found
 
     def _point(self, leaf: Any, rotation: Rotation | None) -> list[mx.array] | None:
-        """What a window holds afterwards, in order of position; None: the leaf is no window, or holds nothing."""
+        """What a window holds afterwards, in order; None: the leaf is no window, or holds nothing."""
         if not isinstance(leaf, RotatingKVCache) or leaf.keys is None:
             return None
         keys, values = adapter_for(leaf).state(leaf)  # type: ignore[attr-defined]
@@ -312,14 +310,13 @@ class Removal:
         return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
 
 
-#: A trial has two rows that share the segment SHARED; the first row has MORE as another segment. OWN is prefilled.
+#: A trial: both rows share the segment SHARED, the first row reads MORE too, OWN is prefilled. Then two steps.
 SHARED, MORE, OWN = (5, 3, 7, 2), (6, 1), ((4, 2, 6), (3,))
-#: Then a token for each row, twice.
 STEPS = ((1, 6), (3, 5))
 
 
 class Way(StrEnum):
-    """How a model decodes several rows: one pass with shared segments read in place, one pass, or a pass per row."""
+    """How a model decodes several rows: one pass that reads segments in place, one pass, or a pass per row."""
 
     SEGMENTS = "segments"
     BATCH = "batch"
@@ -327,7 +324,7 @@ class Way(StrEnum):
 
 
 class WayTrial(NamedTuple):
-    """The fastest way of a model that is right, why no faster one, and whether a pass may have several tokens a row."""
+    """The fastest way that is right, why no faster one is, and whether a pass may have several tokens per row."""
 
     way: Way
     reason: str
@@ -338,7 +335,7 @@ _found: dict[int, WayTrial] = {}
 
 
 def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
-    """What a trial found for this model, or finds now. UnsupportedCacheError: even a row alone gets wrong logits."""
+    """Try a model once, and return what was found. UnsupportedCacheError: even a row alone gets wrong logits."""
     return once_per_model(_found, model, lambda: _try_ways(model, fresh))
 
 
@@ -355,7 +352,11 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
         try:
             error = error_of(_rows(model, fresh, way), wanted)
             if error <= allowed:
-                return WayTrial(way, reason, way is not Way.SINGLE and _is_wide(model, fresh, way, wanted, allowed))
+                is_wide = False
+                if way is not Way.SINGLE:
+                    with suppress(Exception):  # as below
+                        is_wide = error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
+                return WayTrial(way, reason, is_wide)
             why = f"logits are off by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
@@ -366,15 +367,8 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     raise UnsupportedCacheError(f"{name} cannot be one row among others: {reason}.")
 
 
-def _is_wide(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, wanted: mx.array, allowed: float) -> bool:
-    try:
-        return error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
-    except Exception:  # as in `_try_ways`
-        return False
-
-
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:
-    """Logits (2, steps, V) of both rows; wide: all steps are one pass."""
+    """Logits (2, steps, V) of both rows; `is_wide`: all steps in one pass."""
     first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
     ours = way is Way.SEGMENTS
     for batch in (first, second):
@@ -383,8 +377,15 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
     parts: list[Part] = []
     if ours:
         ends = len(SHARED), len(SHARED) + len(MORE)
-        parts = [(None, _spans(first, 0, ends[0])), ((0,), _spans(first, *ends))]
-        first, second = _behind(first, ends[1]), _behind(second, ends[0])
+        shared, more = (
+            Spans(low, high, first.copied(0, [(low, high)], lambda make: make(), emptying=False), 0)
+            for low, high in ((0, ends[0]), ends)
+        )
+        parts = [(None, shared), ((0,), more)]
+        # All that was evaluated is read in place.
+        first, second = (
+            each.refilled(Columns([0], [end]), lambda _: []) for each, end in ((first, ends[1]), (second, ends[0]))
+        )
     own = [[(None, spans) for _, spans in its] for its in (parts, parts[:1])]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
         batch.forward(model, mx.array([chunk]), its, ours=ours)
@@ -397,17 +398,3 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
     both = Batch.gathered([(first, 0), (second, 0)])
     passes = [mx.array(STEPS).T] if is_wide else [mx.array(step)[:, None] for step in STEPS]
     return mx.concatenate([both.forward(model, ids, parts, ours=ours) for ids in passes], axis=1)
-
-
-def _spans(batch: Batch, start: int, end: int) -> Spans:
-    return Spans(start, end, batch.copied(0, [(start, end)], lambda make: make(), emptying=False), 0)
-
-
-def _behind(batch: Batch, end: int) -> Batch:
-    """The row with what is behind an offset in its tails, and the rest to be read in place."""
-    columns, tails = Columns([batch.columns.end - end], [end]), batch.leaves
-
-    def pieces(leaf: int) -> list[Pair]:
-        return [tails[leaf].columns_of(0, end, end + columns.end)] if columns.end else []
-
-    return batch.refilled(columns, pieces)
