@@ -1,12 +1,10 @@
 """Batch: caches of rows that go through forward passes together, or of one row by itself.
 
-One row alone has the caches that a session would have: mlx-lm's own windows and recurrent states, and tails of one row
-for keys and values. Several rows have mlx-lm's batched windows, recurrent states with a row for each, and tails of as
-many rows.
+One row alone has mlx-lm's own windows and recurrent states, and tails of one row for keys and values. Several rows
+have mlx-lm's batched windows, recurrent states with a row for each, and tails of as many rows.
 
-A row joins a batch by `take_in` where the batch has room for it, which copies only the new row's tails. Otherwise
-`gathered` makes a new batch out of rows of others, which copies all tails and states. What rows read in place stays
-where it is.
+A row joins a batch by `take_in` if there is room, which copies only the tails of this row. Otherwise `gathered` makes a
+new batch, which copies all tails and states. What rows read in place is not copied.
 """
 
 from __future__ import annotations
@@ -27,16 +25,14 @@ from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer, fi
 
 
 class LostStateError(RuntimeError):
-    """A forward pass raised after it had overwritten what cannot be restored."""
+    """A forward pass raised after it had overwritten state that cannot be restored."""
 
 
 #: A batch and the number of one of its rows.
 Place = tuple["Batch", int]
-#: Of one leaf what its tokens have in the tails; None: nothing.
-Copied = SpanSnapshot | None
 #: Runs a copy, and may run it again when its allocation fails.
 Copying = Callable[[Callable[[], Any]], Any]
-#: What undoes a forward pass: lengths and end of the columns, and by leaf what `_held` returned.
+#: What undoes a forward pass: lengths and end of the columns, and a function for each leaf.
 Held = tuple[list[int], int, list[Callable[[], bool]]]
 
 
@@ -44,9 +40,9 @@ class Batch:
     """Caches of one row or several.
 
     Args:
-        columns: of all its tails.
+        columns: of all tails.
         caches: in the order and nesting that the model wants.
-        rows: whose they are; None in the place of a row that has left: a hole.
+        rows: None in the place of a row that has left: a hole.
     """
 
     def __init__(self, columns: Columns, caches: Sequence[Any], rows: Sequence[Any]) -> None:
@@ -57,18 +53,17 @@ class Batch:
 
     @classmethod
     def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
-        """One row with so many tokens in place and no other state. UnsupportedCacheError: such a layer has no batch."""
+        """One row with so many tokens in place and no other state. UnsupportedCacheError: a layer has no batch."""
         columns = Columns([0], [in_place])
         made = [_own(leaf, columns, index) for index, leaf in enumerate(leaves(caches))]
         return cls(columns, _replaced(caches, made), [row])
 
     @classmethod
     def gathered(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
-        """A batch of these rows, in this order, evaluated; batches that are left without a row are emptied on the way.
+        """A batch of these rows, in this order, evaluated; batches whose rows are all here are emptied on the way.
 
         Args:
-            spare: columns that the tails have room for besides; one at least.
-            spare_rows: rows that they have room for besides.
+            spare, spare_rows: additional columns, one at least, and rows that the tails have room for.
         """
         lengths = [batch.columns.lengths[at] for batch, at in places]
         in_place = [batch.columns.in_place[at] for batch, at in places]
@@ -88,13 +83,13 @@ class Batch:
         return cls(columns, _replaced(sources[0].caches, made), rows)
 
     def take_over(self) -> None:
-        """Make this the batch of its rows, which leave the batches that they were in."""
+        """Make this the batch of its rows."""
         for at, row in enumerate(self.rows):
             row.batch.rows[row.at] = None
             row.batch, row.at = self, at
 
     def take_in(self, rows: Sequence[Any]) -> bool:
-        """Let rows join, evaluated, in the place of holes or behind the last row; False: no room, nothing was done."""
+        """Let rows join, evaluated, in holes or behind the last row; False: no room, nothing was done."""
         columns = self.columns
         holes = [at for at, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), columns.row_capacity)][: len(rows)]
@@ -125,8 +120,8 @@ class Batch:
     def goes_on(self, tokens: int) -> bool:
         """Whether so many tokens should go into this batch, not into a new one.
 
-        A new one is due if holes have cost more than one step since the last row joined, or if tails would have to grow
-        although some columns are empty in all rows.
+        A new batch is due if holes have cost more than one step since the last row joined, or if tails would have to
+        grow although some columns are empty in all rows.
         """
         columns = self.columns
         self._idle_tokens += self.rows.count(None) * tokens
@@ -153,11 +148,11 @@ class Batch:
     def forward(
         self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False, is_prompt: bool = False
     ) -> mx.array:
-        """Run the model on ids (R, T); logits (R, T, V), not evaluated. A model that raises leaves rows as they were.
+        """Run the model on ids (R, T); logits (R, T, V), not evaluated. If the model raises, rows stay as they were.
 
         Args:
             parts: what rows read in place.
-            ours: whether the model's attention may be cascade attention; with any parts it must be.
+            ours: whether attention may be cascade attention; with any parts it must be.
             is_prompt: copy wrapped windows, so that the pass can always be undone.
 
         Raises:
@@ -177,14 +172,14 @@ class Batch:
         return columns.lengths, columns.end, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 
     def roll_back(self, held: Held, error: BaseException) -> None:
-        """Undo a forward pass, or what it did before it raised this error. LostStateError: it cannot be undone."""
+        """Undo a forward pass, perhaps one that raised `error`. LostStateError: it cannot be undone."""
         self.columns.lengths, self.columns.end, undo = held
         undone = [each() for each in undo]
         if not all(undone):
             raise LostStateError(f"the model raised after it had overwritten wrapped windows: {error!r}") from error
 
     def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
-        """A batch of one row with other tails: for each leaf these keys and values side by side, evaluated."""
+        """A batch of one row with other tails: these keys and values of each leaf side by side, evaluated."""
         made = []
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, TailLayer):
@@ -194,7 +189,7 @@ class Batch:
         return Batch(columns, _replaced(self.caches, made), self.rows)
 
     def own_points(self) -> None:
-        """Copy the arrays that may be views, or have room to spare, evaluated."""
+        """Copy arrays that may be views or have spare room, evaluated."""
         for leaf in self.leaves:
             if isinstance(leaf, BatchRotatingKVCache):
                 more = leaf._idx - leaf.max_size  # columns of a pass of several tokens
@@ -204,10 +199,10 @@ class Batch:
                     mx.eval(_arrays_of(leaf))
             elif not isinstance(leaf, TailLayer):
                 mx.eval(adapter_for(leaf).own(leaf))
-                adapter_for(leaf).reserve(leaf, 0)  # a row takes what was asked for it, and no more
+                adapter_for(leaf).reserve(leaf, 0)
 
     def specimen(self, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches with a token of one row in every layer that is used: for its shapes only."""
+        """Fresh mlx-lm caches with a token of one row in each used layer: for shapes only."""
         for cache, leaf in zip(leaves(caches), self.leaves, strict=True):
             if isinstance(leaf, ArraysCache):
                 cache.cache = [None if array is None else array[:1] for array in leaf.cache]
@@ -218,22 +213,21 @@ class Batch:
         return list(caches)
 
     def points(self, at: int, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches, but with one row's state in all layers that are not tails."""
+        """Fresh mlx-lm caches with one row's state in all layers without tails."""
         own = self.leaves if len(self.rows) == 1 else [_alone(leaf, at) for leaf in self.leaves]
         pairs = zip(leaves(caches), own, strict=True)
         return _replaced(caches, [cache if isinstance(leaf, TailLayer) else leaf for cache, leaf in pairs])
 
-    def copied(self, at: int, bounds: Sequence[tuple[int, int]], copying: Copying, *, emptying: bool) -> list[Copied]:
-        """Copies of a row's tokens in its tails, by leaf, evaluated.
+    def copied(self, at: int, bounds: Sequence[tuple[int, int]], copying: Copying, *, emptying: bool) -> list[Any]:
+        """Copies of a row's tokens in the tails, a SpanSnapshot or None by leaf, evaluated.
 
         Args:
-            bounds: of the pieces, one behind the other, behind all that is in place.
-            copying: runs a copy, and may run it again when its allocation fails.
-            emptying: release each layer once it is copied, so that no more than one is held twice.
+            bounds: consecutive pieces behind all that is in place.
+            emptying: release each layer once it is copied, so that at most one is held twice.
         """
         away = self.columns.in_place[at]
 
-        def copy_of(leaf: TailLayer) -> Copied:
+        def copy_of(leaf: TailLayer) -> SpanSnapshot | None:
             if not bounds or leaf.empty():
                 return None
             pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
@@ -243,7 +237,7 @@ class Batch:
         return self._copies(copy_of, copying, are_tails=True, emptying=emptying)
 
     def copied_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
-        """As `copied` for the row's state at `offset` in recurrent layers; windows are released, but not copied."""
+        """As `copied` for the state at `offset` of recurrent layers; windows are released, but not copied."""
 
         def copy_of(leaf: Any) -> Any:
             if not isinstance(leaf, ArraysCache):
@@ -290,7 +284,7 @@ def _own(leaf: Any, columns: Columns, index: int) -> Any:
 
 
 def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
-    """Rows that follow each other in one batch, as [first, last)."""
+    """Runs [first, last) of neighbours in one batch."""
     runs: list[tuple[Batch, int, int]] = []
     for batch, at in places:
         if runs and runs[-1][0] is batch and runs[-1][2] == at:
@@ -309,12 +303,11 @@ def _joined(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) 
     alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
     if len(alone) > 1:
         return RotatingKVCache.merge(alone)
-    # The row's batch may be emptied: an object of its own.
-    return copy.copy(alone[0]) if alone[0] is runs[0][0] else alone[0]
+    return copy.copy(alone[0]) if alone[0] is runs[0][0] else alone[0]  # the row's batch may be emptied
 
 
 def _alone(leaf: Any, at: int) -> Any:
-    """One row's state of a leaf, in a cache for one row; a tail as it is."""
+    """One row's state in a cache for one row; a tail as it is."""
     if isinstance(leaf, ArraysCache):
         return _rows_of([leaf.cache], [slice(at, at + 1)])
     if isinstance(leaf, RotatingKVCache | TailLayer):
@@ -323,7 +316,7 @@ def _alone(leaf: Any, at: int) -> Any:
 
 
 def _rows_of(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
-    """Rows of several lists of arrays as one cache; a slot that any of them has nothing in is empty."""
+    """Rows of several lists of arrays as one cache; a slot that is empty in any of them is empty."""
     found = ArraysCache(len(caches[0]))
     for index, slot in enumerate(zip(*caches, strict=True)):
         if all(array is not None for array in slot):
@@ -340,17 +333,17 @@ def _empty(leaf: Any) -> None:
 
 
 def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
-    """A function that undoes a forward pass of so many tokens on a leaf, and returns whether it could."""
+    """A function that undoes a forward pass of so many tokens, and returns whether it could."""
     if isinstance(leaf, TailLayer):
         return lambda: True
     if isinstance(leaf, ArraysCache):
         return partial(_put_back, leaf, "cache", [None if array is None else mx.array(array) for array in leaf.cache])
     if isinstance(leaf, BatchRotatingKVCache):
         keys, values, *changing = leaf.state
-        if tokens == 1 and keys is not None:  # which is written in place; several come into new arrays
+        if tokens == 1 and keys is not None:  # it is written in place; several go into new arrays
             if is_prompt:
                 keys, values = mx.array(keys), mx.array(values)
-            elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites tokens that are held
+            elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites a token of the window
                 return lambda: False
         return partial(_put_back, leaf, "state", (keys, values, *(each + 0 for each in changing)))
     adapter = adapter_for(leaf)

@@ -5,16 +5,16 @@
     row 2   in place: nothing         x x x x x x
     -                                 . . . . . .     room for a row that is still to come
 
-`Columns` say where tokens are, once for all layers. A `TailLayer` has one layer's buffers, and is the cache that the
-model sees. A pass evaluates as many tokens of each row. Its columns count once it is through, so a pass that breaks off
-has changed nothing.
+`Columns` say where tokens are, for all layers. A `TailLayer` has the buffers of one layer; the model uses it as a
+cache. A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes
+nothing.
 
-Up to CASCADE_TOKENS tokens attend to segments in place. More tokens, of one row alone, get keys and values of segments
-and tail side by side in a buffer that is released after the layer: MLX's own attention is faster and worth the copy.
-Where MLX's exponential is slow, cascade attention is always faster.
+Up to CASCADE_TOKENS tokens attend to segments in place. For more tokens, of one row alone, keys and values of segments
+and tail are copied side by side and released after the layer: MLX's own attention is faster and worth the copy. Where
+MLX's exponential is slow, cascade attention is always faster.
 
-MLX's CPU backend waits while more than some ten tasks lie ahead of it. There a decode step is dispatched layer by
-layer, and runs while Python still builds it. Passes of prompts would take a fifth longer so, and are not.
+MLX's CPU backend waits while about ten tasks are queued. So a decode step is dispatched layer by layer there, and runs
+while Python still builds it. Passes of prompts are not: it would make them a fifth slower.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from radixcache.adapters.contract import Spans
 from radixcache.adapters.span import owned_span
 from radixcache.groups.attention import Pair, Readers, cascade, handed_out, has_slow_exp, is_on_cpu
 
-#: Tails grow by so many columns; spare columns are taken in every row.
+#: Tails grow by so many columns.
 GROWTH_COLUMNS = 64
-#: Passes of more tokens copy their segments: then MLX's own attention is faster.
+#: Passes of more tokens copy their segments.
 CASCADE_TOKENS = 256
 
 #: A segment for all layers: the rows that read it (None: all), and the state.
@@ -41,7 +41,7 @@ Part = tuple[tuple[int, ...] | None, Spans]
 
 
 class PassError(RuntimeError):
-    """A model does with keys and values what cannot be done on segments."""
+    """A model uses keys and values in a way that segments do not support."""
 
 
 class Columns:
@@ -50,9 +50,9 @@ class Columns:
     Attributes:
         lengths: columns of each row.
         in_place: tokens of each row that are in segments instead.
-        end: columns in use; a row's are the last ones.
-        capacity: columns that buffers are given when they are made, or grow.
-        row_capacity: rows that they have; the first ones are in use.
+        end: columns in use; a row has the last of them.
+        capacity: columns of a buffer when it is made or grows.
+        row_capacity: rows of a buffer; the first ones are in use.
         current: the forward pass that is running.
     """
 
@@ -70,12 +70,12 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Columns up to `end` that a row has something in."""
+        """Columns up to `end` that are not empty in all rows."""
         return max(self.lengths)
 
     @contextmanager
     def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
-        """A forward pass of so many tokens per row; they count when the block ends without an error."""
+        """Run a forward pass of so many tokens per row; they count if the block ends without an error."""
         self.current = current = Pass(self, tokens, parts, ours)
         try:
             yield
@@ -92,9 +92,9 @@ class Pass:
     """One forward pass: how many tokens per row, where they stand, and what they read in place.
 
     Attributes:
-        before: tokens in front of each row's: an int for one row, an int32 array (R,) for several.
-        padding: which columns are a row's own, bool (R, 1, 1, C), tokens to come included; None: all of them.
-        seen: in a cascade, which columns each token sees, bool (T, C) or (R, 1, T, C); None: all of them.
+        before: tokens in front of the pass: an int for one row, an int32 array (R,) for several.
+        padding: which columns belong to a row, bool (R, 1, 1, C), those of the pass included; None: all.
+        seen: in a cascade, which columns each token sees, bool (T, C) or (R, 1, T, C); None: all.
         fetched: by leaf the keys and values that its layer returned.
         unattended: ids of keys that were handed out and not attended yet.
     """
@@ -118,11 +118,7 @@ class Pass:
 
 
 class TailLayer(_BaseCache):  # type: ignore[misc]
-    """One layer of tails: keys and values (row capacity, H, capacity, D), made when first written.
-
-    Args:
-        leaf: which of the layout's leaves it stands for.
-    """
+    """One layer of tails: keys and values (row capacity, H, capacity, D), made when written; `leaf`: of the layout."""
 
     def __init__(
         self, columns: Columns, leaf: int, keys: mx.array | None = None, values: mx.array | None = None
@@ -136,17 +132,17 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def offset(self) -> Any:
-        """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (R,)."""
+        """Tokens in front of the pass, and with those of the pass once they are written: an int, or int32 (R,)."""
         current = self.columns.current
         if current is None:
             return self.columns.positions[0]
         return current.before + current.tokens if self.leaf in current.fetched else current.before
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """What each of the N tokens of a row sees of what `update_and_fetch` returns, as from mlx-lm's caches."""
+        """What each of the N tokens of a row sees of what `update_and_fetch` returns, in the form of mlx-lm."""
         current = self._running
         if current.parts and window_size is not None:
-            raise PassError("the model wants a mask with a window; over segments there is none.")
+            raise PassError("the model asks for a mask with a window; segments have none.")
         width, padding, positions = self.columns.width, current.padding, self.columns.positions
         if N == 1 and (window_size is None or width < window_size):
             if padding is None:
@@ -155,14 +151,14 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         elif padding is None and not return_array and (window_size is None or max(positions) + N <= window_size):
             return "causal"
         else:
-            # One row's segments are in front of its tail.
+            # In a pass of one row, its segments are in front of its tail.
             mask = create_causal_mask(N, positions[0] if len(positions) == 1 else width, window_size)
             mask = _under(mask, padding)
         current.masks.append(mask)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Write the pass's keys and values, (R, H, T, D), and return what its tokens read; of a cascade the tails."""
+        """Write keys and values of the pass, (R, H, T, D), and return what its tokens read; in a cascade the tails."""
         current, columns = self._running, self.columns
         end, stop = columns.end, columns.end + keys.shape[2]
         rows, first = len(columns.lengths), end - columns.width
@@ -183,13 +179,13 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         return found
 
     def keys_and_values(self) -> Pair:
-        """What was fetched last: for layers that read what another layer wrote."""
+        """What was fetched last, for layers that read what another layer wrote."""
         return self._running.fetched[self.leaf]
 
     def attend(
         self, queries: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
     ) -> mx.array:
-        """Attention of the pass's queries to segments and tails. PassError: values or mask are the model's own."""
+        """Attention of queries to segments and tails. PassError: values or mask are the model's own."""
         current = self._running
         keys, own = current.fetched[self.leaf]
         if values is not own or not (mask is None or isinstance(mask, str) or any(mask is m for m in current.masks)):
@@ -215,21 +211,21 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
     # What a batch calls
 
     def copied_columns(self, row: int, start: int, stop: int) -> Pair:
-        """Copies of some of a row's columns, counted from its first."""
+        """Copies of columns [start, stop) of a row, counted from its first."""
         first = self.columns.end - self.columns.lengths[row]
         its = slice(row, row + 1)
         return tuple(owned_span(array[its], first + start, first + stop) for array in self.state)  # type: ignore[return-value]
 
     def columns_of(self, row: int, start: int, stop: int) -> Pair:
-        """Views of some of a row's columns, counted from its first."""
+        """Views of columns [start, stop) of a row, counted from its first."""
         first = self.columns.end - self.columns.lengths[row]
         at = slice(first + start, first + stop)
         return tuple(array[row : row + 1, :, at, :] for array in self.state)  # type: ignore[return-value]
 
     def take_row(self, at: int, source: TailLayer, source_at: int) -> None:
-        """Copy all columns of a row of another layer to the last columns of a row here that is a hole, or new.
+        """Copy a row of another layer to the last columns of a row here that is a hole, or new.
 
-        The columns in front of them become zero: NaN from an earlier row would come through a weight of zero.
+        The columns in front become 0: a NaN of an earlier row would pass through a weight of 0.
         """
         width = source.columns.lengths[source_at]
         there, here = source.columns.end, self.columns.end
@@ -246,7 +242,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
     def _running(self) -> Pass:
         current = self.columns.current
         if current is None:
-            raise ValueError("no forward pass is running; tails are read and written by Group.prefill and step.")
+            raise ValueError("no forward pass is running; only Group.prefill and step read and write tails.")
         return current
 
 
@@ -255,7 +251,7 @@ def _under(mask: mx.array, padding: mx.array | None) -> mx.array:
 
 
 def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
-    """A layer of one row with these keys and values side by side: as many as it has columns."""
+    """A layer of one row with these keys and values side by side."""
     if not pieces:
         return TailLayer(columns, leaf)
     buffers = [_zeros(array, columns) for array in pieces[0]]
@@ -290,7 +286,7 @@ def _zeros(like: mx.array, columns: Columns) -> mx.array:
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, columns: Columns, stop: int) -> mx.array:
-    """A buffer with room up to `stop` and one more column: a full one would alias what is written to it."""
+    """A buffer with room up to `stop` and one more column: MLX would alias what fills a buffer."""
     if buffer is not None and stop < buffer.shape[2]:
         return buffer
     held = 0 if buffer is None else columns.end
