@@ -1,4 +1,4 @@
-"""Cascade attention: read a segment that several rows share once for all of them, and each row's tail by itself.
+"""Cascade attention: read a segment once for all rows that share it, and each row's tail by itself.
 
     queries (R, Hq, T, D)     segment   keys (1, H, S, D)    queries of its rows side by side: one product for all
                               tails     keys (R, H, C, D)    a product per row
@@ -6,7 +6,7 @@
 All parts of a row are one softmax: they share one maximum, and their sums are added up in float32.
 
 `serve` replaces the global `scaled_dot_product_attention` of a model's modules, once. Keys that a running pass has
-handed out are attended by cascade attention, all other keys by mlx-lm's own.
+handed out then go to cascade attention, all other keys to mlx-lm's own function.
 
 Source: Juravsky et al. 2024, Hydragen; Ye et al. 2025, FlashInfer; mlx_lm.models.base, mlx-lm 0.32.2.
 """
@@ -26,11 +26,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 NAME = "scaled_dot_product_attention"
-#: Queries of a row that are attended at a time; a block leaves out the keys behind its last query.
+#: The most queries of a row in one block, which leaves out the keys behind its last query.
 BLOCK_TOKENS = 64
-#: If a segment has so many readers or more, their queries are stacked for it, which takes copies.
+#: From this many readers of a segment on, their queries are stacked, which takes copies.
 FEWEST_STACKED = 3
-#: From so many scores on several kernels with a fast exponential beat one with a slow one.
+#: From this many scores on, several kernels with a fast exponential beat one with a slow one.
 FEWEST_POWERS = 4096
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -49,7 +49,7 @@ def has_slow_exp() -> bool:
 
 
 class Readers:
-    """Which rows of a batch read which segments (None: all rows), worked out once for all layers."""
+    """Which rows of a batch read which segments (None: all rows), computed once for all layers."""
 
     def __init__(self, rows: int, readers: Sequence[tuple[int, ...] | None]) -> None:
         self._indices = [None if each is None else _index_of(each) for each in readers]
@@ -63,8 +63,8 @@ class Readers:
                     break
             else:
                 taken.append((its, [number]))
-        #: Segments no two of which have a row in common, so that their results can be laid side by side: their numbers,
-        #: how many rows read none of them, and for each row its place in that order (None: the order of the rows).
+        #: Segments without a common row, so that their results can be laid side by side: their numbers, how many rows
+        #: read none of them, and for each row its place in that order (None: the order of the rows).
         self.levels: list[tuple[list[int], int, mx.array | None]] = []
         for known, numbers in taken:
             order = [row for number in numbers for row in (readers[number] or range(rows))]
@@ -94,7 +94,7 @@ class Readers:
 
 
 class HandedOut(threading.local):
-    """By the id of keys that a pass on this thread has handed out: TailLayer.attend."""
+    """TailLayer.attend by the id of the keys that a pass on this thread has handed out."""
 
     def __init__(self) -> None:
         self.by_keys: dict[int, Callable[..., mx.array]] = {}
@@ -104,7 +104,7 @@ handed_out = HandedOut()
 
 
 def serve(model: nn.Module) -> None:
-    """Let all attention of a model that goes through its module's global ask for keys that were handed out."""
+    """Replace the attention function of all modules of a model."""
     for name in {type(module).__module__ for module in model.modules()}:
         stock = getattr(sys.modules.get(name), NAME, None)
         if stock is not None and not hasattr(stock, "is_served"):
@@ -138,40 +138,27 @@ def cascade(
 
     Args:
         keys, values: of the tails, (R, H, C, D) and (R, H, C, Dv), Hq a multiple of H.
-        mask: bool, which columns of the tails are seen, for every head: (R, 1, T, C) or (T, C). The last T columns are
-            the queries' own tokens. None: all columns, by one token.
+        mask: bool, which columns of the tails are seen: (R, 1, T, C) or (T, C). The last T columns are the queries'
+            own tokens. None: all columns, by one token.
         sinks: (Hq,), a score of each head that takes weight and has no value.
     """
-    tokens, columns = queries.shape[2], keys.shape[2]
-    if tokens == 1:
-        return _cascade(queries, (keys, values), readers, segments, scale, mask, sinks)
-    blocks = []
-    for start in range(0, tokens, BLOCK_TOKENS):
-        block = slice(start, min(start + BLOCK_TOKENS, tokens))
-        seen = slice(columns - tokens + block.stop)
-        own = keys[..., seen, :], values[..., seen, :]
-        its = None if mask is None else mask[..., block, seen]
-        blocks.append(_cascade(queries[:, :, block], own, readers, segments, scale, its, sinks))
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
-
-
-def _cascade(
-    queries: mx.array,
-    tails: Pair,
-    readers: Readers,
-    segments: Sequence[Pair],
-    scale: float,
-    mask: mx.array | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    keys, values = tails
     rows, query_heads, tokens, _ = queries.shape
+    if tokens > BLOCK_TOKENS:
+        blocks = []
+        for start in range(0, tokens, BLOCK_TOKENS):
+            block = slice(start, min(start + BLOCK_TOKENS, tokens))
+            seen = slice(keys.shape[2] - tokens + block.stop)
+            part, tail = queries[:, :, block], (keys[..., seen, :], values[..., seen, :])
+            its = None if mask is None else mask[..., block, seen]
+            blocks.append(cascade(part, *tail, readers, segments, scale=scale, mask=its, sinks=sinks))
+        return mx.concatenate(blocks, axis=2)
     heads = keys.shape[1]
     # (R, H, G * T, D): the queries of a head's group one below the other.
     grouped = (queries * scale).reshape(rows, heads, query_heads // heads * tokens, -1)
     own = _masked(_scores(grouped, keys), mask, tokens)
     if rows == tokens == 1:
-        output = _side_by_side([*(_scores(grouped, each) for each, _ in segments), own], [*segments, tails], sinks)
+        scores = [*(_scores(grouped, each) for each, _ in segments), own]
+        output = _side_by_side(scores, [*segments, (keys, values)], sinks)
         return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
     shared = [
         _scores(_stacked(readers.rows_of(grouped, number)), segment[0]) for number, segment in enumerate(segments)
@@ -195,7 +182,7 @@ def _cascade(
 
 
 def _side_by_side(scores: list[mx.array], parts: Sequence[Pair], sinks: mx.array | None) -> mx.array:
-    """Attention (1, H, G, Dv) of one token of one row: the scores of all parts (1, H, G, S) in one array, for speed."""
+    """Attention (1, H, G, Dv) of one token of one row, with all scores (1, H, G, S) in one array, for speed."""
     ends = [*accumulate(each.shape[-1] for each in scores)]
     if sinks is not None:
         scores = [*scores, sinks.astype(mx.float32).reshape(*scores[0].shape[:-1], 1)]
@@ -223,7 +210,7 @@ def _scores(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _index_of(rows: Sequence[int]) -> slice | mx.array:
-    """The index of some rows; of neighbours a slice, which needs no copy."""
+    """An index of some rows: a slice for neighbours, which needs no copy."""
     first, last = rows[0], rows[-1]
     return slice(first, last + 1) if [*rows] == [*range(first, last + 1)] else mx.array([*rows])
 

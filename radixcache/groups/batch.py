@@ -234,7 +234,7 @@ class Batch:
             mx.eval(pieces)
             return SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
 
-        return self._copies(copy_of, copying, are_tails=True, emptying=emptying)
+        return self._copies(copy_of, copying, of_tails=True, emptying=emptying)
 
     def copied_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
         """As `copied` for the state at `offset` of recurrent layers; windows are released, but not copied."""
@@ -246,12 +246,12 @@ class Batch:
             mx.eval([] if snapshot is None else snapshot.arrays())
             return snapshot
 
-        return self._copies(copy_of, copying, are_tails=False, emptying=emptying)
+        return self._copies(copy_of, copying, of_tails=False, emptying=emptying)
 
-    def _copies(self, copy_of: Callable[[Any], Any], copying: Copying, are_tails: bool, emptying: bool) -> list[Any]:
-        found = []
+    def _copies(self, copy_of: Callable[[Any], Any], copying: Copying, *, of_tails: bool, emptying: bool) -> list[Any]:
+        found: list[Any] = []
         for leaf in self.leaves:
-            is_copied = isinstance(leaf, TailLayer) is are_tails
+            is_copied = isinstance(leaf, TailLayer) is of_tails
             found.append(copying(partial(copy_of, leaf)) if is_copied else None)
             if is_copied and emptying:
                 _empty(leaf)
@@ -336,8 +336,6 @@ def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
     """A function that undoes a forward pass of so many tokens, and returns whether it could."""
     if isinstance(leaf, TailLayer):
         return lambda: True
-    if isinstance(leaf, ArraysCache):
-        return partial(_put_back, leaf, "cache", [None if array is None else mx.array(array) for array in leaf.cache])
     if isinstance(leaf, BatchRotatingKVCache):
         keys, values, *changing = leaf.state
         if tokens == 1 and keys is not None:  # it is written in place; several go into new arrays
@@ -345,11 +343,12 @@ def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
                 keys, values = mx.array(keys), mx.array(values)
             elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites a token of the window
                 return lambda: False
-        return partial(_put_back, leaf, "state", (keys, values, *(each + 0 for each in changing)))
+        before = keys, values, *(each + 0 for each in changing)
+
+        def put_back() -> bool:
+            leaf.state = before
+            return True
+
+        return put_back
     adapter = adapter_for(leaf)
     return partial(adapter.roll_back, leaf, adapter.hold(leaf, tokens))
-
-
-def _put_back(leaf: Any, name: str, value: Any) -> bool:
-    setattr(leaf, name, value)
-    return True

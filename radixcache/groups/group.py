@@ -473,18 +473,18 @@ class Group:
             # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
             pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
             self._run(lambda: mx.eval(pending), makes_state=True)
+            with self._lock:
+                self._layout.learn(batch.specimen(self._layout.fresh()))
             if self._layout.windows:
                 self._copy_windows(rows, count)
             self._run(batch.own_points, makes_state=True)
             with self._lock:
-                self._layout.learn(batch.specimen(self._layout.fresh()))
                 self._room.book()
         return logits
 
     def _copy_windows(self, rows: Sequence[Row], count: int) -> None:
         """Copy the last tokens out of windows before the windows are cut."""
         with self._lock:
-            self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
             for row in rows:
                 points = self._room.points_of(row)
                 start, end = row.position - count, row.position

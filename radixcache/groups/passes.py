@@ -209,22 +209,21 @@ def _parts(batch: Batch) -> list[Part]:
     return [(None if len(its) == len(rows) else tuple(its), spans) for its, spans in readers.values()]
 
 
-class Removal:
+class Removal(NamedTuple):
     """Take the tokens [begin, end), begin < end, out of a row; callers hold the lock."""
 
-    def __init__(self, room: Room, row: Row, begin: int, end: int) -> None:
-        self._room = room
-        self._row = row
-        self._begin, self._end = begin, end
-        self._is_rewind = end == row.position
+    room: Room
+    row: Row
+    begin: int
+    end: int
 
     def run(self, model: Any) -> None:
         """Remove them. ShiftError: impossible. BudgetFullError: no room for copies. Both change nothing."""
-        row, begin, end, room = self._row, self._begin, self._end, self._room
+        room, row, begin, end = self
         row.leave_others()
         self._require_removable()
         rotating: list[Rotation | None] = [None] * len(row.batch.leaves)
-        if not self._is_rewind:
+        if end < row.position:
             caches = room.layout.fresh()
             pairs = zip(caches, rotations(model, caches), strict=True)
             rotating = [rotation for cache, rotation in pairs if cache is not None]
@@ -253,14 +252,14 @@ class Removal:
             room.evictor.tidy(node)
 
     def _require_removable(self) -> None:
-        row, begin, end = self._row, self._begin, self._end
+        _, row, begin, end = self
         for leaf in row.batch.leaves:
             if isinstance(leaf, ArraysCache) and not leaf.empty():
                 raise ShiftError(
                     "layers of recurrent state cannot forget tokens; a model that has some cannot be shifted."
                 )
             has_gone_round = isinstance(leaf, RotatingKVCache) and leaf.keys is not None and leaf.offset > leaf.max_size
-            if has_gone_round and (self._is_rewind or end > leaf.offset - leaf.max_size):
+            if has_gone_round and (end == row.position or end > leaf.offset - leaf.max_size):
                 raise ShiftError(
                     f"row {row.id} is at {leaf.offset} with windows of {leaf.max_size} tokens; without [{begin}, {end})"
                     f" they would need earlier tokens, which they have lost."
@@ -268,7 +267,7 @@ class Removal:
 
     def _pieces(self, leaf: Any, index: int) -> list[Piece]:
         """The keys and values of one layer that do not stay in place, in order."""
-        row = self._row
+        row = self.row
         if not isinstance(leaf, TailLayer) or (leaf.empty() and not row.reads()):
             return []
         found: list[Piece] = []
@@ -277,7 +276,7 @@ class Removal:
             if spans.start > position:
                 found.append((position, leaf.columns_of(0, column, column + spans.start - position)))
                 column += spans.start - position
-            if spans.end > self._begin and spans.leaves[index] is not None:
+            if spans.end > self.begin and spans.leaves[index] is not None:
                 found += [(first, pair) for first, _, pair in spans.leaves[index].parts(spans.start, spans.end)]
             position = spans.end
         if position < row.position:
@@ -289,14 +288,14 @@ class Removal:
         found: list[Pair] = []
         for start, (keys, values) in pieces:
             length = keys.shape[2]
-            before = slice(0, max(0, min(length, self._begin - start)))
-            behind = slice(max(0, min(length, self._end - start)), length)
+            before = slice(0, max(0, min(length, self.begin - start)))
+            behind = slice(max(0, min(length, self.end - start)), length)
             if before.stop:
                 found.append((keys[..., before, :], values[..., before, :]))
             if behind.start < length:
                 later = keys[..., behind, :]
                 if rotation is not None:
-                    later = rotation.shift(later, self._begin - self._end)
+                    later = rotation.shift(later, self.begin - self.end)
                 found.append((later, values[..., behind, :]))
         return found
 
@@ -343,12 +342,10 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     rows = [(*SHARED, *MORE, *OWN[0]), (*SHARED, *OWN[1])]
     wanted, rechunked = (logits_alone(model, fresh, rows, STEPS, last) for last in (1, 3))
     allowed = allowed_error(error_of(rechunked, wanted), wanted.dtype)
-    reason, candidates = by_slot(model), [*Way]
-    if reason:
-        candidates = [Way.SINGLE]
-    elif isinstance(model, nn.Module):
+    reasons = [reason] if (reason := by_slot(model)) else []
+    if not reasons and isinstance(model, nn.Module):
         serve(model)
-    for way in candidates:
+    for way in (Way.SINGLE,) if reasons else Way:
         try:
             error = error_of(_rows(model, fresh, way), wanted)
             if error <= allowed:
@@ -356,15 +353,15 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
                 if way is not Way.SINGLE:
                     with suppress(Exception):  # as below
                         is_wide = error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
-                return WayTrial(way, reason, is_wide)
+                return WayTrial(way, "; ".join(reasons), is_wide)
             why = f"logits are off by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
         except Exception as raised:  # a model that was not made for this may raise anything
             why = str(raised) or type(raised).__name__
-        reason = f"{reason}; {way}: {why}" if reason else f"{way}: {why}"
+        reasons.append(f"{way}: {why}")
     name = type(model).__module__.rpartition(".")[2]
-    raise UnsupportedCacheError(f"{name} cannot be one row among others: {reason}.")
+    raise UnsupportedCacheError(f"{name} cannot be one row among others: {'; '.join(reasons)}.")
 
 
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:

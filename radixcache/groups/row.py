@@ -36,9 +36,9 @@ class Row:
     Attributes:
         id: never given twice in a group.
         prompt: int32 token ids of the whole prompt.
-        cached_tokens: prompt tokens that were there already. The first prefill() of a row may find more of them.
-        matched_tokens: prompt tokens that tree and rows held; more than cached_tokens when `reason` says why.
-        reason: why less than the match was resumed, from ShortReason; None when all of it was.
+        cached_tokens: prompt tokens that were cached. The first prefill() of a row may find more of them.
+        matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
+        reason: why less than the match was resumed, from ShortReason; None if all of it was.
         remaining: int32 token ids behind cached_tokens, never empty.
         is_closed: whether the row was closed; its state is gone then.
     """
@@ -57,32 +57,21 @@ class Row:
         self.reason: ShortReason | None = None
         self.remaining = request.prompt
         self.is_closed = False
-        #: Whether nothing but admit() has been done to it.
-        self.is_fresh = True
-        #: The batch that has the state that is not in place, and the row's number there.
-        self.batch: Batch
-        self.at = 0
-        #: The end of the path that it keeps in the tree; None: nothing of it is in the tree.
-        self.node: StateNode | None = None
-        #: The tokens [start, end) that are read in place, on that path, in order.
-        self.in_place: list[tuple[int, int]] = []
-        #: Whether long spans are read in place; False as well before its first forward pass.
-        self.in_segments = False
-        #: Spans behind that path that are read in place, and were taken out of the tree.
-        self.orphans: list[Spans] = []
-        #: Checkpoints and windows that the tree does not have yet.
-        self.own: OwnState
-        #: Where its prefill is cut for a checkpoint, with the reason.
-        self.stops: dict[int, str] = {}
-        #: How many of its tokens are right, if later ones were found wrong; see `distrust_from`.
-        self.right_tokens: int | None = None
-        #: Why its state was lost, if it was.
-        self.lost: str | None = None
+        self.is_fresh = True  # nothing but admit() has been done to it
+        self.batch: Batch  # it has all state that is not read in place
+        self.at = 0  # the row's number there
+        self.node: StateNode | None = None  # the end of the path that it guards in the tree
+        self.in_place: list[tuple[int, int]] = []  # tokens [start, end) on that path that are read in place, in order
+        self.in_segments = False  # whether long spans are read in place; False before its first forward pass
+        self.orphans: list[Spans] = []  # spans behind that path that are read in place, and left the tree
+        self.own: OwnState  # checkpoints and windows that the tree does not have yet
+        self.stops: dict[int, str] = {}  # where its prefill is cut for a checkpoint, with the reason
+        self.right_tokens: int | None = None  # how many tokens are right, if later ones were found wrong
+        self.lost: str | None = None  # why its state was lost
         self._tainted: int | None = None
         self._known = KnownTokens(request.prompt, request.keys, vocab_size)
         self._prompt_end = len(request.prompt)
-        # A weak method: a group that nobody holds any more closes at once, without the garbage collector.
-        self._close = close
+        self._close = close  # weak, so that a group closes as soon as nobody holds it
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"at {self.position}"
@@ -92,7 +81,7 @@ class Row:
 
     @property
     def position(self) -> int:
-        """Tokens that are evaluated or restored; once it is closed 0."""
+        """Tokens that are evaluated or restored; 0 once closed."""
         if self.is_closed:
             return 0
         columns, at = self.batch.columns, self.at
@@ -100,17 +89,17 @@ class Row:
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens that are not evaluated yet; once it is closed 0."""
+        """Prompt tokens that are not evaluated yet; 0 once closed."""
         return 0 if self.is_closed else max(0, self._prompt_end - self.position)
 
     @property
     def known_tokens(self) -> int:
-        """Prompt tokens and those given to step(), without those removed."""
+        """Prompt tokens and those passed to step(), without those removed."""
         return self._known.count
 
     @property
     def clean_tokens(self) -> int:
-        """How many of its tokens, from the first on, have the state that they would have alone."""
+        """How many tokens, from the first on, have the state of a cold run."""
         limits = (self.position, self._tainted, self.right_tokens)
         return min(limit for limit in limits if limit is not None)
 
@@ -160,7 +149,7 @@ class Row:
         self._known.report(tokens, index, index + 1)
 
     def known_keys(self) -> Keys:
-        """Keys of all that is known, up to the first reported token that is not a token id. Waits for evaluation."""
+        """Keys of all known tokens, up to the first that is no token id. Waits for evaluation."""
         return self._known.keys()
 
     def clean_keys(self) -> Keys:
@@ -174,7 +163,7 @@ class Row:
     def common_later(self, keys: Keys, chunk_tokens: int, has_states: bool) -> int:
         """The most tokens of a prompt with these keys that the row can share at some moment of its prefill.
 
-        With recurrent layers they end at the end of a chunk, or at a checkpoint that is still to be taken.
+        With recurrent layers they end at the end of a chunk, or at a future checkpoint.
         """
         position, clean = self.position, self.clean_tokens
         prompt = self._known.read_keys
@@ -187,7 +176,7 @@ class Row:
         return max(ends, default=0)
 
     def cut(self, begin: int, end: int) -> None:
-        """Forget the tokens [begin, end), all evaluated, which were taken out of its state."""
+        """Forget the tokens [begin, end), which were taken out of the state."""
         self.is_fresh = False
         if end < self._known.count:
             self._tainted = begin if self._tainted is None else min(begin, self._tainted)
@@ -212,24 +201,24 @@ class Room:
         self.rows: dict[int, Row] = {}
         self.booking: Booking
         adapters = layout.leaves(layout.fresh())
-        #: For each leaf the most tokens that its state depends on: a window's; 0: none; None: it is a tail.
+        #: For each leaf the length of its window; 0: it has none; None: it is a tail.
         self._windows = [getattr(leaf, "max_size", 0) if adapter.is_point else None for leaf, adapter in adapters]
         self.tail_layers = self._windows.count(None)
 
     def rows_of(self, namespace: str) -> list[Row]:
-        """The open rows that may share with each other; takes no lock."""
+        """The open rows of a namespace; takes no lock."""
         return [row for row in self.rows.values() if row.request.namespace == namespace]
 
     def batches(self) -> list[Batch]:
-        """The batches that rows are in."""
+        """The batches of the rows."""
         return list({id(row.batch): row.batch for row in self.rows.values()}.values())
 
     def points_of(self, row: Row) -> list[Any]:
-        """Fresh mlx-lm caches with the row's state in all layers that are no tails."""
+        """Fresh mlx-lm caches with the row's state in all layers without tails."""
         return row.batch.points(row.at, self.layout.fresh())
 
     def stand(self, row: Row, node: StateNode | None) -> None:
-        """Let a row keep the path to a node, instead of the path that it kept before."""
+        """Let a row guard the path to a node instead of its present path."""
         before, row.node = row.node, node
         if node is not None:
             self.states.read(node, 1)
@@ -237,7 +226,7 @@ class Room:
             self.states.read(before, -1)
 
     def retreat(self, row: Row, offset: int) -> None:
-        """Let a row keep only the nodes of its path that end at or before an offset."""
+        """Let a row guard only the nodes of its path that end at or before an offset."""
         node = row.node
         while node is not None and node.end > offset:
             node = None if node.parent is None or node.parent.is_root else node.parent
@@ -263,11 +252,8 @@ class Room:
 
     def point_bytes(self, position: int) -> int:
         """Bytes of a row's state at `position` in the layers without tails; 0 before the first pass."""
-        nbytes = 0
-        for leaf, window in enumerate(self._windows):
-            if window is not None:
-                nbytes += self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1)
-        return nbytes
+        windows = ((leaf, window) for leaf, window in enumerate(self._windows) if window is not None)
+        return sum(self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1) for leaf, window in windows)
 
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""
@@ -303,7 +289,7 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tails and of the rows' own states; what rows read in place is the tree's, except orphans."""
+        """Bytes of all tails, of the rows' own states and of orphans."""
         orphans = {id(spans): spans for row in self.rows.values() for spans in row.orphans}
         return sum(batch.nbytes for batch in self.batches()) + sum(spans.nbytes for spans in orphans.values())
 
