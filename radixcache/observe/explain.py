@@ -1,12 +1,12 @@
-"""explain: why a prompt is not reused further, range by range, in words and numbers; and what else a Core shows.
+"""explain: why more of a prompt is not reused, range by range; and the views and metrics of a Core.
 
     0            resumable      matched                          prompt_tokens
     |  restored  |  stored, but  |  not in the tree: evicted,     |
     |            |  not to be    |  parted from a stored path,    |
     |            |  resumed      |  quarantined, or new           |
 
-The gaps tile [resumable, prompt_tokens), each with one reason. `Core.foresee` says what `begin` would do, with the same
-code; the history adds what the tree does not show. `view_of` and `snapshot_of` read the tree and all metrics.
+The gaps tile [resumable, prompt_tokens), each with one reason. `Core.foresee` runs the code of `begin` and changes
+nothing; the history adds what the tree no longer has. `view_of` and `snapshot_of` read the tree and all metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from radixcache.tree.history import History
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree
 
-#: Tokens that are shown before a divergence, and behind it on both sides.
+#: Tokens shown before a divergence, and on both sides behind it.
 BEFORE_TOKENS, AFTER_TOKENS = 24, 16
 
 
@@ -94,12 +94,12 @@ class Explanation:
         matched_tokens, resumable_tokens: as matched_tokens and cached_tokens of a Session.
         gaps: the pieces of [resumable_tokens, prompt_tokens).
         hints: spans that vary from prompt to prompt with the same text behind them.
-        windows: for each size of sliding windows: how many layers have it, and the token from which on it is stored, up
-            to where the request resumes; empty if it resumes at 0.
+        windows: for each size of sliding windows the number of layers, and the first token stored of the window at
+            resumable_tokens; empty if that is 0.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
         disk_tokens: first tokens that stores have, if they have more than can be resumed; else 0.
         read_tokens: how many of them `begin` would read; the rest is expected to be slower to read than to prefill.
-        tiers: for each store, in the order of reading, how many first tokens it has.
+        tiers: name of each store, in the order of reading, and how many first tokens it has.
     """
 
     prompt_tokens: int
@@ -115,7 +115,7 @@ class Explanation:
 
     @property
     def is_read(self) -> bool:
-        """Whether `begin` would read any of what stores have."""
+        """Whether `begin` would read from stores."""
         return self.read_tokens > 0
 
     @property
@@ -132,10 +132,8 @@ class Explanation:
 
     def __str__(self) -> str:
         share = self.resumable_tokens / self.prompt_tokens
-        lines = [
-            f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%}), "
-            f"{self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."
-        ]
+        resumed = f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%})"
+        lines = [f"{resumed}, {self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."]
         for layers, start in self.windows:
             whose = "1 layer" if layers == 1 else f"{layers} layers"
             lines.append(f"  resumes at {self.resumable_tokens:,}: the window of {whose} is stored from {start:,} on")
@@ -146,7 +144,7 @@ class Explanation:
 
 
 class About(NamedTuple):
-    """The name of the policy of a cache, where its budget came from, and what decodes its tokens."""
+    """A cache's policy by name, the source of its budget, and its tokenizer."""
 
     policy: str
     budget_source: str
@@ -170,7 +168,7 @@ def view_of(
     tokenizer: Any = None,
     meanwhile: Callable[[], object] = dict,
 ) -> TreeView:
-    """A description of the tree; None: of all namespaces. `meanwhile` is called under the lock too."""
+    """A view of one namespace, or of all (None). `meanwhile` is called under the same lock."""
     budget_bytes = states.account.ledger.budget_bytes
     facts = [("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")]
     facts = facts if namespace is None else []
@@ -200,10 +198,8 @@ def explanation_of(
     with core.lock:
         history, cost, foresight = states.events.history, states.cost, core.foresee(keys, namespace)
         plan, store, length = foresight.plan, foresight.in_store or Foreseen(), len(keys)
-        gaps = [
-            *_stored_gaps(foresight, history, keys, namespace),
-            *_missing_gaps(foresight, history, prompt, keys, namespace),
-        ]
+        gaps = [*_stored_gaps(foresight, history, keys, namespace)]
+        gaps += _missing_gaps(foresight, history, prompt, keys, namespace)
         hints = variations(keys, history.prompts(namespace))
 
     def text(ids: Sequence[int]) -> str | None:
@@ -234,7 +230,7 @@ def explanation_of(
 
 
 def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: str) -> Iterator[Gap]:
-    """What the tree has and the request cannot resume: [resume, matched)."""
+    """Gaps in [resume, matched): stored, and not to be resumed."""
     plan, readable, length = foresight.plan, foresight.readable, len(keys)
     start, end = plan.resume, min(plan.matched, length - 1)
     lost = None
@@ -259,14 +255,10 @@ def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: 
 def _missing_gaps(
     foresight: Foresight, history: History, tokens: TokenIds, keys: Keys, namespace: str
 ) -> Iterator[Gap]:
-    """What the tree does not have: [matched, length). In exact mode a plan may match more than the tree."""
-    match, start, length, quarantined_from = (
-        foresight.match,
-        foresight.plan.matched,
-        len(keys),
-        foresight.quarantined_from,
-    )
-    end = length if quarantined_from is None else max(start, min(length, quarantined_from))
+    """Gaps in [matched, length): not stored. In exact mode a plan may match more than the tree."""
+    match, start, length = foresight.match, foresight.plan.matched, len(keys)
+    cut = foresight.quarantined_from
+    end = length if cut is None else max(start, min(length, cut))
     for part in history.lost_tokens(keys, namespace, start) if start < length else ():
         if start < end:
             reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
@@ -285,17 +277,14 @@ def _missing_gaps(
 
 
 def _other_way(match: Match[Any]) -> tuple[int, ...]:
-    """Keys of the stored path behind a match, along the newest children; empty: no path continues."""
+    """Keys of the stored path behind a match, along the newest children; empty: the path ends there."""
     node: StateNode = match.node
-    edge = node.edge[match.offset - node.start :]
-    shown: list[int] = []
-    while len(shown) < AFTER_TOKENS:
-        shown += edge[: AFTER_TOKENS - len(shown)].tolist()
-        if not node.children:
-            break
+    at = match.offset - node.start
+    shown = node.edge[at : at + AFTER_TOKENS].tolist()
+    while len(shown) < AFTER_TOKENS and node.children:
         node = next(reversed(node.children.values()))
-        edge = node.edge
-    return tuple(shown)
+        shown += node.edge[:AFTER_TOKENS].tolist()
+    return tuple(shown[:AFTER_TOKENS])
 
 
 def _shown(ids: Any) -> tuple[int, ...]:
@@ -328,7 +317,7 @@ def _in_words(gap: Gap) -> str:
 
 
 def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
-    """A line for each gap; neighbours that were evicted in several steps share a line."""
+    """A line for each gap, and one line for neighbours that were evicted in several steps."""
     for is_evicted, group in groupby(gaps, lambda gap: gap.reason == Reason.EVICTED and gap.checkpoint is None):
         run = list(group)
         if not is_evicted or len(run) == 1:

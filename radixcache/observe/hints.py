@@ -1,13 +1,13 @@
 """Hints: a short span that differs in prompt after prompt while the tokens behind it are equal. Never imports MLX.
 
-A date or a request id in a header parts two prompts, and everything behind it is prefilled again although it is equal:
+A date or a request id in a header parts two prompts, and the equal text behind it is prefilled again:
 
     mine     You are ... Today is [ 21 Nov ]. Answer in ...      start, end: of the span in mine
     other    You are ... Today is [ 1 Dec  ]. Answer in ...      behind: equal tokens behind it
 
-Two prompts meet again at the first run of ANCHOR equal tokens. It is a hint if several prompts part there, each with
-its own value, and much more follows than the span is long. Two questions are no hint: they have only a few tokens of
-the template in common behind them, or, with equal replies, there are prompts that end with the question.
+Two prompts meet again at the first run of ANCHOR equal tokens. A hint needs several prompts that part there, each with
+its own value, and equal text behind that is much longer than the span. Questions give no hint: only a few tokens of the
+template follow them, or, with equal replies, some prompts end with the question.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import RadixTree, below
 
-#: The longest short span, in tokens; a UUID takes 36 with a tokenizer of bytes.
+#: Tokens of the longest span; a UUID takes 36 with a tokenizer of bytes.
 MAX_SPAN = 48
 #: Equal tokens in a row at which two prompts meet again.
 ANCHOR = 32
-#: Fewest equal tokens behind the span that make a hint; and how many times the span at least.
-MIN_BEHIND = 40
-MIN_BEHIND_SPANS = 4
-#: Fewest different values of the span, with the prompt's own.
+#: Fewest equal tokens behind the span, absolute and as a multiple of the span.
+MIN_BEHIND, MIN_BEHIND_SPANS = 40, 4
+#: Fewest different values of the span, with this prompt's own.
 MIN_VALUES = 3
 
 # Powers of an odd number and of its inverse: all arithmetic is modulo 2**64.
@@ -51,13 +50,13 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A short span [start, end) of the prompt that differs in one recent prompt after the other.
+    """A short span [start, end) of the prompt that differs in recent prompts.
 
     Attributes:
-        values: different values among the recent prompts, with this prompt's own.
-        requests: recent prompts that are equal in front of the span, with this one.
-        tokens, cost: equal tokens behind the span that each value evaluates again, the most that any prompt has; their
-            cost, in cost_unit.
+        values: different values of the span in recent prompts and this one.
+        requests: recent prompts that are equal in front of the span, this one included.
+        tokens, cost: the most equal tokens that follow the span in a recent prompt, which each value evaluates again;
+            their cost, in cost_unit.
         asked, other: the tokens of the span in this prompt and in an earlier one.
         asked_text, other_text: the same decoded, if the PrefixCache has a tokenizer.
     """
@@ -86,7 +85,7 @@ class Hint:
 
 
 def both_words(stored_text: str | None, stored: Sequence[int], asked_text: str | None, asked: Sequence[int]) -> str:
-    """Tokens of a stored prompt beside those of a prompt that was asked for; as text if both are decoded."""
+    """Stored tokens and those asked for; as text if both are decoded."""
     if stored_text is None or asked_text is None:
         return f"stored tokens {list(stored)}, asked {list(asked)}"
     return f"stored {stored_text!r}, asked {asked_text!r}"
@@ -113,10 +112,7 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Hint]:
 
 
 def parting(mine: Keys, other: Keys, start: int | None = None) -> Parting | None:
-    """The first span of at most MAX_SPAN tokens where two prompts differ; None: none, or they never meet again.
-
-    `start`: how many first tokens are equal, if known.
-    """
+    """The first span where two prompts differ, which starts at `start` if known; None: they do not meet again."""
     start = common_length(mine, other) if start is None else start
     width = MAX_SPAN + ANCHOR
     left, right = mine[start : start + width], other[start : start + width]
@@ -140,7 +136,7 @@ def _anchors(keys: Keys) -> NDArray[np.uint64]:
 
 
 def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
-    """Groups of partings whose spans overlap or touch, by their start; each group in the order of `found`."""
+    """Groups of partings whose spans overlap or touch, by start; each group in the order of `found`."""
     reach = -1
     members: list[list[int]] = []
     for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(found)):
@@ -152,10 +148,11 @@ def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parti
 
 
 class Edge(NamedTuple):
-    """The keys of an edge of the tree, (T,) int64: to be read, not changed, as the tree has the same array.
+    """An edge of the tree.
 
     Attributes:
-        parent: index of the edge before it, which comes earlier; -1: it starts a sequence of `namespace`.
+        parent: index of the edge before it in the list; -1: it starts a sequence of `namespace`.
+        keys: (T,) int64; the tree's own array, so do not change it.
     """
 
     namespace: str
@@ -164,7 +161,7 @@ class Edge(NamedTuple):
 
 
 def edges_of(lock: AbstractContextManager[Any], tree: RadixTree[Any]) -> list[Edge]:
-    """All edges, parents before children. Takes the lock for O(edges), and copies no keys."""
+    """All edges, parents before children. Takes the lock for O(edges) and copies no keys."""
     edges: list[Edge] = []
     with lock:
         for root in tree.roots():

@@ -10,10 +10,9 @@ The picture has a row for each node. Its bar lies along the axis of tokens; chil
 Orange is live, blue is paged, half and half is both. A diamond is a checkpoint, a red pin is a pin. The colours follow
 the light or dark scheme of the reader, and colour-blind readers can tell them apart.
 
-The page needs nothing from elsewhere. It holds the nodes as JSON, and a node becomes elements when its parent is
-expanded, so a large tree loads at once. Text of prompts is hostile. It is made visible here (no control, format or bidi
-character is left), has no `<` in the JSON, and is shown as text, never as markup. The policy of the page allows no
-other script or style, and no request.
+The page is one file. It holds the nodes as JSON, and makes the elements of a node when its parent is expanded. So a
+large tree loads at once. Text of prompts is hostile: it has no control, format or bidi character, no `<` in the JSON, and is
+shown as text, never as markup. The policy of the page allows no other script or style, and no request.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def render_view(view: TreeView, format: str = "text", max_nodes: int | None = No
 
     Args:
         format: a key of FORMATS.
-        max_nodes: how many nodes to show, those with the most tokens below them; the rest is counted in its place.
-            JSON has all nodes.
+        max_nodes: how many nodes to show, those with the most tokens first; the rest are counted. JSON has all nodes.
 
     Raises:
         ValueError: the format is unknown, or max_nodes is below 1.
@@ -59,7 +57,7 @@ def render_view(view: TreeView, format: str = "text", max_nodes: int | None = No
 
 def page(view: TreeView, max_nodes: int) -> str:
     """The tree as an HTML document."""
-    # ASCII, so that lone surrogates are escaped too; without "<" nothing in it can end the element.
+    # ASCII escapes lone surrogates too; without "<" no text can end the element.
     embedded = json.dumps(tree_data(view, max_nodes), separators=(",", ":")).replace("<", "\\u003c")
     about = f"<p>{escape(words.about_words(view))}</p>" if view.about else ""
     body = f"""{tree_markup(words.total_words(view), about)}
@@ -86,7 +84,7 @@ def content_policy(style: str, script: str) -> str:
 
 
 def tree_markup(totals: str = "", about: str = "") -> str:
-    """What page.js fills: heading, legend, tools, and the place of the rows."""
+    """The elements that page.js fills: heading, legend, tools, and the place of the rows."""
     legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in _LEGEND.items())
     return (
         f'<header><h1>Prefix tree</h1><p id="totals">{escape(totals)}</p>{about}\n'
@@ -111,10 +109,7 @@ _LEGEND = {
 
 
 def tree_data(view: TreeView, max_nodes: int) -> dict[str, Any]:
-    """What page.js shows, as JSON values. Its text is made visible, and must still be shown as text only.
-
-    A row is [parent, kind, depth, start, ...]; a named namespace has a row of its own.
-    """
+    """Rows [parent, kind, depth, start, ...] for page.js as JSON values; a named namespace has a row of its own."""
     rows: list[list[Any]] = []
     number_of = {-1: -1}  # row numbers by line number; -1 is the heading
     for number, row in enumerate(words.choose(view, max_nodes)):
@@ -185,7 +180,7 @@ def _head(view: TreeView, longest: int, scale: float, height: float) -> list[str
 
 
 def tick_step(longest: int) -> int:
-    """A round number of tokens, so that the axis has four to ten of them."""
+    """A round number of tokens that gives the axis four to ten ticks."""
     step = 1  # then 2, 5, 10, 20, 50 ...
     while longest > 8 * step:
         step = step // 2 * 5 if str(step)[0] == "2" else step * 2
@@ -207,14 +202,12 @@ def _drawn_node(node: NodeView, y: float, scale: float, slot_count: int) -> str:
         at += 14
     span, tokens, nbytes, *facts = words.node_words(node, slot_count)
     label = f"{span}  {tokens}, {words.bytes_words(node.nbytes)}"
-    names = words.fit(f" {', '.join(words.visible(name) for name in node.pin_names)}", 40) if node.pin_names else ""
+    names = words.fit(f" {', '.join(map(words.visible, node.pin_names))}", 40) if node.pin_names else ""
     columns = int((WIDTH - MARGIN - at) / COLUMN_WIDTH)
     shown = words.text_words(node, max(8, columns - len(label) - len(names) - 3))
     label = f'<tspan font-weight="600">{label}</tspan>'
-    if names:
-        label += f'<tspan class="pin">{escape(names)}</tspan>'
-    if shown:
-        label += f'<tspan dx="10" class="text">{escape(shown)}</tspan>'
+    label += f'<tspan class="pin">{escape(names)}</tspan>' if names else ""
+    label += f'<tspan dx="10" class="text">{escape(shown)}</tspan>' if shown else ""
     parts.append(f'<text x="{at:.1f}" y="{middle + 4:g}">{label}</text>')
     facts = [f"{span} {tokens}, {nbytes}", *facts, f"used {node.uses} times, last at tick {node.last_used}"]
     title = escape("\n".join([*facts, *([words.text_words(node, 400)] if node.text else [])]))
@@ -232,14 +225,12 @@ def _bar(x: float, y: float, width: float, node: NodeView) -> str:
 
 def _more(row: NodeLine, y: float, scale: float) -> str:
     x, middle = MARGIN + row.start * scale, y + ROW_HEIGHT / 2
+    label = escape(words.more_words(row.left_out))
     rest = f'<rect class="rest" x="{x + 0.5:.1f}" y="{middle - 5:g}" width="26" height="10" rx="3"/>'
-    return (
-        f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{escape(words.more_words(row.left_out))}</text>'
-    )
+    return f'{rest}<text class="more" x="{x + 36:.1f}" y="{middle + 4:g}">{label}</text>'
 
 
 def _pin(x: float, y: float) -> str:
-    """A round head and a point."""
     return f"M{x:.1f} {y + 7:g}l-3.6 -7a4 4 0 1 1 7.2 0z"
 
 

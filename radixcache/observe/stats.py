@@ -1,7 +1,7 @@
-"""CacheStats: what a PrefixCache has done and holds, a field for each counter and gauge, with unit and help.
+"""CacheStats: the counters and gauges of a PrefixCache. StatsSnapshot: all metrics of one moment.
 
-StatsSnapshot: all metrics of one moment: the fields of CacheStats, and what the tree, the pins and the slots hold. It
-uses the names of Prometheus (`radixcache.counters`). No clock: a scraper has one. Never imports MLX.
+A snapshot has the fields of CacheStats and the contents of the tree, pins and slots, under the names of Prometheus
+(`radixcache.counters`). It has no clock, as scrapers have one. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CacheFigures:
-    """What belongs to no single namespace, besides CacheStats."""
+    """Gauges besides CacheStats that belong to no single namespace."""
 
     hit_ratio: float = gauge("", "Prompt tokens restored, as a share of all; 0 before the first request.")
     ledger_bytes: int = gauge("bytes", "Live, paged and verify bytes of all caches on the budget.")
@@ -104,7 +104,7 @@ class _CacheFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TreeFigures:
-    """What the nodes and pins of some namespaces come to."""
+    """Gauges of the nodes and pins of some namespaces."""
 
     resident_nodes: dict[str, int] = gauge("nodes", "Tree nodes by where their spans are.", label="residency")
     resident_tokens: dict[str, int] = gauge("tokens", "Distinct tokens by where their spans are.", label="residency")
@@ -135,12 +135,10 @@ class StatsSnapshot:
 
     def value(self, name: str, **labels: str) -> Number:
         """The number of one sample. KeyError: there is no such metric, or none with these labels."""
-        wanted = tuple(sorted(labels.items()))
-        for metric in self.metrics:
-            if metric.name == name:
-                for sample in metric.samples:
-                    if tuple(sorted(sample.labels)) == wanted:
-                        return sample.value
+        samples = (sample for metric in self.metrics if metric.name == name for sample in metric.samples)
+        for sample in samples:
+            if dict(sample.labels) == labels:
+                return sample.value
         raise KeyError(f"{name} {labels}" if labels else name)
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,10 +186,9 @@ def snapshot(
     nodes: Sequence[NodeView], *, pins: int, named_pins: int, of_cache: Sequence[Metric] = ()
 ) -> StatsSnapshot:
     """A snapshot from values of one moment. `of_cache`: from `metrics_of_cache`, or empty for a single namespace."""
+    kinds = sorted({node.checkpoint for node in nodes} - {""})
     by_place = {place: [node for node in nodes if node.residency == place] for place in PLACES}
-    by_kind = {
-        kind: [n for n in nodes if n.checkpoint == kind] for kind in sorted({n.checkpoint for n in nodes} - {""})
-    }
+    by_kind = {kind: [node for node in nodes if node.checkpoint == kind] for kind in kinds}
     depths: list[int] = []
     for node in nodes:
         depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
@@ -212,8 +209,6 @@ def snapshot(
         named_pins=named_pins,
     )
     largest = heapq.nsmallest(LISTED_NODES, nodes, key=lambda node: (-node.nbytes, node.start, node.end))
-    listed = (
-        {"start": n.start, "end": n.end, "tokens": n.tokens, "bytes": n.nbytes, "residency": n.residency}
-        for n in largest
-    )
+    columns = {"start": "start", "end": "end", "tokens": "tokens", "bytes": "nbytes", "residency": "residency"}
+    listed = ({name: getattr(node, field) for name, field in columns.items()} for node in largest)
     return StatsSnapshot((*of_cache, *metrics_of(figures, PREFIX)), tuple(listed))

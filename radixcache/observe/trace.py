@@ -7,23 +7,23 @@ A trace is JSONL: a header, then a line for each request.
     {"request": 1, "time": 2, "tokens": 200, "output": 9, "after": [0, 2], "blocks": "<base64 of 2 digests>"}
 
     request     number of the line behind its header, from 0
-    time        in the clock of the header: "requests" counts them, "ms" is milliseconds, "synthetic_ms" made-up ones
-    tokens      of the prompt: ceil(tokens / block_tokens) blocks, the last may not be full; output: of the reply
+    time        in the clock of the header: a count of requests, milliseconds, or made-up milliseconds ("synthetic_ms")
+    tokens      of the prompt: ceil(tokens / block_tokens) blocks, the last may be part of one; output: of the reply
     after       [request, count]: the first `count` blocks are those of that earlier request; left out if there are none
-    blocks      the digests of the other blocks, 8 bytes each, in base64; in a plain trace ids: the token ids
+    blocks      digests of the other blocks, 8 bytes each, in base64; a plain trace has `ids`, the token ids
     namespace   digest of the namespace (in a plain trace its name); left out for ""
     session, turn, kind, priority     as the caller gave them; left out for "", None, "", 0
 
-The digest of a block is a salted BLAKE2b of the digest before it and the keys of the block; the first one starts from
-the namespace. So equal digests mean equal prefixes, and without the salt nobody can test texts against them.
+A digest is a salted BLAKE2b of the digest before it, or of the namespace, and the keys of the block. So equal digests
+mean equal prefixes. Without the salt, a text cannot be tested against them.
 
   W1  A line is written whole and never changed: a killed process tears at most the last line.
-  W2  After a failed write the next line starts a new part with its own header. So a torn line is the last one of the
-      file or stands before a header, and nothing refers to it.
+  W2  After a failed write, the next line starts a new part with its own header. So a torn line ends the file or stands
+      before a header, and no line refers to it.
   W3  Without `plain`, no token id, text or name of a namespace gets into the file. The salt never does.
 
-O(blocks of the prompt) for each request. The writer remembers written blocks up to a bound, then forgets all and writes
-them again. Not thread-safe: PrefixCache holds the only lock.
+O(blocks of the prompt) for each request. The writer remembers a bounded number of written blocks, then forgets all of
+them and writes them again. Not thread-safe: PrefixCache holds the only lock.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ import numpy as np
 from radixcache.errors import refuse_copy
 from radixcache.tokens import Keys
 
-FORMAT = "radixcache-trace"
-VERSION = 1
+FORMAT, VERSION = "radixcache-trace", 1
 #: The first bytes of a trace file.
 _START = f'{{"format":"{FORMAT}"'.encode()
 DIGEST_BYTES = 8
@@ -74,8 +73,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
         Args:
             block_tokens: tokens of a digest; a trace shows reuse in steps of this size.
-            salt: up to 64 bytes for the digests; parts of a file with the same salt share blocks. None: a random salt
-                that is stored nowhere.
+            salt: up to 64 bytes for the digests; parts with the same salt share blocks. None: a random, secret salt.
             plain: write token ids instead of digests.
             known_blocks: how many blocks to remember.
 
@@ -194,7 +192,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if not self._is_locked(handle):
-                gc.collect()  # perhaps a cache that is no longer used has it
+                gc.collect()  # a cache that is no longer used may hold the lock
                 if not self._is_locked(handle):
                     raise ValueError(f"{self.path}: another writer has this trace open; name another file.")
             start = os.pread(handle, len(_START), 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
@@ -217,15 +215,13 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         return True
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Write lines at once, behind a header if a new part starts."""
+        """Write lines, behind a header and after the end of a torn line if a new part starts."""
         if self._handle is None:
             raise ValueError(f"{self.path}: the trace is closed; open a new TraceWriter to continue it.")
         content = b"".join(map(_encoded, [self._header(), *lines] if self._is_torn else lines))
-        if self._is_torn:
-            # End a torn last line.
-            length_bytes = os.fstat(self._handle).st_size
-            ends = length_bytes == 0 or os.pread(self._handle, 1, length_bytes - 1) == b"\n"
-            content = content if ends else b"\n" + content
+        if self._is_torn and (length_bytes := os.fstat(self._handle).st_size):
+            is_ended = os.pread(self._handle, 1, length_bytes - 1) == b"\n"
+            content = content if is_ended else b"\n" + content
         self._is_torn = True
         while content:
             content = content[os.write(self._handle, content) :]
@@ -240,10 +236,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 def block_digests(
     keys: Keys, block_tokens: int, *, salt: bytes = b"", namespace: str = "", before: bytes | None = None
 ) -> list[bytes]:
-    """Digests of the blocks of a prompt; the last block may be partly filled.
-
-    `before` is the digest of the block before the first one; None: these start the prompt.
-    """
+    """Digests of the blocks of a prompt, behind the digest `before`; the last block may be partly filled."""
     content = keys.astype("<i8", copy=False).tobytes()
     step = 8 * block_tokens
     digest = _root(salt, namespace) if before is None else before

@@ -1,8 +1,8 @@
-"""TreeView: what a tree holds, as plain values, in an order that a reader can follow.
+"""TreeView: the contents of a tree as plain values, to be shown now or saved as JSON.
 
-Nodes come in preorder, siblings with the most tokens below them first, so all nodes below a node follow it at once. A
-view can be written as JSON and shown again later. `collect` makes a view: it copies little under the lock and does the
-rest afterwards. The array of an edge is replaced, never written, so a reference to it is a copy.
+Nodes come in preorder, siblings with the most tokens first. So all nodes below a node follow it directly. `collect`
+copies little under the lock and does the rest afterwards. The tree replaces the array of an edge and never writes into
+it, so a reference is a copy.
 
 Invariants, asserted by `read_view`:
 
@@ -20,17 +20,13 @@ from typing import Any, NamedTuple
 from radixcache.tokens import Keys, token_text
 from radixcache.tree.radix_tree import Node, below
 
-FORMAT = "radixcache-tree"
-VERSION = 1
-
-
+FORMAT, VERSION = "radixcache-tree", 1
 #: Tokens of an edge that are decoded, at its start and at its end.
-HEAD_TOKENS = 64
-TAIL_TOKENS = 16
+HEAD_TOKENS, TAIL_TOKENS = 64, 16
 
 
 class ViewError(Exception):
-    """This is no saved TreeView; the message says why, in one line."""
+    """The content is no saved TreeView; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +37,13 @@ class NodeView:
         parent, namespace: index of the parent, -1 at the top of a namespace; index into TreeView.namespaces.
         start, end: offsets of its tokens from the start of the sequence.
         span_bytes: of its spans, wherever they are.
-        is_live, is_paged, slots: in the live buffers of these slots; as a snapshot.
+        is_live, slots, is_paged: whether its spans are in live buffers, of which slots; whether it has a snapshot.
         checkpoint, checkpoint_bytes: kind and bytes of the checkpoint at its end; "": there is none.
-        window_bytes, windows: bytes of its sliding windows; the tokens [start, end) that they are of.
-        is_pinned, pin_names: a pin holds it; names of the pins that end here.
-        is_open: an open session stands on it.
+        window_bytes, windows: bytes of its sliding windows, and their tokens [start, end).
+        is_pinned, pin_names: whether a pin holds it; names of the pins that end here.
+        is_open: whether an open session stands on it.
         uses, last_used: how many requests used its spans, and the tick of the last use.
-        below, below_tokens, below_bytes: nodes below it, and what they hold.
+        below, below_tokens, below_bytes: the nodes below it, with their tokens and bytes.
         text, text_end: its start, decoded, and its end if that is not in `text`; None: there was no tokenizer.
     """
 
@@ -85,7 +81,6 @@ class NodeView:
 
     @property
     def residency(self) -> str:
-        """live, paged, or both."""
         return "both" if self.is_live and self.is_paged else "live" if self.is_live else "paged"
 
 
@@ -140,8 +135,7 @@ def read_view(content: str | bytes) -> TreeView:
 
 
 def _node(row: dict[str, Any]) -> NodeView:
-    # Older files have no windows.
-    row = {"window_bytes": 0, "windows": (), **row}
+    row = {"window_bytes": 0, "windows": (), **row}  # older files have no windows
     for field in fields(NodeView):
         value = row[field.name]
         wanted = {"int": int, "bool": bool, "str": str}.get(str(field.type))
@@ -177,7 +171,7 @@ def _require_sound(view: TreeView) -> None:
 
 
 class _Copy(NamedTuple):
-    """What is copied of a node under the lock. `about`: fields of NodeView."""
+    """The copy of a node that is made under the lock. `about`: fields of NodeView."""
 
     node_id: int
     parent_id: int
@@ -202,14 +196,13 @@ def collect(
         meanwhile()
     index = {node.node_id: number for number, node in enumerate(copies)}
     parents = [index.get(node.parent_id, -1) for node in copies]
-    below_nodes, below_tokens, below_bytes = [0] * len(copies), [0] * len(copies), [0] * len(copies)
-    for number in reversed(range(len(copies))):
+    below_nodes, below_tokens, below_bytes = ([0] * len(copies) for _ in range(3))
+    for number, node in reversed([*enumerate(copies)]):
         if (above := parents[number]) >= 0:
-            its = copies[number].about
+            nbytes = sum(node.about[name] for name in ("span_bytes", "checkpoint_bytes", "window_bytes"))
             below_nodes[above] += 1 + below_nodes[number]
-            below_tokens[above] += len(copies[number].edge) + below_tokens[number]
-            below_bytes[above] += below_bytes[number]
-            below_bytes[above] += its["span_bytes"] + its["checkpoint_bytes"] + its["window_bytes"]
+            below_tokens[above] += len(node.edge) + below_tokens[number]
+            below_bytes[above] += nbytes + below_bytes[number]
     nodes: list[NodeView] = []
     new_index = {-1: -1}
     for number in _order(copies, parents, below_tokens):
@@ -266,7 +259,7 @@ def _order(copies: Sequence[_Copy], parents: Sequence[int], below_tokens: Sequen
     for number, parent in enumerate(parents):
         children.setdefault(parent, []).append(number)
     for siblings in children.values():
-        # The last one is taken off the stack first. Namespaces stay in their order.
+        # The last sibling leaves the stack first. Namespaces stay in their order.
         siblings.sort(key=lambda n: (-copies[n].about["namespace"], len(copies[n].edge) + below_tokens[n], -n))
     stack = children.get(-1, [])
     while stack:

@@ -1,7 +1,7 @@
 """Words: numbers, nodes and text of prompts for people, and a TreeView as lines of text.
 
-Text of prompts is hostile: `visible` leaves nothing in it that acts on a terminal or a page. `choose` picks which nodes
-of a large tree are shown. `text` writes a line for each node; an only child stands straight under its parent.
+Text of prompts is hostile: `visible` removes what acts on a terminal or a page. `choose` picks the nodes that are shown
+of a large tree. `text` writes a line for each node, an only child straight under its parent.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from radixcache.observe.tree_view import NodeView, TreeView
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SHORT = {"\n": "\u21b5", "\t": "\u21e5"}
-#: Categories of characters that act and do not show: control, format (with bidi marks), surrogates, private use,
-#: unassigned, line and paragraph separators.
+#: Categories of invisible characters: control, format (with bidi marks), surrogates, private use, unassigned, line and
+#: paragraph separators.
 _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 #: Characters of a node's text in a line.
 TEXT_CHARACTERS = 60
@@ -44,8 +44,8 @@ def _held(what: str, nodes: int, tokens: int, nbytes: int) -> str:
 
 def more_words(nodes: Sequence[NodeView]) -> str:
     """Nodes that are not shown: "312 more nodes, 1.2 M tokens, 3.4 GiB"."""
-    tokens = sum(node.tokens + node.below_tokens for node in nodes)
-    return _held("more node", sum(1 + n.below for n in nodes), tokens, sum(n.nbytes + n.below_bytes for n in nodes))
+    counts = ((1 + n.below, n.tokens + n.below_tokens, n.nbytes + n.below_bytes) for n in nodes)
+    return _held("more node", *map(sum, zip(*counts, strict=True)))
 
 
 def total_words(view: TreeView) -> str:
@@ -82,7 +82,7 @@ def node_words(node: NodeView, slot_count: int) -> list[str]:
 
 
 def place_words(node: NodeView, slot_count: int) -> str:
-    """Live (in which slots), paged, or both; and the tokens whose windows are stored."""
+    """Live (and in which slots), paged, or both; and the tokens with stored windows."""
     live = "live" if slot_count == 1 or not node.slots else f"live in {', '.join(map(str, node.slots))}"
     place = {"live": live, "paged": "paged", "both": f"{live} and paged"}[node.residency]
     ranges = ", ".join(f"[{start:,}, {end:,})" for start, end in node.windows)
@@ -90,12 +90,11 @@ def place_words(node: NodeView, slot_count: int) -> str:
 
 
 def text_words(node: NodeView, columns: int) -> str:
-    """The text of a node in at most so many columns; "": there is none."""
+    """The text of a node in at most so many columns, or ""."""
     return "" if node.text is None else fit(whole_text(node), columns)
 
 
 def whole_text(node: NodeView) -> str:
-    """All known text of a node, made visible."""
     text = node.text or ""
     return visible(text if node.text_end is None else f"{text} \u2026 {node.text_end}")
 
@@ -111,7 +110,7 @@ def fit(text: str, columns: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Text in which nothing acts: line ends and tabs as signs, other control and format characters as numbers."""
+    """Text with line ends and tabs as signs, and other invisible characters as numbers."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_SHORT.get(c) or (_number(c) if unicodedata.category(c) in _UNSHOWN else c) for c in text)
@@ -132,8 +131,7 @@ class NodeLine:
         parent: row of the parent, -1 at the top.
         heading: visible name of the namespace that starts here; None: none starts, or it has no name.
         depth: number of branchings above.
-        start: offset where it starts.
-        is_last: no sibling comes after it.
+        start: offset of its first token.
     """
 
     node: NodeView | None
@@ -146,10 +144,10 @@ class NodeLine:
 
 
 def choose(view: TreeView, max_nodes: int) -> list[NodeLine]:
-    """Lines for so many nodes, parents before children; what is left out below a node is its last child.
+    """Lines for so many nodes, parents before children; the nodes left out below a node make its last line.
 
-    Pinned nodes and nodes in use come first, then those with the most tokens, each only below its parent. A single leaf
-    that would be left out is shown, as it takes the line that would say so.
+    Pinned nodes and nodes in use are chosen first, then those with the most tokens, each only below its parent. A
+    single leaf is not left out, as that would take a line too.
     """
     children: defaultdict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(view.nodes):

@@ -5,9 +5,9 @@ The key of a block is a 128-bit BLAKE2b digest over the key before it, its token
     root_key(identity, namespace) ── block_key ── block_key ── ...
                                         └── block_key ── ...
 
-Equal keys mean equal identity, namespace and whole prefix. So equal prefixes are stored once, and no change of a tree
-in memory changes the key of a stored block. Whoever can guess the tokens can tell from a key that they are stored; the
-files hold the tokens in plain anyway.
+Equal keys mean equal identity, namespace and whole prefix. So equal prefixes are stored once, and no change of the tree
+in memory changes a stored key. Whoever guesses the tokens can tell from a key that they are stored. Files hold them in
+plain text.
 """
 
 from __future__ import annotations
@@ -35,23 +35,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What names one stored file or value.
 Place = tuple[bytes, Kind]
 
-#: Names of dtypes: MLX's, then that of safetensors; bytes of an element.
+#: By MLX's name of a dtype: its name in safetensors, and the bytes of an element.
 DTYPES: dict[str, tuple[str, int]] = {
-    "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "uint16": ("U16", 2),
-    "uint32": ("U32", 4),
-    "uint64": ("U64", 8),
-    "int8": ("I8", 1),
-    "int16": ("I16", 2),
-    "int32": ("I32", 4),
-    "int64": ("I64", 8),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4),
-    "float64": ("F64", 8),
-    "complex64": ("C64", 8),
-}
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4), "uint64": ("U64", 8),
+    "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8), "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8), "complex64": ("C64", 8),
+}  # fmt: skip
 
 #: Dtype and shape of each named buffer.
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -76,7 +65,6 @@ def root_key(identity: Identity, namespace: str) -> bytes:
 
 
 def block_key(parent: bytes, tokens: Keys, grid: int, cut: int) -> bytes:
-    """The key of a block; `grid` and `cut` as in `Head`."""
     content = parent + grid.to_bytes(8, "little") + tokens.astype("<i8", copy=False).tobytes()
     return blake2b(content, digest_size=KEY_BYTES, person=b"rc block" + cut.to_bytes(2, "little")).digest()
 
@@ -86,7 +74,7 @@ class Buffer:
     """An array as raw bytes.
 
     Attributes:
-        data: anything that gives its bytes: C-contiguous, little-endian, not changed any more.
+        data: anything with the buffer protocol: C-contiguous, little-endian, never changed again.
         dtype, shape: a name of `DTYPES`; () for a single number.
 
     Raises:
@@ -105,7 +93,6 @@ class Buffer:
 
     @cached_property
     def octets(self) -> NDArray[np.uint8]:
-        """The bytes, in place."""
         return np.frombuffer(self.data, dtype=np.uint8)
 
     @property
@@ -115,7 +102,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What a stored file says of itself, beside its state.
+    """The description of a stored file.
 
     Attributes:
         parent: key of the block before it; `root_key(identity, namespace)` for the first block.
@@ -151,7 +138,7 @@ class Head:
 
     @cached_property
     def key(self) -> bytes:
-        """The key of the block; a checkpoint has the key of the block that it ends."""
+        """A checkpoint has the key of the block that it ends."""
         return block_key(self.parent, self.tokens, self.grid, self.cut)
 
     @property
@@ -164,18 +151,17 @@ class Head:
 
     @property
     def before(self) -> bytes:
-        """The key of the block that has to be stored first, or the root key."""
+        """The key of the block that must be stored first, or the root key."""
         return self.parent if self.kind == "block" else self.key
 
     @property
     def is_first(self) -> bool:
-        """Whether no block has to be stored first."""
         return self.before == root_key(self.identity, self.namespace)
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A head and its state: of all span layers, or, in a checkpoint, of the layers that need one."""
+    """A head and its state: of all span layers, or of the layers that need a checkpoint."""
 
     head: Head
     buffers: Mapping[str, Buffer]

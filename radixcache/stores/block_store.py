@@ -1,12 +1,12 @@
-"""BlockStore: what every store of blocks does. Disk, Redis and sizes are backends of it.
+"""BlockStore: what every store of blocks does. Disk, Redis and sizes are its backends.
 
     match ──► _look_up (backend) ──► index ──► links         put ──► queue ──► one thread: encode ──► _write (backend)
 
-  W1  A block is written only if it is not stored, and only behind a block that is: all that is stored can be reached.
+  W1  A block is written only if it is not stored and the block before it is, so every stored block can be reached.
   W2  Nothing is evicted for a block that is then not written, unless the disk fails.
-  W3  The lock is held for work in memory only. What is called a "file" here is a value in Redis.
-  B1  The queue writes blocks in the order of `offer`, so a block comes after the blocks before it in its chain.
-  B2  At most `limit_bytes` wait, or a single block that is larger; more are dropped, and nobody waits.
+  W3  The lock is held only for work in memory. A "file" here is a value in Redis.
+  B1  The queue writes blocks in the order of `offer`, so each block follows the blocks before it in its chain.
+  B2  At most `limit_bytes` wait, or one larger block; further blocks are dropped, and no caller waits.
   B3  A block that waits is not taken a second time.
 
 Methods may be called from any thread. Never imports MLX.
@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import product
 from typing import Any, Self
 
 from radixcache.counters import Tally
@@ -57,7 +58,7 @@ class WriteQueue:
             if place in self._waiting or not self.has_room(block.nbytes):
                 return False
             if self._thread is None:
-                # A daemon: a process that ends without closing loses what is not written, and nothing else.
+                # A daemon: a process that ends without `close` loses unwritten blocks only.
                 self._thread = threading.Thread(target=self._run, name="radixcache-store", daemon=True)
                 self._thread.start()
             self._waiting[place] = block
@@ -90,7 +91,7 @@ class WriteQueue:
                 place, block = next(iter(self._waiting.items()))
             try:
                 self._write(block)
-            except Exception:  # a bug of ours must not lose the blocks behind this one
+            except Exception:  # a bug must not stop the blocks that follow
                 logger.exception("a block could not be written")
             with self._changed:
                 self.waiting_bytes -= self._waiting.pop(place).nbytes
@@ -99,7 +100,7 @@ class WriteQueue:
 
 
 class BlockStore:
-    """Lookup, writing, counts and secret of a store. A backend has `read`, `accepts`, `_look_up`, `_write`, `_delete`.
+    """Lookup, writing, counts and secret of a store. A backend adds `read`, `accepts`, `_look_up`, `_write`, `_delete`.
 
     Attributes:
         write_on: when a cache writes; the cache acts on it.
@@ -127,12 +128,10 @@ class BlockStore:
         self._index = Index()
         self._queue = WriteQueue(self._write_or_count, queue_bytes)
 
-    # What is there
-
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """The longest chain of stored blocks that these tokens (int64 keys) begin with; empty: there is none.
+        """The longest chain of stored blocks that these tokens (int64 keys) begin with; empty: none matches.
 
         Args:
             grid: only blocks of prefills with this step size that were cut nowhere else; 0: any.
@@ -145,17 +144,17 @@ class BlockStore:
     def known(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """As `match`, without looking for what others have added."""
+        """As `match`, without looking for blocks that other processes have added."""
         with self._lock:
             return self._index.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
-        """0: there is no such file."""
+        """Bytes of a file; 0: it is not stored."""
         with self._lock:
             return self._index.file_bytes(key, kind)
 
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        """Whether this is stored, or about to be."""
+        """Whether this is stored, or waits to be written."""
         return (key, kind) in self._queue or self.file_bytes(key, kind) > 0
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
@@ -165,16 +164,14 @@ class BlockStore:
         """
         raise NotImplementedError
 
-    # Writing
-
     def accepts(self, nbytes: int) -> bool:
-        """Whether it makes sense to copy this many bytes of state now, to `put` them."""
+        """Whether a `put` of this many bytes of state would be taken now."""
         raise NotImplementedError
 
     def put(self, block: Block) -> bool:
-        """Have a block written later; False: it is stored, or it is dropped, and `stats` says why.
+        """Have a block written later; False: it is stored already, or dropped, and `stats` counts why.
 
-        Put the block before it first: a block that nothing leads to is not written. Its buffers must not change.
+        Put the block before it first, or it is not written. Its buffers must not change.
         """
         if self.holds(*block.head.place):
             return False
@@ -184,15 +181,14 @@ class BlockStore:
         return not why_not
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove blocks whose state was found wrong. Nothing leads to the blocks behind them any more."""
+        """Remove blocks whose state was found wrong. The blocks that follow them can no longer be reached."""
         gone = list(keys)
-        with self._lock:
-            for key in gone:
-                self._forget(key)
+        for key in gone:
+            self._drop(key)
         self._delete(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all blocks that were put are written or dropped; False: the time is over."""
+        """Wait until every block that was put is written or dropped; False: the time is over."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -216,11 +212,9 @@ class BlockStore:
         return StoreStats(*held, self._queue.waiting_bytes, self._stopped, **self._tally.counts())
 
     def check(self) -> None:
-        """Assert the invariants of the index."""
+        """Assert D1 to D3 of the index."""
         with self._lock:
             self._index.check()
-
-    # What a backend does
 
     @property
     def _stopped(self) -> str:
@@ -228,21 +222,19 @@ class BlockStore:
         return ""
 
     def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
-        """Bring the index up to date for a prompt; False: the answer is a miss."""
+        """Update the index for a prompt; False: the answer is a miss."""
         return True
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
-        """Write a file of these parts; empty, or why it was not written. Runs in the writing thread."""
+        """Write a file of these parts; returns "", or why it was not written. Runs in the writing thread."""
         raise NotImplementedError
 
     def _delete(self, keys: Sequence[bytes]) -> None:
-        """Delete the files of these blocks; the index has forgotten them."""
+        """Delete the files of these blocks, which the index has dropped."""
         raise NotImplementedError
 
-    # For backends
-
     def _take(self, block: Block) -> str:
-        """Empty, or why the block is dropped."""
+        """Returns "", or why the block is dropped."""
         return "" if self._queue.offer(block) else "the queue is full"
 
     def _write_or_count(self, block: Block) -> None:
@@ -256,25 +248,24 @@ class BlockStore:
             self._tally.add_to("dropped", why_not)
 
     def _add(self, head: Head, nbytes: int, used_ns: int) -> None:
-        """A file is there."""
         with self._lock:
             self._index.add(head, nbytes, used_ns)
 
-    def _forget(self, key: bytes, *kinds: Kind) -> None:
-        """Files are not there, or wrong; no kind: all of a block. Callers hold the lock."""
-        for kind in kinds or KINDS:
-            self._index.drop(key, kind)
+    def _drop(self, key: bytes, *kinds: Kind) -> None:
+        with self._lock:
+            self._index.drop(key, *kinds)
 
 
 class BudgetedStore(BlockStore):
-    """Evicts the block that was used longest ago, and no block before the blocks that follow it."""
+    """Evicts the least recently used block, and no block before the blocks that follow it."""
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """These blocks were used: evict them later, with the blocks before them."""
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Note a use of these blocks and of the blocks before them."""
         now_ns = time.time_ns()
-        for key in keys:
-            with self._lock:
+        with self._lock:
+            for key in keys:
                 self._index.touch(key, now_ns)
+        for key in keys:
             self._mark_used(key, now_ns)
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
@@ -292,7 +283,7 @@ class BudgetedStore(BlockStore):
         self._write_file(head, parts, nbytes)
         now_ns = time.time_ns()
         self._add(head, nbytes, now_ns)
-        self._mark_used(head.key, now_ns)  # the time that the file system gives a file may lag behind
+        self._mark_used(head.key, now_ns)  # the clock of the file system may lag behind
         self._tally.add(written_files=1, written_bytes=nbytes)
         return ""
 
@@ -312,25 +303,31 @@ class BudgetedStore(BlockStore):
                     self._index.touch(victim.key, used_ns)
                 continue
             for kind, freed_bytes in files:
-                is_ours = self._delete_file(victim.key, kind)
-                self._tally.add(evicted_files=is_ours, evicted_bytes=is_ours * freed_bytes)
-                with self._lock:
-                    self._index.drop(victim.key, kind)
+                if self._delete_file(victim.key, kind):
+                    self._tally.add(evicted_files=1, evicted_bytes=freed_bytes)
+                self._drop(victim.key, kind)
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        for key, kind in product(keys, KINDS):
+            try:
+                self._delete_file(key, kind)
+            except OSError:
+                self._tally.add(read_errors=1)
 
     def _write_file(self, head: Head, parts: Sequence[Any], nbytes: int) -> None:
         raise NotImplementedError
 
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
-        """False: another process has deleted it."""
+        """False: another process has deleted the file."""
         raise NotImplementedError
 
     def _reason_not_to_write(self, nbytes: int) -> str:
-        """Why a file of this size must not be written, besides the budget."""
+        """A reason besides the budget, or ""."""
         return ""
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
         """Record a use where other processes see it."""
 
     def _last_use_ns(self, key: bytes) -> int:
-        """When any process used a block last, if that is known."""
+        """The last use of a block by any process, if it is known."""
         return 0

@@ -1,4 +1,4 @@
-"""The bytes of a stored block: a safetensors file; its first tensor is the tokens, its last one a checksum.
+"""The bytes of a stored block: a safetensors file. Its first tensor is the tokens, its last one a checksum.
 
     8 bytes    length of the JSON
     JSON       {"__metadata__": {format, version, kind, key, parent, ...}, "tokens": ..., "state.NAME": ..., ...}
@@ -7,12 +7,11 @@
     checksum   16 bytes over all before it: CRC-32, or keyed BLAKE2b
 
   K1  A block has one encoding: what decodes gives the same bytes when it is encoded again.
-  K2  Wrong bytes raise `Damaged` and nothing else. No size is believed before it adds up to the size of the file.
+  K2  Wrong bytes raise `Damaged` and nothing else. No size is trusted before it agrees with the size of the file.
   K3  The head is read without the state, and proves itself: its key is the digest of its parent and its tokens.
-  K4  `decoded` alone makes a block of bytes that were read, on disk or in Redis. It checks the checksum and the key.
+  K4  Only `decoded` makes a block from bytes of a disk or of Redis. It checks the checksum and the key.
 
-A CRC-32 finds accidents: whoever can write into the folder can make it right. Only with a secret does a file prove that
-its writer had the secret.
+A CRC-32 finds accidents only. A keyed checksum also proves that the writer had the secret.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Damaged(Exception):  # noqa: N818  says what is wrong with a file, and nev
 
 
 class Checksum:
-    """Of parts in order, up to `limit_bytes` in all: CRC-32, or keyed BLAKE2b if there is a secret."""
+    """CRC-32, or with a secret keyed BLAKE2b, of the parts added, up to `limit_bytes` in all."""
 
     def __init__(self, secret: bytes | None, limit_bytes: int | None = None) -> None:
         self._left_bytes = limit_bytes
@@ -126,9 +125,7 @@ def decoded(
     """
     head, end = decoded_head(data, len(data))
     if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
-        raise Damaged(
-            "its checksum is wrong" if secret is None else "its checksum is wrong, or made with other secrets"
-        )
+        raise Damaged(f"its checksum is wrong{'' if secret is None else ', or made with other secrets'}")
     if place is not None and head.place != place:
         raise Damaged("it has another block's name")
     first = end - head.tokens.nbytes
@@ -142,9 +139,8 @@ def decoded(
         raise Damaged("its head is not written as heads are")
     buffers = {}
     for name in _order(shapes):
-        dtype, shape = shapes[name]
-        begin, end = end, end + shape_bytes(dtype, shape)
-        buffers[name] = Buffer(data[begin:end], dtype, shape)
+        begin, end = end, end + shape_bytes(*shapes[name])
+        buffers[name] = Buffer(data[begin:end], *shapes[name])
     return Block(head, buffers)
 
 
@@ -152,9 +148,9 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
     """All bytes before the tokens."""
     tensors: dict[str, Any] = {}
     end = 0
-    tokens = ("tokens", "int64", (len(head.tokens),))
-    checksum = ("checksum", "uint8", (CHECKSUM_BYTES,))
-    for name, dtype, shape in [tokens, *((f"state.{name}", *shapes[name]) for name in _order(shapes)), checksum]:
+    state = {f"state.{name}": shapes[name] for name in _order(shapes)}
+    parts = {"tokens": ("int64", (len(head.tokens),)), **state, "checksum": ("uint8", (CHECKSUM_BYTES,))}
+    for name, (dtype, shape) in parts.items():
         begin, end = end, end + shape_bytes(dtype, shape)
         tensors[name] = {"dtype": DTYPES[dtype][0], "shape": shape, "data_offsets": [begin, end]}
     about = {
@@ -181,7 +177,7 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
 
 
 def _order(shapes: Shapes) -> list[str]:
-    """Larger elements first, so that each starts at a multiple of its size."""
+    """Names with the largest elements first, so that each starts at a multiple of its size."""
     return sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]][1], name))
 
 

@@ -1,16 +1,16 @@
-"""DiskStore: blocks of state in a folder, under a byte budget. No accident makes an answer wrong.
+"""DiskStore: blocks of state in a folder, under a byte budget. No damaged file makes an answer wrong.
 
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
-  S1  What is read was written like this: `codec.decoded` checks its checksum, and that its key is the digest of all
-      tokens up to it, of the namespace and of the identity. Any other file is a miss, set aside and logged once.
-  S2  The files of blocks take at most `budget_bytes`, and one block more for each writing process. The block that was
-      used longest ago, by any process, goes first, never before the blocks that follow it. The quarantine is extra.
+  S1  `codec.decoded` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
+      namespace and of the identity. Any other file is a miss: it is set aside and logged once.
+  S2  The files of blocks take at most `budget_bytes`, plus a block for each writing process. The least recently used
+      block of all processes goes first, never before the blocks that follow it. The quarantine is extra.
   S3  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
-  S4  If the disk is full or fails, writing stops; that is logged once, and reading goes on. No call raises for a disk.
+  S4  If the disk is full or fails, writing stops. That is logged once, and reading goes on. No call raises for a disk.
 
-Several processes may use one folder. A process notices files that others evicted when it reads or evicts them, and
-files that others added before a match or a write. Methods may be called from any thread. Never imports MLX.
+Several processes may use one folder. A process finds files of other processes before a match or a write, and misses
+files that they evicted when it reads or evicts them. Methods may be called from any thread. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place
+from radixcache.stores.block import Block, Head, Identity, Kind, Place
 from radixcache.stores.block_store import BudgetedStore
 from radixcache.stores.codec import Damaged
 from radixcache.stores.files import Folder, file_name, place_of
@@ -35,9 +35,9 @@ from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
 
-#: Files that are read at the same time, ahead of the one that is asked for.
+#: Files that are read ahead at the same time.
 READERS = 2
-#: Errors of a name, not of the disk: something else has the name.
+#: Errors of a name that something else has, not of the disk.
 _NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
 
@@ -58,13 +58,13 @@ class DiskStore(BudgetedStore):
         """Open a folder, or make it, and list its blocks without reading their state.
 
         Args:
-            budget_bytes: of all files of blocks.
-            write_budget_bytes_per_day: most bytes a day (UTC), of all processes that have a limit; None: no limit.
+            budget_bytes: the most that all files of blocks may take.
+            write_budget_bytes_per_day: the most that all processes with a limit may write a day (UTC); None: no limit.
             write_on: what a cache writes.
-            secret: 16 to 64 bytes. With it, only files that were written with it are read; without it a checksum finds
-                accidents only. The files are not encrypted either way.
+            secret: 16 to 64 bytes. With a secret, only files written with it are read. Without one, the checksum finds
+                accidents only. The files are never encrypted.
             min_free_bytes: left free on the disk.
-            queue_bytes: most state in memory that waits to be written.
+            queue_bytes: the most state in memory that waits to be written.
 
         Raises:
             ValueError: an argument is out of range.
@@ -85,7 +85,7 @@ class DiskStore(BudgetedStore):
             self._stop(error)
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """As `BlockStore.read`; files are read ahead. Besides what the caller has, at most `READERS` are in memory."""
+        """As `BlockStore.read`. At most `READERS` blocks are read ahead."""
         self.touch(dict.fromkeys(key for key, _ in wanted))
         ahead: deque[Future[Block | None]] = deque()
         with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
@@ -119,7 +119,7 @@ class DiskStore(BudgetedStore):
             self._tally.add(read_errors=1)
 
     def _list_new_files(self) -> None:
-        """Add the files of other processes to the index. OSError: the folder cannot be read."""
+        """Index the files of other processes. OSError: the folder cannot be read."""
         found: list[tuple[Head, int, int]] = []
         for name in self._folder.changed():
             place = place_of(name)
@@ -138,7 +138,7 @@ class DiskStore(BudgetedStore):
                 self._index.add(head, nbytes, used_ns)
 
     def _read_one(self, place: Place) -> Block | None:
-        """The block in a file; None: the file is gone or wrong, and the index forgets it."""
+        """The block in a file; None: the file is gone or wrong, and is dropped from the index."""
         if not (nbytes := self.file_bytes(*place)):
             return None
         began = time.perf_counter()
@@ -153,8 +153,7 @@ class DiskStore(BudgetedStore):
         else:
             self._tally.add(read_files=1, read_bytes=nbytes, read_seconds=time.perf_counter() - began)
             return block
-        with self._lock:
-            self._index.drop(*place)
+        self._drop(*place)
         return None
 
     def _set_aside(self, name: str, wrong: Damaged) -> None:
@@ -162,7 +161,7 @@ class DiskStore(BudgetedStore):
         if name not in self._logged:
             self._logged.add(name)
             logger.warning("%s: %s. It is set aside, and its tokens are prefilled.", self._folder.path / name, wrong)
-        with suppress(OSError):  # then it stays in its place, and the index does not have it
+        with suppress(OSError):  # then the file stays, without an entry in the index
             self._folder.set_aside(name)
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
@@ -193,18 +192,9 @@ class DiskStore(BudgetedStore):
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
         return self._folder.remove(file_name(key, kind))
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            try:
-                for kind in KINDS:
-                    self._delete_file(key, kind)
-            except OSError:
-                self._tally.add(read_errors=1)
-
     def _mark_used(self, key: bytes, now_ns: int) -> None:
-        with suppress(OSError):  # this process knows it all the same
-            path = self._folder.path / file_name(key, "block")
-            os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
+        with suppress(OSError):  # this process notes the use in its index
+            os.utime(self._folder.path / file_name(key, "block"), ns=(now_ns, now_ns), follow_symlinks=False)
 
     def _last_use_ns(self, key: bytes) -> int:
         with suppress(FileNotFoundError):
@@ -218,9 +208,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | 
 class DailyWrites:
     """How many bytes may still be written into a folder today (UTC), so that a store does not wear out a disk.
 
-    Before a process writes, it appends the number of bytes to the file of the day, one line each, and it reads what
-    other processes appended. So the budget belongs to the folder, and a killed process cannot spend it twice. Without
-    a limit nothing is read or written.
+    Before a write, each process appends the number of bytes to the file of the day, a line each, and reads the lines of
+    all processes. So the budget belongs to the folder, and a killed process cannot spend it twice. Without a limit no
+    file is read or written.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
@@ -228,7 +218,7 @@ class DailyWrites:
         self._day = self._read_to = self._spent_bytes = 0
 
     def refresh(self) -> None:
-        """Read what has been written today. OSError: the file cannot be read."""
+        """Read the file of the day. OSError: it cannot be read."""
         if self._limit_bytes is None:
             return
         if _today() != self._day:
@@ -241,13 +231,12 @@ class DailyWrites:
                 self._spent_bytes += sum(int(line) for line in whole.split() if line.isdigit() and len(line) < 20)
 
     def left_bytes(self) -> int:
-        """As of the last refresh."""
         if self._limit_bytes is None:
             return 1 << 63
         return self._limit_bytes - (self._spent_bytes if self._day == _today() else 0)
 
     def spend(self, nbytes: int) -> None:
-        """Record a write that is about to begin; it counts from the next refresh on, even if it fails."""
+        """Record a write that is about to begin. It counts from the next refresh on, even if it fails."""
         if self._limit_bytes is not None:
             with self._opened() as handle:
                 os.write(handle, b"%d\n" % nbytes)
@@ -261,12 +250,10 @@ class DailyWrites:
             os.close(handle)
 
     def _remove_other_days(self) -> None:
-        with os.scandir(self._folder) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith("written-")]
-        for name in names:
-            if name != f"written-{self._day}":
+        for path in self._folder.glob("written-*"):
+            if path.name != f"written-{self._day}":
                 with suppress(OSError):
-                    os.unlink(self._folder / name)
+                    path.unlink()
 
 
 def _today() -> int:

@@ -10,9 +10,9 @@
   F2  Folders are made 0700 and files 0600. No symlink is followed, and only regular files are opened.
   F3  A process that died leaves a `tmp-` file without a lock; `_remove_abandoned` removes it.
 
-A folder of files, not a log: opening 20,000 of them takes a second or two, each can be evicted alone, and for blocks of
-a MiB a log is no faster. Methods raise OSError as the system does, and Damaged for wrong files. `scan`, `verify` and
-`remove` are for people; they raise StoreError if the folder holds no store.
+Files, not a log: each block can be evicted alone, opening 20,000 takes a second or two, and for blocks of a MiB a log
+is no faster. Methods raise OSError as the system does, and Damaged for wrong files. `scan`, `verify` and `remove` serve
+`radixcache store`; they raise StoreError if the folder holds no store.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from radixcache.stores.block import KINDS, Block, Head, Kind, Place
 from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decoded, decoded_head, head_bytes
 
 MARK = {"format": "radixcache-store", "version": 1}
-#: Read at a time, and added to the checksum before it leaves the cache of the processor.
+#: Read at a time, and added to the checksum while it is in the cache of the processor.
 PIECE_BYTES = 1 << 20
-#: Read first of a file: the head of a block with a few hundred buffers.
+#: Read first: the head of a block with a few hundred buffers.
 FIRST_BYTES = 32 << 10
 #: The quarantine holds at most so many files and bytes; the oldest go first.
 QUARANTINE_FILES, QUARANTINE_BYTES = 16, 256 << 20
-#: A folder that changed so recently may change again without a new time.
+#: A folder that changed more recently may change again without a new time stamp.
 RECENT_NS = 100_000_000
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/(\1[0-9a-f]{{30}})\.({'|'.join(KINDS)})")
@@ -52,22 +52,21 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def file_name(key: bytes, kind: Kind) -> str:
-    """The path of a file below the folder of the store."""
+    """The path of a file inside the folder of the store."""
     return f"{key[:1].hex()}/{key.hex()}.{kind}"
 
 
 def place_of(name: str) -> tuple[bytes, Kind] | None:
-    """The key and kind in the name of a file; None: it is no name of a block."""
+    """The key and kind in the name of a file; None: it is no block's name."""
     found = _NAME.fullmatch(name)
     return None if found is None else (bytes.fromhex(found[2]), cast(Kind, found[3]))
 
 
 class Folder:
-    """The folder of a store. With `make` it is made if needed, marked as a store and tidied.
+    """The folder of a store. `make`: create it if needed, mark it as a store and tidy it.
 
     Raises:
-        StoreError: the folder cannot be used, or holds something else, or another format, or, with `make`, another
-            secret.
+        StoreError: the folder cannot be used, holds something else or another format, or with `make` another secret.
     """
 
     def __init__(self, path: str | os.PathLike[str], secret: bytes | None = None, make: bool = False) -> None:
@@ -105,7 +104,7 @@ class Folder:
             raise
 
     def read_head(self, name: str) -> tuple[Head, int, int]:
-        """Head and bytes of a file, and its last use in ns since 1970. Damaged: it is no block."""
+        """Head, bytes and last use (ns since 1970) of a file. Damaged: it is no block."""
         with _opened(self.path / name) as handle:
             about = os.fstat(handle)
             data = _read_first(handle, FIRST_BYTES)
@@ -117,7 +116,7 @@ class Folder:
         return head, about.st_size, about.st_mtime_ns
 
     def read(self, place: Place, nbytes: int, secret: bytes | None) -> Block:
-        """The block in a file. Damaged: `decoded` refuses it, or it does not have `nbytes`; no more are read."""
+        """The block in a file of `nbytes`. Damaged: it has another size, or `decoded` refuses it."""
         checksum = Checksum(secret, nbytes - CHECKSUM_BYTES)
         with _opened(self.path / file_name(*place)) as handle:
             if (found := os.fstat(handle).st_size) != nbytes:
@@ -126,7 +125,7 @@ class Folder:
         return decoded(data, secret, checksum.value, place)
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
-        """Make a file of these parts, in place of any file of that name."""
+        """Write a file of these parts; it replaces any file of that name."""
         temporary, handle = _new_temporary(self.path)
         target = self.path / name
         try:
@@ -155,7 +154,7 @@ class Folder:
         return True
 
     def set_aside(self, name: str) -> None:
-        """Move a file into the quarantine, and delete the oldest files there if there are too many."""
+        """Move a file into the quarantine. If that is too large, delete its oldest files."""
         quarantine = self.path / "quarantine"
         _make_folder(quarantine)
         os.rename(self.path / name, quarantine / os.path.basename(name))
@@ -178,7 +177,7 @@ class Folder:
             self.write("store.json", [json.dumps({**MARK, "secret": _secret_id(secret)}).encode()])
 
     def _changed_shards(self) -> list[str]:
-        # Every file of a block is made in PATH first, so if PATH has not changed, nothing is new.
+        # Every file is made in PATH first: if PATH has not changed, nothing is new.
         if not self._is_changed("", os.stat(self.path)):
             return []
         with os.scandir(self.path) as entries:
@@ -203,10 +202,7 @@ def _secret_id(secret: bytes | None) -> str | None:
 
 
 class StoredFile(NamedTuple):
-    """A file of a store. `name`: its path below the folder; `used_s`: its last use, in seconds since 1970.
-
-    Only the head was read: the checksum is not checked.
-    """
+    """A file, by its head alone: its path inside the folder, and its last use in seconds since 1970."""
 
     name: str
     head: Head
@@ -215,7 +211,7 @@ class StoredFile(NamedTuple):
 
 
 def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
-    """All stored blocks and checkpoints, by their heads; other and unreadable files are left out."""
+    """All blocks and checkpoints with a readable head."""
     folder = Folder(path)
     for name in folder.changed():
         try:
@@ -226,10 +222,7 @@ def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterator[tuple[str, int, str]]:
-    """Read and check every file: its name, its bytes, and what is wrong with it; empty: nothing is.
-
-    StoreError: also if the store was made with another secret.
-    """
+    """Check every file; yields its name, its bytes, and what is wrong or "". StoreError: also for another secret."""
     folder = Folder(path)
     folder.require(secret)
     for name in folder.changed():
@@ -243,14 +236,14 @@ def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterato
 
 
 def remove(path: str | os.PathLike[str], names: Iterable[str]) -> int:
-    """Remove blocks and checkpoints by name; how many there were. OSError: a file cannot be removed."""
+    """Remove files by name; returns how many there were. OSError: a file cannot be removed."""
     folder = Folder(path)
     return sum(folder.remove(name) for name in names if place_of(name) is not None)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A regular file, open to be read."""
+    """A regular file, open for reading."""
     try:
         handle = os.open(path, _OPEN)
     except OSError:
@@ -267,7 +260,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = len) -> memoryview:
-    """The first `nbytes` of a file, or fewer if it ends; `add` is called for each piece while the next one is read."""
+    """The first `nbytes` of a file, or fewer if it ends. `add` gets each piece."""
     data: memoryview = np.empty(nbytes, dtype=np.uint8).data
     if nbytes > PIECE_BYTES and hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # only a hint
@@ -280,7 +273,7 @@ def _read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = 
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder if it is missing. FileExistsError: something else has the name."""
+    """Make a folder unless it exists. FileExistsError: something else has the name."""
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
@@ -292,12 +285,10 @@ def _make_folder(folder: Path) -> None:
 
 def _remove_abandoned(root: Path) -> None:
     """Remove the unfinished files of writers that died."""
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith("tmp-")]
-    for name in names:
-        with suppress(OSError, Damaged), _opened(root / name) as handle:
+    for path in root.glob("tmp-*"):
+        with suppress(OSError, Damaged), _opened(path) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: another process is writing it
-            os.unlink(root / name)
+            path.unlink()
 
 
 def _new_temporary(root: Path) -> tuple[Path, int]:

@@ -4,10 +4,10 @@
             │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
             └──► block [0, 300) ──► ...                                          siblings may begin alike
 
-A block is filed under the key of its parent, its cut and its first token. The index has all of its tokens (2 KiB), so
+A block is filed under the key of its parent, its cut and its first token. The index holds all of its tokens (2 KiB), so
 that a match can end inside it.
 
-  D1  In the order of use a block stands before its parent: nothing follows the block that was used longest ago.
+  D1  In the order of use a block stands before its parent, so no block continues the least recently used one.
   D2  `nbytes` is the sum over all files.
   D3  Each entry has a file, is filed once, and `_below` files nothing else.
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.stores.block import Head, Kind
+from radixcache.stores.block import KINDS, Head, Kind
 from radixcache.tokens import Keys, common_length
 
 
@@ -33,10 +33,10 @@ class Link(NamedTuple):
     """One block of a chain that matches a prompt.
 
     Attributes:
-        start, end: which tokens of the prompt it has.
+        start, end: the tokens of the prompt that it has.
         block_end: where the block ends; beyond `end` if the match ends, or the next link begins, inside the block.
         block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
-        tier: which of several stores it is read from; the first one is 0.
+        tier: index of the store that it is read from.
     """
 
     key: bytes
@@ -49,21 +49,19 @@ class Link(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the match reaches the end of the block."""
         return self.end == self.block_end
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the match reaches the end and a checkpoint is stored there."""
+        """Whether the match reaches the end of the block, and a checkpoint is stored there."""
         return self.is_whole and self.checkpoint_bytes > 0
 
     def moved(self, by: int) -> Link:
-        """The same link, with `by` more tokens in front of the sequence."""
+        """The same link of a sequence with `by` more tokens at its start."""
         return self._replace(start=self.start + by, end=self.end + by, block_end=self.block_end + by)
 
 
 def chain_end(chain: Sequence[Link]) -> int:
-    """Where the match of the last link ends; 0: the chain is empty."""
     return chain[-1].end if chain else 0
 
 
@@ -81,11 +79,11 @@ class IndexEntry:
 
 
 class Index:
-    """The blocks of a store."""
+    """The blocks of a store. 0 is the size of a file that is not there."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        #: By key, the one that was used longest ago first.
+        #: By key, the least recently used first.
         self._entries: OrderedDict[bytes, IndexEntry] = OrderedDict()
         self._below: dict[_Place, dict[bytes, IndexEntry]] = {}
 
@@ -93,7 +91,6 @@ class Index:
         return len(self._entries)
 
     def file_bytes(self, key: bytes, kind: Kind) -> int:
-        """0: there is no such file."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.file_bytes.get(kind, 0)
 
@@ -113,17 +110,16 @@ class Index:
         entry.file_bytes[head.kind] = nbytes
         self.touch(head.key, used_ns)
 
-    def drop(self, key: bytes, kind: Kind) -> None:
-        """A file is gone, if it was there."""
+    def drop(self, key: bytes, *kinds: Kind) -> None:
+        """Files of a block are gone, if they were there; no kind: all of them."""
         entry = self._entries.get(key)
-        if entry is None or kind not in entry.file_bytes:
+        if entry is None:
             return
-        self.nbytes -= entry.file_bytes.pop(kind)
+        self.nbytes -= sum(entry.file_bytes.pop(kind, 0) for kind in kinds or KINDS)
         if not entry.file_bytes:
             del self._entries[key]
-            siblings = self._below[_place(entry)]
-            del siblings[key]
-            if not siblings:
+            del self._below[_place(entry)][key]
+            if not self._below[_place(entry)]:
                 del self._below[_place(entry)]
 
     def touch(self, key: bytes, used_ns: int) -> None:
@@ -142,7 +138,7 @@ class Index:
         return 0 if entry is None else entry.used_ns
 
     def path(self, key: bytes) -> list[IndexEntry]:
-        """The known blocks up to this one, the first one first."""
+        """The known blocks up to this one, in order."""
         path = []
         while (entry := self._entries.get(key)) is not None:
             path.append(entry)
@@ -150,11 +146,11 @@ class Index:
         return path[::-1]
 
     def oldest(self) -> IndexEntry | None:
-        """The block that was used longest ago."""
+        """The least recently used block."""
         return next(iter(self._entries.values()), None)
 
     def is_on_path(self, key: bytes, last: bytes) -> bool:
-        """Whether a block is `last`, or before it."""
+        """Whether a block is `last` or before it."""
         while key != last and (entry := self._entries.get(last)) is not None:
             last = entry.parent
         return key == last
@@ -186,7 +182,7 @@ class Index:
         return _links(found[1])
 
     def check(self) -> None:
-        """Assert the invariants."""
+        """Assert D1 to D3."""
         place = {key: number for number, key in enumerate(self._entries)}
         for key, entry in self._entries.items():
             assert place[key] < place.get(entry.parent, len(place)), (key.hex(), entry.parent.hex())

@@ -1,4 +1,4 @@
-"""Calls: commands to a Redis or Valkey server. Nobody waits for a call beyond a limit, or at all while it is down.
+"""Calls: commands to a Redis or Valkey server. A caller waits up to a limit, and not at all while the server is down.
 
     ask ──► breaker ──► a thread: one round trip ──► replies, or None
 
@@ -6,13 +6,13 @@
                           ▲                             └───► open      it failed: the pause doubles
 
   N1  No call raises for what the server or the network does; each failure is counted by its kind.
-  N2  A caller waits for a call until its limit; then the connection is closed, even if bytes still arrive.
-  N3  After a failure the breaker is open: nobody waits for the server, and one trial at a time asks it, in a thread.
+  N2  A caller waits for a call until its limit. Then the connection is closed, even if bytes still arrive.
+  N3  After a failure the breaker is open: no caller waits, and one trial at a time asks the server, in a thread.
   N4  The URL may hold a password. It is in no message, no repr and no error.
-  N5  A pause is twice the one before, up to `MAX_PAUSE_S`. After a time without failures that is longer than the last
-      pause, it starts at `FIRST_PAUSE_S` again.
+  N5  Each pause is twice the last one, up to `MAX_PAUSE_S`. After a longer time without failures than the last pause,
+      the next one is `FIRST_PAUSE_S` again.
 
-Methods may be called from any thread. No hidden clock: it is an argument.
+Methods may be called from any thread. The clock is an argument.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-#: A call that is slower than this is given up: prefill is faster.
+#: A slower call is given up, as prefill is faster.
 SLOWEST_BYTES_PER_S = 16 << 20
 #: Calls at a time: one looks up, two read, one writes.
 THREADS = 4
@@ -46,7 +46,7 @@ Replies = list[Any]
 
 
 class Breaker:
-    """Whether a server may be asked. `pause_s`: the present or last pause; 0: there was none."""
+    """Whether a server may be asked. `pause_s`: the present or the last pause; 0: there was none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class Breaker:
         self.pause_s = 0.0
 
     def failed(self) -> bool:
-        """A call or the trial failed; True: that opened the breaker, as the first of several calls does."""
+        """A call or the trial failed. True: this failure opened the breaker."""
         with self._lock:
             if self.is_open and not self._is_tried:
                 return False
@@ -67,7 +67,7 @@ class Breaker:
             return was_closed
 
     def may_try(self) -> bool:
-        """Whether the pause is over; then the caller must try the server and report the result."""
+        """Whether the pause is over. Then the caller must try the server and report the result."""
         with self._lock:
             if not self.is_open or self._is_tried or self._clock() - self._since_s < self.pause_s:
                 return False
@@ -75,7 +75,6 @@ class Breaker:
             return True
 
     def recovered(self) -> None:
-        """The trial succeeded."""
         with self._lock:
             self.is_open, self._is_tried, self._since_s = False, False, self._clock()
 
@@ -87,7 +86,7 @@ class Call(Generic[T]):
         self._calls, self._future, self._ends_s = calls, future, ends_s
 
     def result(self) -> T | None:
-        """None: the call failed, or its limit is over."""
+        """None: the call failed, or reached its limit."""
         try:
             return self._future.result(max(0.0, self._ends_s - time.monotonic()))
         except Exception as error:
@@ -95,21 +94,11 @@ class Call(Generic[T]):
             return None
 
     def give_up(self) -> None:
-        """The result is not wanted any more."""
         self._future.cancel()
 
 
 class Calls:
-    """The calls of one store.
-
-    Args:
-        timeout_s: limit of a call besides the time for its bytes; a `socket_timeout` in the URL comes first.
-        clock: seconds, for the pauses of the breaker.
-
-    Raises:
-        ValueError: the URL is wrong, or has unknown options.
-        StoreError: the package `redis` is not installed.
-    """
+    """The calls of one store. Arguments and errors as for RedisStore."""
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float], tally: Tally) -> None:
         self._tally = tally
@@ -121,11 +110,10 @@ class Calls:
 
     @property
     def is_down(self) -> bool:
-        """Whether the server is not asked now."""
         return self._breaker.is_open
 
     def is_up(self) -> bool:
-        """Whether the server may be asked; if not, count that, and start a trial if the pause is over."""
+        """Whether the server may be asked. If not, count that, and start a trial if the pause is over."""
         if not self._breaker.is_open:
             return True
         self._tally.add_to("failed_calls", "not asked")
@@ -134,33 +122,29 @@ class Calls:
         return False
 
     def limit_s(self, nbytes: int) -> float:
-        """How long to wait for a call that moves this many bytes."""
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
-        """The replies to commands, in one round trip, with None for a refused command; None: there is no answer."""
+        """Replies to commands in one round trip, None for a refused command; None: the server does not answer."""
         call = self.begin(commands, lambda replies: replies, time.monotonic() + self.limit_s(nbytes))
         return None if call is None else call.result()
 
     def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T], ends_s: float) -> Call[T] | None:
-        """As `ask`, without waiting; `finish` makes the result in the thread. `ends_s`: by time.monotonic()."""
+        """As `ask`, without waiting; the thread calls `finish`. `ends_s`: the limit, by time.monotonic()."""
         if not self.is_up():
             return None
         return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)
 
     def fail(self, error: Exception) -> None:
-        """A call has failed: nobody must wait for the next one."""
+        """A call has failed: open the breaker."""
         self._tally.add_to("failed_calls", _kind(error))
         if self._breaker.failed():
-            logger.warning(
-                "Redis: %s. It is not asked for %g s; requests are served without it.",
-                _kind(error),
-                self._breaker.pause_s,
-            )
+            words = "Redis: %s. It is not asked for %g s; requests are served without it."
+            logger.warning(words, _kind(error), self._breaker.pause_s)
         self._client.connection_pool.disconnect()
 
     def close(self) -> None:
-        """Close the connections; later calls make new ones."""
+        """Close the connections. Later calls make new ones."""
         self._client.connection_pool.disconnect()
 
     def _sent(self, commands: Sequence[Command]) -> Replies:
@@ -202,13 +186,13 @@ def _client(url: str, timeout_s: float) -> Redis:
         made.make_connection()  # connects nowhere, and refuses unknown options
     except Exception:
         made = None
-    if made is None:  # raised here it has no cause that may quote the URL
+    if made is None:  # raised out here, the error has no cause that quotes the URL
         raise ValueError("not the URL of a Redis server; wanted redis://, rediss:// or unix://, as redis-py has it.")
     return Redis(connection_pool=made)
 
 
 def _kind(error: BaseException) -> str:
-    """What went wrong, in words without the address of the server."""
+    """The kind of an error, without the address of the server."""
     from redis import exceptions
 
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):

@@ -1,4 +1,4 @@
-"""RedisStore: blocks of state in a Redis or Valkey server that several machines share. No accident makes it wrong.
+"""RedisStore: blocks of state in a Redis or Valkey server that several machines share. No fault makes an answer wrong.
 
     put ──► queue ──► one thread: encode, write        match ──► look-ups ──► index ──► read ──► check ──► block
 
@@ -9,22 +9,22 @@
     prompt       |····|····|····|····|····|··        a landmark every 64 tokens, a digest of all tokens before it
     blocks       |------------|-----|--------|       the deepest stored one names a block, and its way all blocks before
 
-A look-up asks for the landmarks of the prompt and the sizes of known blocks; if a deeper block is stored, for the ways
-of the deepest blocks, and for the sizes of the blocks on these ways. So a prompt finds blocks by its own tokens.
+A look-up asks for the landmarks of the prompt and the sizes of known blocks. If a deeper block is stored, it also asks
+for the ways of the deepest blocks and the sizes of the blocks on them. So a prompt finds blocks by its own tokens.
 
-KEY is the key of the block, MARK a digest of identity, namespace and all tokens before it; with a secret both are
-hashed again under it. So names have no text in them. Whoever can guess all tokens of a prefix can tell that it is
-stored; with a secret only its owners can. Values are not encrypted. The number is the version of the codec.
+KEY is the key of the block, MARK a digest of identity, namespace and all tokens before it; a secret hashes both again.
+So names hold no text. Whoever guesses all tokens of a prefix can tell that it is stored; with a secret only its owners
+can. Values are not encrypted. The number is the version of the codec.
 
-  V1  What is read was written like this, as S1 of DiskStore. Anything else is a miss, and is counted.
-  V2  A request waits for at most three look-ups of `timeout_s`, and for reading `timeout_s` and a second for each
-      16 MiB. A server that does not answer is not asked, and costs later requests nothing. Nobody waits for writing.
-  V3  The index has of the chain of a prompt what the server said in the last look-up, and `KNOWN_BLOCKS` at most.
-  V4  The prompt's own tokens prove whole blocks; the last block is proved by its tokens, whose digest is its key.
+  V1  Values are checked as in S1 of DiskStore. Any other value is a miss, and is counted.
+  V2  A request waits for at most three look-ups of `timeout_s`, and for reading `timeout_s` and a second per 16 MiB.
+      A server that does not answer is not asked, and costs later requests nothing. No caller waits for writing.
+  V3  The index has of a prompt's chain what the server said in the last look-up, and `KNOWN_BLOCKS` at most.
+  V4  The prompt's own tokens prove whole blocks. The last block is proved by its tokens, whose digest is its key.
   V5  A used block and its landmarks do not expire: they are renewed when a quarter of `ttl_s` has passed.
-  V6  The landmarks of a block are written with it, and again if it is stored: the server may have evicted them.
+  V6  Landmarks are written with their block, and again if it is stored, as the server may have evicted them.
 
-Methods may be called from any thread; none holds the lock while it asks. Never imports MLX.
+Methods may be called from any thread, and do not hold the lock while they ask. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from radixcache.tokens import Keys
 PREFIX = f"radixcache{VERSION}:".encode()
 #: Tokens from one landmark to the next.
 MARK_TOKENS = 64
-#: Blocks that a process knows; each takes 2 KiB.
+#: The most blocks in the index; each takes 2 KiB.
 KNOWN_BLOCKS = 1 << 14
-#: Blocks named by landmarks whose ways are asked for: the deepest ones may have been evicted.
+#: Blocks whose ways are asked for; the server may have evicted the deepest of them.
 CANDIDATES = 4
-#: Bytes that are read in one round trip, or a single larger value; and how many round trips at a time.
+#: Bytes of a round trip, unless a single value is larger; round trips at a time.
 BATCH_BYTES = 8 << 20
 BATCHES = 2
 
@@ -88,11 +88,11 @@ class RedisStore(BlockStore):
         Args:
             url: redis://, rediss:// (TLS) or unix://, with user and password, as redis-py has it. It is never shown.
             ttl_s: seconds after which unused state expires; None: only the server evicts.
-            max_value_mib: of a block or a checkpoint; larger ones are neither written nor read.
+            max_value_mib: the largest block or checkpoint that is written or read.
             write_on: what a cache writes.
-            secret: 16 to 64 bytes. With it, only what was written with it is found or read, and others cannot guess
-                what a name stands for. The values are not encrypted either way.
-            queue_bytes: most state in memory that waits to be written.
+            secret: 16 to 64 bytes. With a secret, only values written with it are found or read, and others cannot
+                guess what a name stands for. The values are never encrypted.
+            queue_bytes: the most state in memory that waits to be written.
             timeout_s: limit of a call, plus a second for each 16 MiB; a `socket_timeout` in the URL comes first.
             clock: seconds, for the pauses after a failure of the server.
 
@@ -115,7 +115,7 @@ class RedisStore(BlockStore):
         return f"<RedisStore: {len(self._index)} blocks known{', left alone' if self._calls.is_down else ''}>"
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """As `BlockStore.read`; one batch comes while the one before it is used."""
+        """As `BlockStore.read`. A batch is fetched while the caller uses the last one."""
         sizes = [self.file_bytes(*place) for place in wanted]
         ends_s = time.monotonic() + self._calls.limit_s(sum(sizes))
         ahead = deque[tuple[Sequence[Place], Call[list[Found]] | None]]()
@@ -149,13 +149,8 @@ class RedisStore(BlockStore):
     def _stopped(self) -> str:
         return UNANSWERED if self._calls.is_down else ""
 
-    # Looking up
-
     def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
-        """Ask the server what it has of a prompt; False: it does not answer.
-
-        If several blocks part within the same 64 tokens, the one that was written last is found.
-        """
+        """As in BlockStore. Of blocks that part within the same 64 tokens, the one written last is found."""
         if not len(tokens) or not self._calls.is_up():
             return False
         prompt = StoredPrompt(identity, namespace, tokens, grid)
@@ -205,7 +200,7 @@ class RedisStore(BlockStore):
         return heads
 
     def _asking_for_sizes(self, heads: Sequence[Head], marks: Sequence[bytes]) -> list[Command]:
-        """Ask for the sizes of blocks, and renew those, with their landmarks, that were renewed long ago."""
+        """Ask for the sizes of blocks, and renew blocks and landmarks that are due."""
         sizes: list[Command] = []
         renewals: list[Command] = []
         for head in heads:
@@ -221,7 +216,7 @@ class RedisStore(BlockStore):
             return time.time_ns() - self._index.used_ns(key) > ttl_s / 4 * 1e9
 
     def _note_sizes(self, heads: Sequence[Head], replies: Replies) -> None:
-        """Put the sizes that the server gave into the index; `heads` in the order of their chains."""
+        """Put the server's sizes into the index; `heads` are in the order of their chains."""
         sizes = zip(replies[0::2], replies[1::2], strict=False)
         for head, (block_bytes, checkpoint_bytes) in reversed(list(zip(heads, sizes, strict=False))):
             self._note_size(head, "block", block_bytes or 0)
@@ -239,10 +234,7 @@ class RedisStore(BlockStore):
         elif nbytes != self.file_bytes(head.key, kind):
             self._add(head if kind == head.kind else replace(head, kind=kind), nbytes, time.time_ns())
 
-    # Reading
-
     def _blocks(self, batch: Sequence[Place], expected: Sequence[int], replies: Replies) -> list[Found]:
-        """The blocks in the values; runs in the thread that has read them."""
         return [self._block(*each) for each in zip(batch, expected, replies, strict=True)]
 
     def _block(self, place: Place, nbytes: int, value: bytes | None) -> Found:
@@ -256,7 +248,7 @@ class RedisStore(BlockStore):
             return wrong
 
     def _finished(self, batch: Sequence[Place], call: Call[list[Found]] | None) -> Iterator[Block | None]:
-        """The blocks of a batch. Wrong values are deleted, so that they are written again."""
+        """Yield the blocks of a batch. Delete wrong values, so that they are written again."""
         began = time.monotonic()
         found = None if call is None else call.result()
         self._tally.add(read_seconds=time.monotonic() - began)
@@ -271,8 +263,6 @@ class RedisStore(BlockStore):
             if block is not None:
                 self._calls.ask([("HDEL", self._names.of_block(place[0]), place[1])])
             yield None
-
-    # Writing
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
         if nbytes > self._max_bytes:
@@ -310,7 +300,7 @@ class RedisStore(BlockStore):
         return way if sum(map(len, way)) == head.end else None
 
     def _setting_marks(self, head: Head, tokens: Keys) -> list[Command]:
-        """Point the landmarks of a block to it, and renew it."""
+        """Set the landmarks of a block, and renew the block."""
         name, root = self._names.of_block(head.key), root_key(head.identity, head.namespace)
         marks = self._names.marks_of(head, self._names.of_marks(root, tokens, head.grid))
         if self._ttl_s is None:
@@ -321,21 +311,15 @@ class RedisStore(BlockStore):
         if keys:
             self._calls.ask([("DEL", *map(self._names.of_block, keys))])
 
-    # The index
-
     def _add(self, head: Head, nbytes: int, used_ns: int) -> None:
         with self._lock:
             self._index.add(head, nbytes, used_ns)
             while len(self._index) > KNOWN_BLOCKS and (oldest := self._index.oldest()) is not None:
-                self._forget(oldest.key)
-
-    def _drop(self, key: bytes, *kinds: Kind) -> None:
-        with self._lock:
-            self._forget(key, *kinds)
+                self._index.drop(oldest.key)
 
 
 class Names:
-    """The names that one store uses in Redis."""
+    """The names of one store's values."""
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
@@ -344,7 +328,7 @@ class Names:
         return PREFIX + b"b:" + self._hidden(key)
 
     def is_of_block(self, name: bytes | None) -> bool:
-        """Whether a landmark holds the name of a block: only those are asked for."""
+        """Whether the value of a landmark is the name of a block."""
         return name is not None and len(name) == len(PREFIX) + 2 + 2 * KEY_BYTES and name.startswith(PREFIX + b"b:")
 
     def of_marks(self, root: bytes, tokens: Keys, grid: int) -> list[bytes]:
@@ -368,7 +352,7 @@ class Names:
 
 
 class StoredPrompt(NamedTuple):
-    """A prompt that is looked up."""
+    """The prompt of a look-up."""
 
     identity: Identity
     namespace: str
@@ -380,7 +364,7 @@ class StoredPrompt(NamedTuple):
         return root_key(self.identity, self.namespace)
 
     def heads(self, lengths: Sequence[int], last: Keys) -> list[Head]:
-        """The blocks of a way, as far as the prompt follows it. `last`: the tokens that the last block claims."""
+        """The blocks of a way, as far as the prompt follows it. `last`: the tokens of the last block."""
         heads, parent, start = list[Head](), self.root, 0
         for count, length in enumerate(lengths, 1):
             its = last if count == len(lengths) else self.tokens[start : start + length]
@@ -397,7 +381,7 @@ def packed_way(way: Sequence[Any]) -> bytes:
 
 
 def lengths_of(way: object) -> list[int]:
-    """The lengths that `packed_way` has packed; empty: it is something else."""
+    """The lengths that `packed_way` packed; empty: these bytes are something else."""
     if not isinstance(way, bytes) or len(way) % 2:
         return []
     lengths: list[int] = np.frombuffer(way, "<u2").tolist()
@@ -405,7 +389,7 @@ def lengths_of(way: object) -> list[int]:
 
 
 def tokens_of(data: object) -> Keys:
-    """The tokens of a block; empty: it is something else."""
+    """The tokens of a block; empty: these bytes are something else."""
     if not isinstance(data, bytes) or len(data) % 8 or len(data) > 8 * BLOCK_TOKENS:
         return np.empty(0, np.int64)
     return np.frombuffer(data, "<i8").astype(np.int64)

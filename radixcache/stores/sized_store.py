@@ -1,7 +1,7 @@
 """SizedStore: a store without files, whose blocks have sizes in place of state, for simulators.
 
-BudgetedStore decides what is found, written and evicted, as for DiskStore. A block is written when it is put, and the
-only limit is the budget. Never imports MLX.
+BudgetedStore decides what is found, written and evicted, as for DiskStore. `put` writes a block at once, and the budget
+is the only limit. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from radixcache.stores.block import BLOCK_TOKENS, KINDS, Block, Head, Kind, Place
+from radixcache.stores.block import BLOCK_TOKENS, Block, Head, Kind, Place
 from radixcache.stores.block_store import BudgetedStore
 from radixcache.stores.store import WriteOn
 
-#: About what a file has beside its state: its tokens, 8 bytes each.
+#: About what a file takes besides its state: 8 bytes a token.
 HEAD_BYTES = 8 * BLOCK_TOKENS
 
 
@@ -30,7 +30,8 @@ class SizedStore(BudgetedStore):
         for place in wanted:
             nbytes = self.file_bytes(*place)
             self._on_read(nbytes)
-            self._tally.add(read_files=nbytes > 0, read_bytes=nbytes)
+            if nbytes:
+                self._tally.add(read_files=1, read_bytes=nbytes)
             yield self._blocks.get(place)
 
     def accepts(self, nbytes: int) -> bool:
@@ -49,8 +50,3 @@ class SizedStore(BudgetedStore):
 
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
         return self._blocks.pop((key, kind), None) is not None
-
-    def _delete(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            for kind in KINDS:
-                self._delete_file(key, kind)

@@ -1,16 +1,15 @@
 """Store: what a cache asks of the place where its state is stored: DiskStore, RedisStore, SizedStore, or Tiers.
 
-No method raises for what a disk, a server or foreign bytes do: the answer is a miss, and `stats` counts it.
+No method raises for a fault of a disk, a server or a stored file: the answer is a miss, and `stats` counts it.
 
     disk       |------|------|                     Tiers: the longest chain that any store has; each block is read
     Redis      |------|------|------|------|--|    from the first store that has it
     read        disk   disk   Redis  Redis
 
   M1  A link names the store that its block is read from, and its checkpoint, if it ends with one.
-  M2  A store that is down, full or stopped does not keep the cache from writing to the others.
+  M2  A store that is down, full or stopped does not stop writes to other stores.
 
-A block that came from one store is put to the others when the cache writes, each at its own moment. So a disk gets what
-was used on this machine, and a shared server what this machine computed.
+A block that was read from one store is put to the others when the cache writes, each at its own moment.
 
 Methods may be called from any thread. Never imports MLX.
 """
@@ -18,7 +17,7 @@ Methods may be called from any thread. Never imports MLX.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any, Literal, Protocol, get_args
@@ -28,7 +27,7 @@ from radixcache.stores.block import KINDS, Block, Identity, Kind, Place
 from radixcache.stores.index import Link, chain_end
 from radixcache.tokens import Keys
 
-#: When a cache writes: what it evicts; what was used a second time; all that a request leaves when it closes.
+#: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
 WriteOn = Literal["eviction", "second_use", "close"]
 WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
 
@@ -128,22 +127,22 @@ class Tiers:
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """The longest chain of any store, of equal ones the first; stores behind one that has all are not asked."""
+        """The longest chain of any store, the first of equal ones. A store is not asked once all tokens are found."""
         longest: list[Link] = []
         for store in self.stores:
             chain = store.match(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
             longest = max(longest, chain, key=chain_end)
             if chain_end(longest) == len(tokens):
                 break
-        return [
-            link._replace(tier=self._source(link.key, KINDS if link.has_checkpoint else KINDS[:1])) for link in longest
-        ]
+        kinds = (KINDS if link.has_checkpoint else KINDS[:1] for link in longest)
+        return [link._replace(tier=self._source(link.key, its)) for link, its in zip(longest, kinds, strict=True)]
 
     def known(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        options: dict[str, Any] = {"grid": grid, "at_checkpoints": at_checkpoints}
-        return max((store.known(identity, namespace, tokens, **options) for store in self.stores), key=chain_end)
+        about = identity, namespace, tokens
+        chains = (store.known(*about, grid=grid, at_checkpoints=at_checkpoints) for store in self.stores)
+        return max(chains, key=chain_end)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
         return next(filter(None, (store.file_bytes(key, kind) for store in self.stores)), 0)
@@ -163,7 +162,7 @@ class Tiers:
         return any(store.accepts(nbytes) for store in self.stores)
 
     def put(self, block: Block) -> bool:
-        """Have every store that lacks the block write it; whether any store has it then, or is about to."""
+        """Have every store that lacks the block write it. True: some store has it, or will write it."""
         taken = [store.put(block) for store in self.stores]
         return any(taken) or any(store.holds(*block.head.place) for store in self.stores)
 
@@ -173,10 +172,10 @@ class Tiers:
             store.remove(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        return self._each("flush", timeout_s)
+        return self._each([store.flush for store in self.stores], timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        return self._each("close", timeout_s)
+        return self._each([store.close for store in self.stores], timeout_s)
 
     @property
     def stats(self) -> StoreStats:
@@ -187,19 +186,19 @@ class Tiers:
             store.check()
 
     def _source(self, key: bytes, kinds: Collection[Kind]) -> int:
-        """The first store that has all of these kinds, else the first that has most."""
+        """The first of the stores that have most of these kinds."""
         has = [sum(store.file_bytes(key, kind) > 0 for kind in kinds) for store in self.stores]
         return has.index(max(has))
 
-    def _each(self, do: str, timeout_s: float | None) -> bool:
+    def _each(self, methods: Sequence[Callable[[float | None], bool]], timeout_s: float | None) -> bool:
+        """Call all of these with the time that is left; whether all succeed."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        left_s = (None if ends_s is None else max(0.0, ends_s - time.monotonic()) for _ in self.stores)
-        done = [getattr(store, do)(left) for store, left in zip(self.stores, left_s, strict=True)]
+        done = [each(None if ends_s is None else max(0.0, ends_s - time.monotonic())) for each in methods]
         return all(done)
 
 
 def joined(store: Store | Sequence[Store]) -> Store:
-    """One store, whether one or several are given. ValueError: the list is empty."""
+    """A store, or several as one. ValueError: the list is empty."""
     if not isinstance(store, Sequence):
         return store
     if not store:
@@ -208,7 +207,7 @@ def joined(store: Store | Sequence[Store]) -> Store:
 
 
 def moments(store: Store) -> dict[WriteOn, Store]:
-    """The stores that are written at each moment, as one."""
+    """The stores that are written at each moment, joined."""
     found: dict[WriteOn, list[Store]] = {}
     for each in store.stores if isinstance(store, Tiers) else [store]:
         found.setdefault(each.write_on, []).append(each)
