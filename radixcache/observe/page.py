@@ -11,8 +11,8 @@ Orange is live, blue is paged, half and half is both. A diamond is a checkpoint,
 the light or dark scheme of the reader, and colour-blind readers can tell them apart.
 
 The page is one file. It holds the nodes as JSON, and makes the elements of a node when its parent is expanded. So a
-large tree loads at once. Text of prompts is hostile: it has no control, format or bidi character, no `<` in the JSON, and is
-shown as text, never as markup. The policy of the page allows no other script or style, and no request.
+large tree loads at once. Text of prompts is hostile: it has no control, format or bidi character, no `<` in the JSON,
+and is shown as text, never as markup. The policy of the page allows no other script or style, and no request.
 """
 
 from __future__ import annotations

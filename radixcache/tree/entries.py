@@ -1,17 +1,17 @@
-"""What a node of the tree holds, and which of it is evicted first: the policy's entries, and thinning.
+"""The state of a node, and what of it is evicted first: the policy's entries, and thinning.
 
-A NodeState hangs on each node. A policy sees it as up to two entries: one for the node's spans, one for the checkpoint
-at its end. Entries makes them, keeps them equal to their nodes, and tells the policy what may go.
+Each node has a NodeState. A policy sees it as one or two entries: one for the node's spans, one for the checkpoint at
+its end. Entries makes them, mirrors changes of the node into them, and tells the policy which of them may go.
 
-Thinning orders the checkpoints that go before the policy is asked, where their cap is exceeded or they are dear. First
-go the interval checkpoints, then tails and ends; within a kind the least recently used. Of the interval checkpoints
-that were last used in one tick, mostly on one path, the one with the closest neighbours goes first:
+Thinning orders the checkpoints that go before the policy is asked, because there are too many or they are dear: first
+interval checkpoints, then tails and ends; within a kind the least recently used. Of the interval checkpoints last used
+in one tick, mostly on one path, the one with the closest neighbours goes first:
 
     0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, then 4096
 
-Such a checkpoint is dear while the spans between its neighbours weigh less than WORTH times its own bytes. If room is
-short, dear checkpoints go before anything else is evicted, and a long prompt is left with a few. One that was worth its
-bytes is not looked at again before its node is refreshed: O(checkpoints of one tick).
+An interval checkpoint is dear if the spans between its neighbours weigh less than WORTH times its bytes. If room is
+short, dear checkpoints go first, and a long prompt is left with a few. A checkpoint that is worth its bytes is checked
+again only after its node is refreshed: O(checkpoints of one tick).
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from policies.entry import EntryState
 from radixcache.adapters.contract import NEVER, Checkpoint, Spans
 from radixcache.tree.radix_tree import Node
 
-#: Kinds of checkpoints that are thinned, and in which order.
+#: The kinds of checkpoints that are thinned, with their order.
 THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
-#: A checkpoint is dear with fewer bytes of spans between its neighbours than this many times its own. From 7 to 14,
-#: recorded coding agents hit within 3 % as many tokens.
+#: See above. From 7 to 14, the hit tokens of recorded coding agents differ by 3 %.
 WORTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Who uses state, as the caller of begin() or insert() gave it; ticks are logical, one per request."""
+    """A use of state, as the caller of begin() or insert() described it; each request has a tick."""
 
     tick: int
     priority: int = 0
@@ -51,7 +50,7 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """What hangs on a tree node."""
+    """The payload of a tree node."""
 
     entry: Entry
     checkpoint_entry: Entry | None = None
@@ -72,11 +71,10 @@ class NodeState:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a session or a row stands on it, or it is pinned."""
         return self.pins > 0 or self.guards > 0 or self.readers > 0
 
     def reweigh(self) -> None:
-        """Write the bytes into the entry. Called some ten times a request: spelled out."""
+        """Write the bytes into the entry. Called some ten times a request."""
         weight_bytes = self.leaving_bytes if self.spans is None else self.spans.nbytes
         if self.checkpoint is not None:
             weight_bytes += self.checkpoint.nbytes
@@ -89,7 +87,7 @@ StateNode = Node[NodeState]
 
 
 class Entries:
-    """The entries of one tree's nodes, and what the policy knows of them."""
+    """The entries of one tree's nodes. The policy knows them."""
 
     def __init__(self, policy: EvictionPolicy, cost: CostModel) -> None:
         self._policy, self._cost = policy, cost
@@ -97,21 +95,21 @@ class Entries:
         self._node_of: dict[int, StateNode] = {}
         self._evictable: set[int] = set()
         self._last_id = 0
-        # The policy may pass over cuts only where all keys of an edge cost the same.
+        # A policy may pass over cuts only if all keys of an edge cost the same.
         self._pass_over = getattr(policy, "pass_over", None) if cost.per_pair == 0 else None
 
     def victim(self) -> tuple[StateNode, EntryState] | None:
-        """The node that the policy gives up first, and whether all of it or its checkpoint alone."""
+        """The node that the policy evicts next, and whether its spans or its checkpoint."""
         entry = self._policy.victim()
         return None if entry is None else (self._node_of[entry.entry_id], entry.state)
 
     def last_key(self, entry: Entry) -> int | None:
-        """The last key on the edge that an entry stands for; None when the entry is gone."""
+        """The last key of an entry; None: the entry is gone."""
         node = self._node_of.get(entry.entry_id)
         return None if node is None else int(node.edge[entry.end - node.start - 1])
 
     def new(self, node: StateNode, state: EntryState, use: Use) -> Entry:
-        """Make an entry of a node; the policy does not know it yet."""
+        """Make an entry of a node; the caller tells the policy."""
         entry = self._entry(state, node.start, node.end, _parent_entry(node), use)
         entry.digest_of = lambda: digests_on(self._node_of[entry.entry_id])([entry.end])[0]
         entry.digests_of = lambda offsets: digests_on(self._node_of[entry.entry_id])(offsets)
@@ -119,14 +117,13 @@ class Entries:
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """An entry's state is evicted."""
         self._set_evictable(entry, False)
         self.thinning.remove(entry)
         self._policy.evicted(entry)
         del self._node_of[entry.entry_id]
 
     def merge(self, gone: Entry, into: Entry, digest_of: Callable[[], bytes]) -> None:
-        """A node's spans became part of those of its child, whose entry shows it already."""
+        """A node's spans were joined with those of its child, and the child's entry mirrors that."""
         gone.digest_of = digest_of
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
@@ -136,7 +133,7 @@ class Entries:
         del self._node_of[gone.entry_id]
 
     def cut(self, leaf: StateNode, at: int, digests: Digests) -> None:
-        """Tell the policy that the part of a leaf behind `at` goes."""
+        """Tell the policy that a leaf loses its tokens from `at` on."""
         entry = leaf.payload.entry
         end = entry.end
         lost = self._entry("span", at, end, entry, Use.last_of(entry))
@@ -175,7 +172,7 @@ class Entries:
         state = node.payload
         state.entry.children = len(node.children)
         state.entry.has_checkpoint = state.checkpoint is not None
-        # Called some ten times a request: without the properties, and without a call where nothing changes.
+        # Called some ten times a request: no properties, and no call if nothing changes.
         free = not (node.children or state.live_mask or state.guards or state.pins or state.readers)
         if free != (state.entry.entry_id in self._evictable):
             self._set_evictable(state.entry, free)
@@ -187,7 +184,7 @@ class Entries:
             self.thinning.file(entry, node, state.checkpoint.kind if free else "")
 
     def check(self, nodes: Sequence[StateNode]) -> None:
-        """Assert S4 to S6 of StateTree, of all its nodes."""
+        """Assert S4 to S6 of StateTree for all of its nodes."""
         seen, thinned = set(), []
         for node in nodes:
             state = node.payload
@@ -268,11 +265,11 @@ def digests_on(node: StateNode) -> Digests:
 
 
 def is_dear(span_bytes: int, checkpoint_bytes: int) -> bool:
-    """Whether a checkpoint takes more than it is worth, with so many bytes of spans between its neighbours."""
+    """Whether a checkpoint with so many bytes of spans between its neighbours takes more than it is worth."""
     return span_bytes < WORTH * checkpoint_bytes
 
 
-#: Order of its kind, whether it is worth its bytes, when it was last used, its offset, its entry.
+#: Order of the kind, whether it is worth its bytes, tick of the last use, offset, number of the entry.
 Key = tuple[int, bool, int, int, int]
 
 
@@ -284,7 +281,7 @@ class Thinning:
         self._filed: dict[int, tuple[Key, StateNode]] = {}
 
     def file(self, entry: Entry, node: StateNode, kind: str) -> None:
-        """File a node's checkpoint after a change or a use; with a kind that is not thinned, take it out."""
+        """File a node's checkpoint after a change or a use, or take it out if its kind is not thinned."""
         self.remove(entry)
         if kind in THINNED_FIRST:
             self._add((THINNED_FIRST[kind], False, entry.last_used, entry.end, entry.entry_id), node)
@@ -294,14 +291,14 @@ class Thinning:
             self._order.remove(self._filed.pop(entry.entry_id)[0])
 
     def first(self) -> StateNode | None:
-        """The node whose checkpoint goes first; None when only branch points, marks and leaves are left."""
+        """The node whose checkpoint goes first, if any may go."""
         if not self._order:
             return None
         kind, *_, entry_id = self._order[0]
         return self._filed[entry_id][1] if kind else self._closest()[1]
 
     def dear(self, token_bytes: int) -> StateNode | None:
-        """A node with a dear interval checkpoint, or None; a token of spans takes `token_bytes`."""
+        """A node with a dear interval checkpoint, if there is one."""
         while self._order and self._order[0][:2] == (0, False):
             gap, node = self._closest()
             entry = node.payload.checkpoint_entry
@@ -314,7 +311,7 @@ class Thinning:
         return None
 
     def check(self, thinned: Collection[StateNode]) -> None:
-        """Assert S6: these are the nodes whose checkpoints may go."""
+        """Assert S6, of the nodes whose checkpoints may go."""
         assert len(self._order) == len(self._filed) == len(thinned), (len(self._order), len(thinned))
         for node in thinned:
             checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
@@ -328,18 +325,18 @@ class Thinning:
         self._order.add(key)
 
     def _oldest(self) -> list[Key]:
-        """The checkpoints that have the first one's kind, worth and last use."""
+        """The checkpoints with the kind, worth and last use of the first."""
         kind, is_worth, last_used, *_ = self._order[0]
         return list(self._order.irange((kind, is_worth, last_used), (kind, is_worth, last_used + 1)))
 
     def _closest(self) -> tuple[int, StateNode]:
-        """Of these, the node with the fewest tokens between its neighbours, and their number."""
+        """Of `_oldest`, the node with the fewest tokens between its neighbours, and how many."""
         nodes = [self._filed[key[-1]][1] for key in self._oldest()]
         return min(((_gap(node), node) for node in nodes), key=lambda found: found[0])
 
 
 def _gap(node: StateNode) -> int:
-    """Tokens between a node's neighbours: checkpoints on its path, the root, or where the path parts or ends."""
+    """Tokens between the next checkpoints above and below a node, or the root, a branching, the end of the path."""
     above, below = node.parent, node
     while above is not None and not above.is_root and above.payload.checkpoint is None:
         above = above.parent

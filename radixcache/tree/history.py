@@ -9,23 +9,22 @@
     paged_in     spans were copied into the live buffers
     quarantined  state turned out wrong; it was taken out before (evicted, `was_wrong`)
 
-Events reach the listener in order, after the call that caused them has released the lock; so a listener may call the
-cache. Its exceptions never reach the cache's caller: they are counted, and the first one is a warning; but
-KeyboardInterrupt and SystemExit pass.
+Events reach the listener in order, after the call that caused them has released the lock. So a listener may call the
+cache. An Exception of the listener is counted and never reaches the caller; the first one is a warning.
 
-History holds the recently evicted pieces and the recent prompts. A piece is the edges of its path, shared with the
-tree, and the ticks at which its parts went. A leaf that loses its tail in steps, and then its parent, make one piece:
+History holds recently evicted pieces and recent prompts. A piece has the edges of its path, shared with the tree, and
+the ticks at which its parts went. A leaf that loses its tail in steps and its parent after it make one piece:
 
     root ── a [0, 40) ── b [40, 100)      b loses [80, 100) at tick 5, the rest at 6; a goes at 7
     piece   edges a, b    parts [80, 100) 5, [40, 80) 6, [0, 40) 7
 
-An eviction hashes and compares nothing; `explain` does. `evicted` is O(depth of the node), `asked` O(1).
+Keys are compared in `explain`, not at an eviction: `evicted` is O(depth of the node), `asked` O(1).
 
 Invariants; `History.check` asserts H1 and H2:
 
   E1  At most MAX_WAITING events wait; `dropped` counts the events beyond.
   E2  Without a listener no Event is made.
-  H1  Pieces and the keys on their paths, prompts and their keys stay within their bounds; the oldest are forgotten.
+  H1  Pieces, the keys on their paths, prompts and their keys stay within bounds; the oldest go first.
   H2  The parts of a piece follow each other, the deepest first, and end where its edges end.
 
 Not thread-safe: PrefixCache holds the only lock.
@@ -60,8 +59,6 @@ Detail = Mapping[str, Any]
 
 
 class EventKind(StrEnum):
-    """What happened."""
-
     STORED = "stored"
     RESUMED = "resumed"
     EVICTED = "evicted"
@@ -72,21 +69,21 @@ class EventKind(StrEnum):
     QUARANTINED = "quarantined"
 
 
-# By name: in Python 3.11 each look-up on the class takes a call.
+# A look-up on the class takes a call in Python 3.11.
 STORED, RESUMED, EVICTED, SPLIT, MERGED, PAGED_OUT, PAGED_IN, QUARANTINED = EventKind
 
 
 class Event(NamedTuple):
-    """Something that happened to the tokens [start, end) of one namespace. A tuple, as there are many of them.
+    """Something that happened to the tokens [start, end) of one namespace.
 
     Attributes:
-        tick: number of the request in which it did, or the tick of the cache's clock.
+        tick: number of the request, or the tick of the cache's clock.
         start, end: offsets in tokens; equal for a checkpoint.
-        nbytes: bytes of the state it happened to; 0 where no state was moved, made or dropped.
-        detail: what only some kinds have. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also
-            `was_wrong`, whether verification found them so. split, merged: `at`. resumed: `prompt_tokens`,
-            `matched_tokens`, `reason` (None or a ShortReason), `by` ("begin", "begin_many" or "fetch"). quarantined:
-            `mismatch`, a Mismatch; the range is that of the request's own path.
+        nbytes: bytes of the state; 0 where no state was moved, made or dropped.
+        detail: by kind. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also `was_wrong`, whether
+            verification found them wrong. split, merged: `at`. resumed: `prompt_tokens`, `matched_tokens`, `reason`
+            (None or a ShortReason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
+            range is that of the request's own path.
     """
 
     kind: EventKind
@@ -107,9 +104,9 @@ class Events:
     """The events of one cache on their way to its listener. Callers of `emit` hold the lock.
 
     Attributes:
-        history: evictions and prompts, recorded with and without a listener.
+        history: evictions and prompts, recorded also without a listener.
         tick: the present tick, set by the cache.
-        failures, dropped: calls of the listener that raised; events that were dropped because too many waited.
+        failures, dropped: calls of the listener that raised; events dropped because too many waited.
     """
 
     def __init__(self, on_event: OnEvent | None = None, lock: Lock | None = None) -> None:
@@ -133,25 +130,21 @@ class Events:
         self.emit(RESUMED, namespace, 0, taken, nbytes, {"prompt_tokens": len(keys), **detail})
 
     def evicted(self, leaf: Node[Any], start: int, nbytes: int, was_wrong: bool) -> None:
-        """The tokens [start, leaf.end) are about to go."""
         self.history.evicted(leaf, start, self.tick, was_wrong)
         self.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, {"state": "tokens", "was_wrong": was_wrong})
 
     def evicted_checkpoint(self, node: Node[Any], nbytes: int) -> None:
-        """The checkpoint at a node's end is about to go."""
         self.history.evicted_checkpoint(node, self.tick)
         self.emit(EVICTED, node.namespace, node.end, node.end, nbytes, {"state": "checkpoint"})
 
     def paged_out(self, node: Node[Any], nbytes: int) -> None:
-        """A node's spans were copied out of the live buffers."""
         self.emit(PAGED_OUT, node.namespace, node.start, node.end, nbytes, {})
 
     def paged_in(self, node: Node[Any], start: int, end: int, token_bytes: int) -> None:
-        """The spans [start, end) of a node were copied into the live buffers."""
         self.emit(PAGED_IN, node.namespace, start, end, token_bytes * (end - start), {})
 
     def emit(self, kind: EventKind, namespace: str, start: int, end: int, nbytes: int, detail: Detail) -> None:
-        """Hand an event to the listener, if there is one, when the lock is free again."""
+        """Hand an event to the listener, if there is one, once the lock is released."""
         if not self.is_on:
             return
         if len(self._waiting) < MAX_WAITING:
@@ -163,7 +156,7 @@ class Events:
             after.append(self._hand_over)
 
     def hand_over(self) -> None:
-        """Call the listener with the events that wait, unless another thread does: then that thread goes on."""
+        """Call the listener with the events that wait, unless another thread does so."""
         waiting, listener, left = self._waiting, self._on_event, MAX_WAITING
         assert listener is not None
         while waiting and left > 0 and self._handing_over.acquire(False):
@@ -182,14 +175,13 @@ class Events:
     def _note_failure(self, event: Event, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            # Suppressed where warnings are errors: the caller of the cache asked for something else.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # where warnings are errors
                 text = f"on_event raised {described(error)} for {event.kind}."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class Loss(NamedTuple):
-    """The tokens [start, end), or with start == end the checkpoint there, evicted at a tick, or found wrong then."""
+    """The tokens [start, end), or the checkpoint at start == end, that were evicted or found wrong at a tick."""
 
     start: int
     end: int
@@ -207,7 +199,7 @@ class History:
         self._piece_keys = self._prompt_keys = 0
 
     def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
-        """The tokens [start, node.end), on the node's edge, are about to go, under pressure or found wrong."""
+        """The tokens [start, node.end) of the node's edge are about to go."""
         last = self._pieces[-1] if self._pieces else None
         if last is None or last.below is not node:
             last = self._add(_Piece(node, start, tick, was_wrong))
@@ -222,7 +214,6 @@ class History:
         self._add(_Piece(node, node.end, tick))
 
     def asked(self, namespace: str, keys: Keys) -> None:
-        """A prompt came."""
         ring = self._prompts.get(namespace)
         if ring is None:
             while len(self._prompts) >= MAX_NAMESPACES:
@@ -241,7 +232,7 @@ class History:
 
     def lost_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
         """The evicted parts of a prompt that follow the `stored` keys in the tree, in order and without a gap."""
-        # The newest first: tokens nearer to the root went later. A piece that does not fit yet may fit behind another.
+        # The newest first, as tokens nearer to the root go later. A piece may fit only behind another.
         mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
         found: list[Loss] = []
         while parts := _next_parts(mine, keys, stored):
@@ -251,11 +242,11 @@ class History:
         return found
 
     def lost_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Loss | None:
-        """The deepest evicted checkpoint in (start, end] of a prompt's path; None: none is known."""
+        """The deepest evicted checkpoint in (start, end] of a prompt's path, if any is known."""
         found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
         for piece in sorted(found, key=lambda piece: -piece.end):
             end = piece.end
-            # Compare a few places first: they rule out most pieces.
+            # A few places rule out most pieces.
             is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))
             if is_likely and piece.agreement(keys) == end:
                 return piece.parts[0]
@@ -301,7 +292,7 @@ class History:
 class _Piece:
     """An evicted stretch [start, end) of one path; its last edge begins at `last_start`.
 
-    `below` is the node that it hung on when it was evicted; None once another piece came.
+    `below` is the node that it hung on; None once there is a newer piece.
     """
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
@@ -337,14 +328,10 @@ class _Piece:
 
 def _next_parts(pieces: list[_Piece], keys: Keys, start: int) -> list[Loss]:
     """The parts of the first piece that has the prompt's keys from `start` on, in order; empty: no piece has."""
-    if start >= len(keys):
-        return []
-    key = int(keys[start])
-    for piece in pieces:
-        if piece.start <= start < piece.end and piece.key_at(start) == key:
-            agreed = piece.agreement(keys)
-            parts = reversed(piece.parts)
-            cut = (part._replace(start=max(part.start, start), end=min(part.end, agreed)) for part in parts)
+    for piece in pieces if start < len(keys) else ():
+        if piece.start <= start < piece.end and piece.key_at(start) == keys[start]:
+            agreed, parts = piece.agreement(keys), reversed(piece.parts)
             if agreed > start:
+                cut = (part._replace(start=max(part.start, start), end=min(part.end, agreed)) for part in parts)
                 return [part for part in cut if part.start < part.end]
     return []

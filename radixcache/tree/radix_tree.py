@@ -1,16 +1,16 @@
-"""Radix tree over edges of int64 keys. Pure Python and NumPy: this file never imports MLX.
+"""Radix tree over edges of int64 keys, in Python and NumPy. Never imports MLX.
 
 A node holds one edge, a run of keys; the keys from the root to a node spell a prefix. `match` finds the longest stored
-prefix of a sequence and changes nothing. The other methods restructure the tree:
+prefix of a sequence. The other methods restructure the tree:
 
     split(node, at)          [a, c)  ->  [a, at) - [at, c)      the lower part keeps the node's identity
     merge(node)              [a, b) - [b, c)  ->  [a, c)        the child keeps its identity
     append(parent, keys)     a new leaf with a copy of `keys` below `parent`
     extend(leaf, keys)       a leaf's edge grows at its end
-    truncate(leaf, at)       a leaf's edge loses its end, from offset `at` on
+    truncate(leaf, at)       a leaf's edge ends at offset `at`
     remove(leaf)             a leaf goes
 
-Each namespace is a tree of its own: nothing matches across. A key may stand for a token or for a block of them.
+Each namespace is a tree of its own: nothing matches across. A key may stand for a token or for a block of tokens.
 
 Invariants, asserted by `RadixTree.check`:
 
@@ -20,8 +20,8 @@ Invariants, asserted by `RadixTree.check`:
   T4  Edges are owned one-dimensional int64 arrays: 8 bytes a key, never a view of a longer one.
   T5  node_count and key_count are the sums over all nodes but the roots.
 
-`match` is O(len(keys)) in NumPy and O(1) dictionary look-ups per node on the path, however many sequences are
-stored. `split`, `extend` and `truncate` copy one edge. Not thread-safe: PrefixCache holds the only lock.
+`match` is O(len(keys)) in NumPy, with a dictionary look-up per node on the path. `split`, `extend` and `truncate` copy
+one edge. Not thread-safe: PrefixCache holds the only lock.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Node(Generic[P]):
 
 @dataclass(frozen=True)
 class Match(Generic[P]):
-    """The longest stored prefix of a sequence, as long as the tree stays as it is.
+    """The longest stored prefix of a sequence, while the tree is not changed.
 
     Attributes:
-        node: the deepest node with at least one matching key; the root when there is none.
+        node: the deepest node with a matching key; the root if there is none.
         offset: how many keys match; `node.start < offset <= node.end`, or 0 at the root.
     """
 
@@ -107,11 +107,10 @@ class RadixTree(Generic[P]):
         self.node_count = self.key_count = 0
 
     def root(self, namespace: str = "") -> Node[P]:
-        """The root of a namespace; made on first use."""
         return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
 
     def match(self, keys: Keys, namespace: str = "") -> Match[P]:
-        """Find the longest stored prefix of `keys` without changing anything. A miss has offset 0."""
+        """Find the longest stored prefix of `keys`; changes nothing. A miss has offset 0."""
         node = self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
         offset, length = 0, len(keys)
         while offset < length:
@@ -154,7 +153,7 @@ class RadixTree(Generic[P]):
         return child
 
     def append(self, parent: Node[P], keys: Keys) -> Node[P]:
-        """Add a leaf with a copy of `keys`, at least one, below `parent`, which may be the root of a miss."""
+        """Add a leaf with a copy of `keys` below `parent`, which may be the root of a miss."""
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
@@ -167,14 +166,13 @@ class RadixTree(Generic[P]):
 
     def extend(self, leaf: Node[P], keys: Keys) -> None:
         """Lengthen a leaf's edge by `keys`."""
-        assert not leaf.is_root, "a root has no edge to extend"
-        assert leaf.is_leaf, leaf
+        assert leaf.is_leaf and not leaf.is_root, leaf
         leaf.edge = np.concatenate([leaf.edge, np.asarray(keys, dtype=np.int64)])
         leaf.end += len(keys)
         self.key_count += len(keys)
 
     def truncate(self, leaf: Node[P], at: int) -> None:
-        """Cut a leaf's edge so that it ends at offset `at`, inside the edge."""
+        """Cut a leaf's edge at offset `at`, inside the edge."""
         assert leaf.is_leaf, leaf
         assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
         self.key_count -= leaf.end - at
@@ -182,9 +180,8 @@ class RadixTree(Generic[P]):
         leaf.end = at
 
     def remove(self, leaf: Node[P]) -> Node[P]:
-        """Take a leaf out and return its former parent. A namespace whose last node goes is forgotten."""
-        assert leaf.parent is not None, "a root cannot be removed"
-        assert leaf.is_leaf, leaf
+        """Take a leaf out and return its former parent. A namespace goes with its last node."""
+        assert leaf.parent is not None and leaf.is_leaf, leaf
         parent = leaf.parent
         del parent.children[int(leaf.edge[0])]
         leaf.parent = None
@@ -196,12 +193,12 @@ class RadixTree(Generic[P]):
         return parent
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node[P]]:
-        """All nodes but the roots: parents before children, namespaces and siblings in the order they came."""
+        """All nodes but the roots: parents before children, else in the order they came."""
         for root in self.roots(namespace):
             yield from below(root)
 
     def roots(self, namespace: str | None = None) -> list[Node[P]]:
-        """The root of a namespace if it holds anything, or those of all that do."""
+        """The roots of all namespaces that hold nodes, or of one."""
         names = list(self._roots) if namespace is None else [namespace]
         return [self._roots[name] for name in names if name in self._roots]
 
@@ -222,7 +219,7 @@ class RadixTree(Generic[P]):
         assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
 
     def dump(self, label: Callable[[Node[P]], str] = repr, namespace: str | None = None) -> str:
-        """The trees, or that of one namespace, as text, one line a node, indented by depth."""
+        """All trees, or that of one namespace, as text: a line a node, indented by depth."""
         lines: list[str] = []
         for root in self.roots(namespace):
             lines.append(f"namespace {root.namespace!r}")

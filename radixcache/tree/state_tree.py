@@ -1,26 +1,25 @@
 """StateTree: the radix tree joined with the state of its nodes, the policy's entries and the ledger's bytes.
 
-Each restructuring of the tree restructures the state with it, in one method, so that the three always agree. A node's
-spans are in one of these places:
+One method changes tree, state, entries and bytes together, so that they always agree. The spans of a node are in one
+of these places:
 
-    LIVE    in the buffers of one or more live slots; costs nothing more
-    PAGED   in snapshot arrays (`spans`); a node may be both, its snapshot is then a duplicate
-    LEAVING neither: about to be paged out (which will take `leaving_bytes`), or dropped instead
+    LIVE    in the buffers of one or more live slots; takes no more bytes
+    PAGED   in snapshot arrays (`spans`); if the node is live too, its snapshot is a duplicate
+    LEAVING neither: about to be paged out, which takes `leaving_bytes`, or dropped
 
-Keys and values of windows are stored for some of a node's tokens, wherever its spans are: see windows.py.
-What is evicted first: see entries.py.
+See windows.py for the tokens of sliding windows, and entries.py for what is evicted first.
 
 Invariants, asserted by `check`:
 
   S1  The tree's own invariants T1 to T5.
   S2  A node's spans cover exactly its edge; a checkpoint stands exactly at its end.
-  S3  Account and `leaving_bytes`, `duplicate_bytes` equal the sums over the nodes and the sessions' checkpoints.
+  S3  Account, `leaving_bytes` and `duplicate_bytes` equal the sums over the nodes and the sessions' checkpoints.
   S4  A span entry is evictable iff the node is a leaf, neither live nor kept; a checkpoint entry iff the node has
       exactly one child and is not kept. Kept: guarded by an open session, read by a row, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
-  S6  Filed for thinning are the evictable checkpoint entries of its kinds, by their last use.
+  S6  Thinning holds the evictable checkpoint entries of its kinds, by their last use.
   S7  A node's `nearest` is the first checkpoint at its end or below it. State of windows lies inside the node's edge,
-      and all that a checkpoint needs of it is there, on the path.
+      and the path has all that a checkpoint needs of it.
 
 Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
 """
@@ -46,8 +45,9 @@ from radixcache.tree.windows import Windows
 class StateTree:
     """Tree, node states, policy entries and bytes, changed together.
 
-    State is resumed at multiples of `grid_tokens` only: 1, or in exact mode the chunk of prefill. `on_loss` is called
-    with a node that is about to lose state on which a request might have resumed.
+    Args:
+        grid_tokens: requests resume at multiples of it: 1, or in exact mode the chunk of prefill.
+        on_loss: called with a node that is about to lose state on which a request might have resumed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StateTree:
         self.paged_in_bytes = self.paged_out_bytes = self.cut_bytes = self.copied_window_bytes = 0
 
     def is_useless(self, node: StateNode) -> bool:
-        """Whether this is a leaf that nothing can resume on, and nobody is on."""
+        """Whether this is a leaf that no request can resume on, neither live nor kept."""
         state = node.payload
         idle = node.is_leaf and not state.live and not state.is_kept
         bare = self.layout.has_points and state.checkpoint is None
@@ -89,13 +89,10 @@ class StateTree:
 
     @property
     def copied_bytes(self) -> int:
-        """Spans copied: paged in, paged out, out of windows, and cut or joined at a split or merge."""
         return self.paged_in_bytes + self.paged_out_bytes + self.copied_window_bytes + self.cut_bytes
 
-    # Restructuring
-
     def add_leaf(self, parent: StateNode, keys: Keys, use: Use) -> StateNode:
-        """Append a leaf without any state yet."""
+        """Append a leaf without state."""
         node = self.tree.append(parent, keys)
         entry = self.entries.new(node, "span", use)
         node.payload = NodeState(entry)
@@ -105,9 +102,9 @@ class StateTree:
         return node
 
     def split(self, node: StateNode, at: int) -> StateNode:
-        """Cut a node at offset `at`, its spans with it; returns the upper node. The checkpoint stays with the lower.
+        """Cut a node with its state at offset `at`; returns the upper node. The lower node has the checkpoint.
 
-        If the halves cannot be allocated, a live node loses its duplicate; otherwise it raises and changes nothing.
+        If the halves cannot be allocated, a live node loses its duplicate; any other raises and is not changed.
         """
         state = node.payload
         halves = windows = None
@@ -144,13 +141,13 @@ class StateTree:
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
-        """Merge a node with its only child if nothing is lost and the copy succeeds; returns the node of the edge."""
+        """Merge a node with its only child if no state is lost by it; returns the node of the edge."""
         child = self._mergeable(node)
         if child is None:
             return node
         upper, lower = node.payload, child.payload
         merged = None
-        # Where both are live and one has a duplicate of at most one grid segment, it is not worth a seam.
+        # Of two live nodes, a lone duplicate of up to a segment is dropped: it is not worth a seam.
         if upper.spans is not None and lower.spans is not None:
             joined = self._copied(self.layout.merge, upper.spans, lower.spans, is_spare=True)
             if joined is None:
@@ -176,7 +173,7 @@ class StateTree:
                 self.coalesce(node)
 
     def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
-        """Take a leaf and all its state out; returns its former parent, refreshed but not merged."""
+        """Take out a leaf with its state; returns its former parent, refreshed but not merged."""
         state = leaf.payload
         if not was_wrong:
             self.on_loss(leaf)
@@ -191,13 +188,13 @@ class StateTree:
         return parent
 
     def remove_subtree(self, node: StateNode, was_wrong: bool = False) -> StateNode:
-        """Take a node and everything below it out, pinned or not, as `remove` does; returns its former parent."""
+        """`remove` a node and all nodes below it, also pinned ones; returns its former parent."""
         for each in reversed([node, *below(node)]):
             parent = self.remove(each, was_wrong)
         return parent
 
     def truncate(self, leaf: StateNode, at: int) -> None:
-        """Cut a leaf's tail off at offset `at`; a checkpoint at its end goes with it. May fail as `split` does."""
+        """Cut off a leaf's tail at offset `at`, with the checkpoint. May fail as `split` does."""
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
@@ -205,9 +202,9 @@ class StateTree:
         self._shorten(leaf, at, head)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
-        """Cut the tail of a leaf without a checkpoint at these offsets, deepest first, while it is the policy's victim.
+        """Cut a leaf without a checkpoint at these offsets, deepest first, while it is the policy's victim.
 
-        Keys and spans are cut once. If that fails as `split` may, all of the leaf must go: the policy has heard of it.
+        Keys and spans are cut once. If that fails as `split` may, all of the leaf must go, as the policy was told.
         """
         self.on_loss(leaf)
         at = self.entries.trim(leaf, cuts)
@@ -215,10 +212,8 @@ class StateTree:
         self._note_loss(leaf, at)
         self._shorten(leaf, at, head)
 
-    # State of a node
-
     def set_spans(self, node: StateNode, spans: Spans | None) -> None:
-        """Give a node its snapshot, or take it away."""
+        """Set or remove a node's snapshot."""
         state = node.payload
         if spans is state.spans:
             return
@@ -231,7 +226,7 @@ class StateTree:
         state.reweigh()
 
     def set_live(self, node: StateNode, slot: int, live: bool) -> None:
-        """Say whether a node's spans are in the live buffers of a slot."""
+        """Note whether a node's spans are in the live buffers of a slot."""
         state = node.payload
         before = state.live
         state.live_mask = state.live_mask | 1 << slot if live else state.live_mask & ~(1 << slot)
@@ -241,14 +236,14 @@ class StateTree:
             self._refresh(node)
 
     def set_leaving(self, node: StateNode, leaving_bytes: int, leaving_from: Any = None) -> None:
-        """Announce that paging the node out of live caches will take that many bytes; 0: done or dropped."""
+        """Note how many bytes paging the node out of live caches will take; 0: done, or dropped."""
         state = node.payload
         self.leaving_bytes += leaving_bytes - state.leaving_bytes
         state.leaving_bytes, state.leaving_from = leaving_bytes, leaving_from
         state.reweigh()
 
     def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
-        """Give a node its checkpoint (with the use it is made in), or take it away."""
+        """Set a node's checkpoint, with the use that made it, or remove it."""
         state = node.payload
         if state.checkpoint is not None:
             assert state.checkpoint_entry is not None, node
@@ -268,7 +263,7 @@ class StateTree:
         self._refresh(node)
 
     def drop_checkpoint(self, node: StateNode) -> None:
-        """Evict a checkpoint alone; the node and its spans stay."""
+        """Evict a checkpoint alone."""
         entry = node.payload.checkpoint_entry
         assert entry is not None, node
         self.on_loss(node)
@@ -278,14 +273,12 @@ class StateTree:
 
     @contextmanager
     def losing_silently(self) -> Iterator[None]:
-        """Do not call `on_loss` until the block ends."""
+        """Do not call `on_loss` inside the block."""
         on_loss, self.on_loss = self.on_loss, _ignore
         try:
             yield
         finally:
             self.on_loss = on_loss
-
-    # Who is on a node
 
     def guard(self, node: StateNode, change: int) -> None:
         """Guard (+1) or release (-1) the path from the root to `node`."""
@@ -299,7 +292,7 @@ class StateTree:
 
     @contextmanager
     def guarded(self, node: StateNode) -> Iterator[None]:
-        """Guard the path to a node, if it is no root, until the block ends."""
+        """Guard the path to a node inside the block."""
         if node.parent is not None:
             self.guard(node, 1)
         try:
@@ -309,7 +302,7 @@ class StateTree:
                 self.guard(node, -1)
 
     def read(self, node: StateNode, change: int) -> None:
-        """A row comes to stand (+1) on the path from the root to `node`, or leaves it (-1)."""
+        """Note that a row stands on the path from the root to `node` (+1), or has left it (-1)."""
         for each in node.path():
             each.payload.readers += change
             assert each.payload.readers >= 0, each
@@ -322,7 +315,7 @@ class StateTree:
         self._refresh(node)
 
     def touch(self, path: list[StateNode], resumed: StateNode | None, use: Use) -> None:
-        """A request used the spans of `path` (root side first) and the checkpoint of `resumed`."""
+        """Note that a request used the spans of `path`, from the root down, and the checkpoint of `resumed`."""
         for node in reversed(path):
             state = node.payload
             entries = [state.entry]
@@ -336,7 +329,7 @@ class StateTree:
             if state.checkpoint_entry is not None:
                 if node is resumed:
                     self._weigh_checkpoint(node)
-                self._refresh(node)  # the last use decides which checkpoint is thinned first
+                self._refresh(node)  # thinning goes by the last use
 
     def check(self) -> None:
         """Assert S1 to S7."""
@@ -370,7 +363,7 @@ class StateTree:
         self.windows.set(node, windows)
 
     def _head(self, leaf: StateNode, at: int) -> Spans | None:
-        """A copy of the spans that a leaf keeps when its tail goes, if it has any."""
+        """A copy of a leaf's spans before `at`, if it has any."""
         spans = leaf.payload.spans
         halves = None if spans is None else self._copied(self.layout.split, spans, at)
         return None if halves is None else halves[0]
@@ -395,7 +388,7 @@ class StateTree:
     def _copied(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:
         """Call `copy`, twice if it fails, and count the bytes copied, its last result. None: `is_spare`, and it failed.
 
-        Nothing is evicted for the second try: this runs in the middle of evictions.
+        Evicts nothing for the second try, as this runs in the middle of evictions.
         """
         try:
             *results, copied_bytes = copy(*args)
@@ -411,12 +404,12 @@ class StateTree:
         return tuple(results)
 
     def _mergeable(self, node: StateNode) -> StateNode | None:
-        """A node's only child, if nothing is lost when the two are merged."""
+        """A node's only child, if no state is lost when the two are merged."""
         if not self._merges or node.is_root or len(node.children) != 1:
             return None
         (child,) = node.children.values()
         upper, lower = node.payload, child.payload
-        # An open session that resumes at a node's end guards it, and refers to it by the node.
+        # A guard's session refers to the node.
         if upper.checkpoint is not None or upper.pins or upper.guards or lower.guards or upper.readers or lower.readers:
             return None
         if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
@@ -432,7 +425,7 @@ class StateTree:
         node.payload.reweigh()
 
     def _weigh_checkpoint(self, node: StateNode) -> None:
-        """A checkpoint weighs what no other checkpoint needs. It is weighed again when it is used."""
+        """Weigh a checkpoint: what only it needs. It is weighed again when it is used."""
         checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
         if checkpoint is not None and entry is not None:
             entry.weight_bytes = checkpoint.nbytes + self.windows.bytes_only_for(node)

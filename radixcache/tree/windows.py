@@ -1,13 +1,13 @@
-"""Windows: the keys and values of layers with sliding windows that the nodes of a tree hold, for some of their tokens.
+"""Windows: the keys and values of sliding layers that the nodes of a tree hold, for some of their tokens.
 
     root ──[0, 900)── a ──[900, 1400)── b        checkpoints at 900 and 1,400, a window of 512
            ....######         ##########         #: stored, [388, 900) and [900, 1400): each token once
 
 A resume point needs the last tokens before it. It cannot be used where `lacking` finds a gap in them.
 
-A checkpoint needs its window's tokens. On a node that is the end of the edge, from where the `nearest` checkpoint (the
-first at its end or below) needs it: so each node by itself knows what is needed, however many checkpoints share it.
-Earlier tokens are needed by no checkpoint. Requests may resume on them, and they go first when room is short.
+A checkpoint needs its window's tokens. Of a node, checkpoints need the end of the edge, from where the window of the
+`nearest` checkpoint (the first at its end or below) begins. No checkpoint needs earlier tokens: requests may resume on
+them, and they go first if room is short.
 
 Each operation is O(pieces of state in the nodes concerned). Keeping `nearest` right is O(children) of a node without a
 checkpoint, for as many nodes up as it changes.
@@ -24,7 +24,7 @@ from radixcache.tree.entries import StateNode
 
 
 class Windows:
-    """State of windows on the nodes of one tree; `changed` is called with a node and by how many bytes it grew."""
+    """State of windows on the nodes of one tree. `changed` gets a node and the bytes by which it grew."""
 
     def __init__(
         self,
@@ -34,13 +34,11 @@ class Windows:
     ) -> None:
         self._layout, self._copied, self._changed = layout, copied, changed
         self.nbytes = 0
-        # Nodes that have more than checkpoints need, by id().
+        # Nodes with more tokens than checkpoints need, by id().
         self._unneeded: dict[int, StateNode] = {}
 
-    # State of a node
-
     def set(self, node: StateNode, spans: Spans | None) -> None:
-        """Give a node state for some of its tokens, in place of its present state, or take it away."""
+        """Set or remove a node's state of windows."""
         state = node.payload
         before = 0 if state.windows is None else state.windows.nbytes
         after = 0 if spans is None else spans.nbytes
@@ -51,7 +49,7 @@ class Windows:
             self._file(node)
 
     def joined(self, node: StateNode, child: StateNode) -> Spans | None:
-        """The state of a node and its child, as that of one node."""
+        """The state of a node and its child, as of one node."""
         upper, lower = node.payload.windows, child.payload.windows
         if upper is None or lower is None:
             found = upper or lower
@@ -60,7 +58,7 @@ class Windows:
         return None if merged is None else merged[0]
 
     def renear(self, node: StateNode) -> None:
-        """A node got or lost a checkpoint: update `nearest` of this node and the nodes above."""
+        """Update `nearest` of a node that got or lost a checkpoint, and of the nodes above."""
         nearest = self._nearest(node) if self._layout.windows else node.payload.nearest
         above: StateNode | None = node
         while above is not None and above.payload is not None and nearest != above.payload.nearest:
@@ -69,14 +67,12 @@ class Windows:
             above = above.parent
             if above is None or above.payload is None or above.payload.checkpoint is not None:
                 return
-            # All children are asked only where the nearest checkpoint went.
+            # All children are asked only if the nearest checkpoint went.
             is_gone = before == above.payload.nearest < nearest
             nearest = self._nearest(above) if is_gone else min(nearest, above.payload.nearest)
 
-    # A path
-
     def store(self, tip: StateNode, spans: Spans) -> None:
-        """Give the path to `tip` the tokens of these that it does not have yet."""
+        """Store those tokens of `spans` that the path to `tip` lacks."""
         for node in tip.path():
             if node.start < spans.end and node.end > spans.start:
                 own, bounds = node.payload.windows, [(node.start, node.end)]
@@ -93,7 +89,7 @@ class Windows:
         return [node.payload.windows for node in path if node.payload.windows is not None]
 
     def lacking(self, path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()) -> dict[Window, list[Range]]:
-        """The tokens that a resume point at `offset` needs, and that are neither on the path nor in `more`."""
+        """The tokens that a resume point at `offset` needs and that neither the path nor `more` has."""
         found = {}
         for window in self._layout.windows if offset else ():
             needs = window.needs(offset)
@@ -109,14 +105,12 @@ class Windows:
             for window, its in wanted.items()
         }
 
-    # Bytes
-
     def needed_bytes(self, node: StateNode) -> int:
         """Bytes of a node's state that checkpoints need."""
         return self._bytes(node, node.payload.nearest)
 
     def bytes_only_for(self, node: StateNode) -> int:
-        """Bytes that the checkpoint at a node's end needs and no other does."""
+        """Bytes that only the checkpoint at a node's end needs."""
         nbytes, without = 0, NEVER
         below: StateNode | None = None
         for each in reversed(node.path()) if self._layout.windows else ():
@@ -133,7 +127,7 @@ class Windows:
         return nbytes
 
     def drop_unneeded(self, over: Callable[[], int]) -> bool:
-        """Drop state that no checkpoint needs while `over()` is not 0, least recently used first; whether any was."""
+        """While `over()` is not 0, drop state that no checkpoint needs, least recently used first. True: some went."""
         dropped = False
         for node in sorted(self._unneeded.values(), key=lambda each: (each.payload.entry.last_used, -each.end)):
             if not over():
@@ -170,11 +164,12 @@ class Windows:
         }
 
     def _bytes(self, node: StateNode, nearest: int) -> int:
-        """Bytes of a node's state that are needed where this is the nearest checkpoint."""
-        spans, nbytes = node.payload.windows, 0
-        for window in () if spans is None or nearest == NEVER else self._layout.windows:
-            held = [] if spans is None else self._layout.stored(spans, window)
-            nbytes += tokens_in(common(held, window.needs(nearest))) * self._layout.window_bytes(window)
+        """Bytes of a node's state that a checkpoint at `nearest` needs."""
+        spans, layout, nbytes = node.payload.windows, self._layout, 0
+        if spans is not None and nearest != NEVER:
+            for window in layout.windows:
+                needed = common(layout.stored(spans, window), window.needs(nearest))
+                nbytes += tokens_in(needed) * layout.window_bytes(window)
         return nbytes
 
     def _file(self, node: StateNode) -> None:
@@ -184,6 +179,6 @@ class Windows:
             self._unneeded.pop(id(node), None)
 
     def _has_unneeded(self, node: StateNode) -> bool:
-        spans = node.payload.windows
-        needed = {} if spans is None else self._needed(node)
-        return any(missing(self._layout.stored(spans, window), its) for window, its in needed.items() if spans)
+        if (spans := node.payload.windows) is None:
+            return False
+        return any(missing(self._layout.stored(spans, each), its) for each, its in self._needed(node).items())
