@@ -107,6 +107,7 @@ class RadixTree(Generic[P]):
         self.node_count = self.key_count = 0
 
     def root(self, namespace: str = "") -> Node[P]:
+        """The root of a namespace; made on first use."""
         return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
 
     def match(self, keys: Keys, namespace: str = "") -> Match[P]:
