@@ -36,10 +36,10 @@ from benchmarks.harness.random_models import random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish
 from radixcache import RadixTree
 from runner.models.load import LoadedModel, load_model
+from runner.replay import ReplayOptions
 from runner.replay.caches import layers_bytes
 from runner.replay.progress import ReplayProgress
 from runner.replay.replayer import CacheRun, replay
-from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
 from runner.script.schedule import schedule

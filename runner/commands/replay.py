@@ -1,16 +1,17 @@
 """`radixcache replay`: the same conversations through several caches, or for several users at a time."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Option
 
 import runner
-from runner.commands.inputs import load_model, read_chosen, scheduled_requests
+from runner.commands.inputs import load_model, read_chosen, scheduled_requests, with_options
 from runner.commands.outputs import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -21,19 +22,19 @@ from runner.commands.outputs import (
     command_line,
     is_given,
     require,
+    require_counts,
     require_policy,
     require_view_file,
     say,
+    usage_errors,
     view_bytes,
 )
-from runner.replay import CACHE_NAMES
+from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
 from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
     from runner.models.load import LoadedModel
     from runner.replay.report import Report
-    from runner.replay.servers import ReplayOptions
-    from runner.script.conversation import Conversation
     from runner.script.script import Script
 
 # The short replay: few users with short prompts, who share system prompts, go on, edit a question and repeat one.
@@ -44,63 +45,64 @@ MAX_TOKENS, BUDGET_MIB = 8, 128
 NAMED_DIFFERENCES = 10
 
 
-def replay(
-    context: typer.Context,
-    cache: Annotated[str, typer.Option(help="Caches to compare, in this order, separated by commas.")] = (
-        ",".join(CACHE_NAMES)
-    ),
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments:
+    """The options of the command; a field is an option."""
+
+    cache: Annotated[str, Option(help="Caches to compare, in this order, separated by commas.")] = ",".join(CACHE_NAMES)
     conversations: Annotated[
         list[Path] | None,
-        typer.Option(help="File of conversations to replay; may be given several times. Default: a built-in set."),
-    ] = None,
+        Option(help="File of conversations to replay; may be given several times. Default: a built-in set."),
+    ] = None
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
-    ] = False,
-    model: Annotated[
-        str, typer.Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")
-    ] = "demo",
-    policy: Annotated[str, typer.Option(help="What the radix cache evicts first.")] = "lru",
+        bool, Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
+    ] = False
+    model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = "demo"
+    policy: Annotated[str, Option(help="What the radix cache evicts first.")] = "lru"
     full: Annotated[
-        bool, typer.Option("--full", help="Replay all built-in conversations: some minutes instead of about one.")
-    ] = False,
-    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
-    requests: Annotated[int, typer.Option(help="Requests to replay at most.")] = 24,
+        bool, Option("--full", help="Replay all built-in conversations: some minutes instead of about one.")
+    ] = False
+    users: Annotated[int | None, Option(help="Take only the first so many users.  [default: all]")] = None
+    seed: Annotated[int, Option(help="Seed of the schedule: the same seed, the same requests.")] = 0
+    requests: Annotated[int, Option(help="Requests to replay at most.")] = 24
     budget_mib: Annotated[
-        float | None,
-        typer.Option(help="Byte budget of mlx-lm and of radix, in MiB, each.  [default: 64; in full 128]"),
-    ] = None,
+        float | None, Option(help="Byte budget of mlx-lm and of radix, in MiB, each.  [default: 64; in full 128]")
+    ] = None
     max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to generate per reply, greedily.  [default: 4; in full 8]")
-    ] = None,
+        int | None, Option(help="Tokens to generate per reply, greedily.  [default: 4; in full 8]")
+    ] = None
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
-    ] = False,
-    step_size: Annotated[int, typer.Option(help="Tokens per chunk of prefill.")] = 2048,
+        bool, Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
+    ] = False
+    step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
     parallel: Annotated[
         int | None,
-        typer.Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both."),
-    ] = None,
+        Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both."),
+    ] = None
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Let radix resume at multiples of --step-size only: answers equal to the bit."),
-    ] = False,
-    disk: Annotated[
-        Path | None, typer.Option(help="Folder where radix stores its state, also for later replays.")
-    ] = None,
-    disk_gib: Annotated[float, typer.Option(help="GiB that the folder may take.", min=0.001)] = 32,
+        bool, Option("--exact", help="Let radix resume at multiples of --step-size only: answers equal to the bit.")
+    ] = False
+    disk: Annotated[Path | None, Option(help="Folder where radix stores its state, also for later replays.")] = None
+    disk_gib: Annotated[float, Option(help="GiB that the folder may take.", min=0.001)] = 32
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures, with a row per request, to this file.")
-    ] = None,
+        Path | None, Option("--json", help="Write all figures, with a row per request, to this file.")
+    ] = None
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw TTFT and bytes held per request (.png, .svg or .pdf).")
-    ] = None,
-    dump_tree: Annotated[bool, typer.Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False,
+        Path | None, Option("--plot", help="Draw TTFT and bytes held per request (.png, .svg or .pdf).")
+    ] = None
+    dump_tree: Annotated[bool, Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False
     tree_file: Annotated[
         Path | None,
-        typer.Option("--tree", help="Write the radix cache's tree at the end to this .html, .svg, .txt or .json."),
-    ] = None,
-) -> None:
+        Option("--tree", help="Write the radix cache's tree at the end to this .html, .svg, .txt or .json."),
+    ] = None
+
+    @property
+    def is_short(self) -> bool:
+        return not (self.full or self.conversations) and self.users is None and self.parallel is None
+
+
+@with_options(ReplayArguments)
+def replay(context: typer.Context, options: ReplayArguments) -> None:
     """Serve conversations through several caches.
 
     The requests of several users are interleaved by a seeded schedule and rendered with the model's own chat template.
@@ -109,71 +111,26 @@ def replay(
     By default three users of the built-in conversations are served, with short replies: about a minute on 2 cores.
     --full, --users, --parallel and --conversations replay in full: everything that is chosen, with longer replies.
     """
-    is_short = not (full or conversations) and users is None and parallel is None
-    caches = _cache_names(cache)
-    if parallel is not None:
-        caches = caches if is_given(context, "cache") else ["radix"]
-        step_size = _require_parallel(context, parallel, caches, step_size, recorded=recorded, exact=exact)
-    require_policy(policy)
-    if max_tokens is None:
-        max_tokens = SHORT_MAX_TOKENS if is_short else MAX_TOKENS
-    if budget_mib is None:
-        budget_mib = SHORT_BUDGET_MIB if is_short else BUDGET_MIB
-    for option, value in (
-        ("--users", 1 if users is None else users),
-        ("--requests", requests),
-        ("--max-tokens", max_tokens),
-        ("--step-size", step_size),
-    ):
-        require(value >= 1, f"{option} is {value}; wanted at least 1.")
-    budget_bytes = bytes_of(budget_mib)
-    require(disk is None or parallel is None, "--disk goes with one request at a time. Leave it or --parallel out.")
-    require(disk is None or "radix" in caches, "--disk is for the radix cache; wanted radix among --cache.")
-    require(disk_gib < float("inf"), f"--disk-gib is {disk_gib:g}; wanted a finite number.")
-    for option, wanted in ((f"--tree {tree_file}", tree_file is not None), ("--dump-tree", dump_tree)):
-        require(not wanted or "radix" in caches, f"{option} shows the radix cache; wanted radix among --cache.")
-    tree_format = "text" if tree_file is None or tree_file == STDOUT else require_view_file(tree_file)
-    files = {"--json": json_file, "--plot": plot_file, "--tree": tree_file}
-    outputs = Outputs(files, [*(conversations or []), Path(model)])
+    caches, settings = _checked(context, options)
+    tree_format = _tree_format(options.tree_file)
+    files = {"--json": options.json_file, "--plot": options.plot_file, "--tree": options.tree_file}
+    outputs = Outputs(files, [*(options.conversations or []), Path(options.model)])
     if runner.BLAS_ADVICE:
         say(f"note: {runner.BLAS_ADVICE}")
-    with _interruptible():
-        chosen = read_chosen(conversations, skip_bad)
-        if is_short:
-            chosen = [each for each in chosen if each.user in SHORT_USERS]
-        loaded = load_model(model)
-
-        from runner.replay.servers import ReplayOptions
-
-        options = ReplayOptions(
-            budget_bytes,
-            policy,
-            max_tokens,
-            recorded,
-            step_size,
-            dump_tree,
-            exact,
-            tree_file is not None,
-            None if disk is None else str(disk),
-            int(disk_gib * GIB),
-        )
-        script = _script(loaded, chosen, options, users=users, seed=seed, requests=requests, skip_bad=skip_bad)
-    report, broken_off = _run(loaded, script, caches, options, parallel)
-    if isinstance(broken_off, UsageError) and not report.runs:
-        raise broken_off
+    loaded, script = _prepare(options, settings)
+    report, broken_off = _run(loaded, script, caches, settings, options.parallel)
     trees = [f"\n{run.cache}:\n{run.tree}" for run in report.runs if run.tree is not None]
     outputs.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
+    chosen = {"users": options.users, "requests": options.requests, "parallel": options.parallel}
     about = {
         "model": loaded.name,
-        "seed": seed,
+        "seed": options.seed,
         "command": command_line(context),
-        "options": {"users": users, "requests": requests, "parallel": parallel, **vars(options)},
+        "options": {**chosen, **vars(settings)},
         "skipped_requests": script.skipped_requests,
         "interrupted": broken_off is not None,
     }
-    _write_files(report, outputs, plot_file, about)
-    for view in [run.view for run in report.runs if run.view is not None]:
-        outputs.write("--tree", partial(view_bytes, view, tree_format))
+    _write_files(report, outputs, options.plot_file, tree_format, about)
     if broken_off is not None:
         say(f"interrupted: {report.progress(len(script))} had finished.")
         raise broken_off
@@ -183,17 +140,44 @@ def replay(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn Ctrl-C during the preparations into one line and its exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("interrupted: nothing had finished.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+# Options --------------------------------------------------------------------------------------------------------------
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
+def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
+    """The caches and the settings of the replay. UsageError: an option is wrong, or two do not go together."""
+    caches, step_size = _cache_names(options.cache), options.step_size
+    if options.parallel is not None:
+        caches = caches if is_given(context, "cache") else ["radix"]
+        _require_parallel(options, options.parallel, caches)
+        if not is_given(context, "step_size"):
+            from runner.engine.engine import PARALLEL_STEP_SIZE
+
+            # One request at a time delays nobody, so its chunks may be larger.
+            step_size = PARALLEL_STEP_SIZE
+    require_policy(options.policy)
+    max_tokens, budget_mib = (SHORT_MAX_TOKENS, SHORT_BUDGET_MIB) if options.is_short else (MAX_TOKENS, BUDGET_MIB)
+    max_tokens = max_tokens if options.max_tokens is None else options.max_tokens
+    require_counts(users=options.users, requests=options.requests, max_tokens=max_tokens, step_size=step_size)
+    budget_bytes = bytes_of(budget_mib if options.budget_mib is None else options.budget_mib)
+    disk, is_alone, has_radix = options.disk, options.parallel is None, "radix" in caches
+    require(disk is None or is_alone, "--disk goes with one request at a time. Leave it or --parallel out.")
+    require(disk is None or has_radix, "--disk is for the radix cache; wanted radix among --cache.")
+    require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
+    only_radix = "shows the radix cache; wanted radix among --cache."
+    require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
+    require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
+    return caches, ReplayOptions(
+        budget_bytes=budget_bytes,
+        policy=options.policy,
+        max_tokens=max_tokens,
+        recorded=options.recorded,
+        step_size=step_size,
+        dump_tree=options.dump_tree,
+        exact=options.exact,
+        keep_view=options.tree_file is not None,
+        disk=None if disk is None else str(disk),
+        disk_bytes=int(options.disk_gib * GIB),
+    )
 
 
 def _cache_names(listed: str) -> list[str]:
@@ -205,58 +189,62 @@ def _cache_names(listed: str) -> list[str]:
     return names
 
 
-def _require_parallel(
-    context: typer.Context, parallel: int, caches: Sequence[str], step_size: int, *, recorded: bool, exact: bool
-) -> int:
-    """Refuse what does not go with --parallel; returns the step size, whose default differs with --parallel."""
+def _require_parallel(options: ReplayArguments, parallel: int, caches: Sequence[str]) -> None:
+    """Refuse what does not go with --parallel."""
     require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
-    from runner.replay.replayer import TOGETHER
-
     require(
         set(caches) <= set(TOGETHER),
         f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}. Leave one of them out.",
     )
-    require(not recorded, "--parallel generates replies, and --recorded feeds known ones. Leave one of them out.")
     require(
-        not exact,
+        not options.recorded, "--parallel generates replies, and --recorded feeds known ones. Leave one of them out."
+    )
+    require(
+        not options.exact,
         "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
     )
-    from runner.engine.engine import PARALLEL_STEP_SIZE
-
-    # One request at a time delays nobody, so chunks may be larger there.
-    return step_size if is_given(context, "step_size") else PARALLEL_STEP_SIZE
 
 
-def _script(
-    loaded: "LoadedModel",
-    conversations: "Sequence[Conversation]",
-    options: "ReplayOptions",
-    *,
-    users: int | None,
-    seed: int,
-    requests: int,
-    skip_bad: bool,
-) -> "Script":
-    from runner.script.script import Script, ScriptError
+def _tree_format(path: Path | None) -> str:
+    return "text" if path is None or path == STDOUT else require_view_file(path)
 
-    scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[LoadedModel, Script]":
+    """Load the model and render the requests. Ctrl-C becomes one line and its exit code."""
     try:
-        script = Script(loaded, scheduled, max_tokens=options.max_tokens, recorded=options.recorded, skip_bad=skip_bad)
-    except ScriptError as error:
-        raise UsageError(str(error)) from error
+        conversations = read_chosen(options.conversations, options.skip_bad)
+        if options.is_short:
+            conversations = [each for each in conversations if each.user in SHORT_USERS]
+        loaded = load_model(options.model)
+        from runner.script.script import Script, ScriptError
+
+        scheduled = scheduled_requests(
+            conversations, users=options.users, seed=options.seed, max_requests=options.requests
+        )
+        with usage_errors(ScriptError):
+            script = Script(
+                loaded,
+                scheduled,
+                max_tokens=settings.max_tokens,
+                recorded=settings.recorded,
+                skip_bad=options.skip_bad,
+            )
+    except KeyboardInterrupt:
+        say("interrupted: nothing had finished.")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if script.skipped_requests:
         of_all = f"{script.skipped_requests} of {plural(len(scheduled), 'request')}"
         say(f"note: {of_all} skipped: not fit for {loaded.name}.")
-    return script
-
-
-# Results -------------------------------------------------------------------------------------------------------------
+    return loaded, script
 
 
 def _run(
-    loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: "ReplayOptions", parallel: int | None
+    loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: ReplayOptions, parallel: int | None
 ) -> "tuple[Report, Exception | None]":
-    """Serve the script; returns what finished, and the error that ended the replay early."""
+    """Serve the script; returns what finished, and the error that ended the replay early. UsageError: no reply came."""
     from radixcache import BudgetFullError, PolicyError, StoreError, UnsupportedCacheError
     from runner.replay.progress import ReplayProgress, expected_time
     from runner.replay.replayer import Replay
@@ -271,14 +259,10 @@ def _run(
     replay = Replay(loaded, script, caches, options, progress, parallel)
     broken_off: Exception | None = None
     try:
-        with progress:
+        with usage_errors(UnsupportedCacheError, prefix=f"{loaded.name}: "), usage_errors(StoreError), progress:
             replay.run()
     except KeyboardInterrupt:
         broken_off = typer.Exit(EXIT_INTERRUPTED)
-    except UnsupportedCacheError as error:
-        raise UsageError(f"{loaded.name}: {error}") from error
-    except StoreError as error:
-        raise UsageError(str(error)) from error
     except BudgetFullError as error:
         broken_off = UsageError(
             f"--budget-mib is {options.budget_bytes / MIB:g}; one of the requests takes "
@@ -289,8 +273,13 @@ def _run(
     except ScriptError as error:  # a prompt that waited for generated replies does not fit
         broken_off = UsageError(str(error))
     differences = replay.differences() if broken_off is None else []
-    is_parallel = parallel is not None
-    return Report(replay.result(), is_parallel=is_parallel, alone=replay.alone(), partings=differences), broken_off
+    report = Report(replay.result(), is_parallel=parallel is not None, alone=replay.alone(), partings=differences)
+    if isinstance(broken_off, UsageError) and not report.runs:
+        raise broken_off
+    return report, broken_off
+
+
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 def _name_differences(report: "Report") -> int:
@@ -307,7 +296,9 @@ def _name_differences(report: "Report") -> int:
     return len(differences)
 
 
-def _write_files(report: "Report", outputs: Outputs, plot_file: Path | None, about: dict[str, Any]) -> None:
+def _write_files(
+    report: "Report", outputs: Outputs, plot_file: Path | None, tree_format: str, about: dict[str, Any]
+) -> None:
     from runner.files import json_bytes
     from runner.picture import picture_format
     from runner.replay.progress import replay_picture
@@ -320,3 +311,5 @@ def _write_files(report: "Report", outputs: Outputs, plot_file: Path | None, abo
         title = f"{about['model']}, {plural(len(rows), 'request')} of {plural(len({r.user for r in rows}), 'user')}"
         drawn = partial(replay_picture, report.runs, title=title, budget_bytes=about["options"]["budget_bytes"])
         outputs.write("--plot", lambda: drawn(file_format=form))
+    for view in [run.view for run in report.runs if run.view is not None]:
+        outputs.write("--tree", partial(view_bytes, view, tree_format))

@@ -1,4 +1,22 @@
 """Replay: the same requests through one cache after another, and what each of them cost."""
 
+from dataclasses import dataclass
+
 #: The caches that a replay compares, by name.
 CACHE_NAMES = ("none", "single", "mlx-lm", "radix")
+#: The caches that can serve several users at a time.
+TOGETHER = ("radix", "mlx-lm")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    budget_bytes: int
+    policy: str = "lru"
+    max_tokens: int = 8
+    recorded: bool = False
+    step_size: int = 2048
+    dump_tree: bool = False
+    exact: bool = False
+    keep_view: bool = False
+    disk: str | None = None
+    disk_bytes: int = 0

@@ -1,8 +1,5 @@
 """The caches that a replay compares, by name. All are driven by the same loop of `runner.engine.replies`.
 
-`begin(prompt)` gives a run at the deepest offset that the cache could restore. Leaving its block stores what the
-request evaluated.
-
     none     NoCache: prefills every prompt whole; the reference for times and answers
     single   SinglePrefix: the caches of the last request, as in a program for one user
     mlx-lm   LRUPrompts: mlx-lm's LRUPromptCache, filled as mlx-lm's server fills it
@@ -24,10 +21,11 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, can_trim_prompt_cache, 
 from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache, Session
+from radixcache.adapters.registry import leaves
 from radixcache.tokens import common_length
 from runner.engine.replies import DEFAULT_STEP_SIZE, LiveRun, ProgressCallback
 from runner.models.load import LoadedModel
-from runner.replay import CACHE_NAMES
+from runner.replay import CACHE_NAMES, ReplayOptions
 from runner.script.script import Prompt
 
 # The server files its entries by model; here is only one.
@@ -38,7 +36,10 @@ THINKING_TAIL_TOKENS = 11
 
 
 class ComparedCache:
-    """One cache under comparison: by default without a tree, a store and evictions. Bytes include spare capacity."""
+    """One cache under comparison. By default it has no tree, stores nothing and evicts nothing.
+
+    Bytes include spare capacity.
+    """
 
     #: The cache whose tree can be shown.
     shown: PrefixCache | None = None
@@ -57,51 +58,28 @@ class ComparedCache:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes of everything stored beside the live caches, checkpoints included."""
+        """Bytes of all that is stored beside the live caches, checkpoints included."""
         return 0
 
     def begin(self, prompt: Prompt) -> AbstractContextManager[LiveRun]:
-        """Restore what is known of the prompt. Leaving the block stores what the run evaluated."""
+        """A run at the deepest offset that can be restored. Leaving its block stores what the run evaluated."""
         raise NotImplementedError
 
     def close(self) -> None:
         self._live = []
 
 
-def open_backend(
-    name: str,
-    loaded: LoadedModel,
-    *,
-    budget_bytes: int,
-    policy: str,
-    exact_step_size: int | None = None,
-    disk: str | None = None,
-    disk_bytes: int = 0,
-) -> ComparedCache:
-    """Make an empty cache. ValueError: the name is not in CACHE_NAMES. StoreError: the folder cannot be used.
-
-    Args:
-        exact_step_size: chunk size of an exact radix cache; None: it is not exact.
-        disk, disk_bytes: folder where the radix cache stores its state too, and the bytes that it may take.
-    """
+def open_cache(name: str, loaded: LoadedModel, options: ReplayOptions) -> ComparedCache:
+    """Make an empty cache. ValueError: the name is not in CACHE_NAMES. StoreError: `options.disk` cannot be used."""
     match name:
         case "none":
             return NoCache(loaded.model)
         case "single":
             return SinglePrefix(loaded.model)
         case "mlx-lm":
-            return LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=budget_bytes)
+            return LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=options.budget_bytes)
         case "radix":
-            store = None if disk is None else DiskStore(disk, budget_bytes=disk_bytes, write_on="close")
-            cache = PrefixCache(
-                loaded.model,
-                budget_bytes=budget_bytes,
-                policy=policy,
-                exact=exact_step_size is not None,
-                step_size=exact_step_size or DEFAULT_STEP_SIZE,
-                store=store,
-            )
-            return RadixPrefixes(cache, store)
+            return RadixPrefixes(loaded.model, options)
     raise ValueError(f"cache {name!r} is not known. Known: {', '.join(CACHE_NAMES)}.")
 
 
@@ -177,9 +155,17 @@ class PlainRun:
 class RadixPrefixes(ComparedCache):
     """A PrefixCache, and the store behind it if there is one."""
 
-    def __init__(self, cache: PrefixCache, store: DiskStore | None = None) -> None:
-        self.shown: PrefixCache = cache
-        self._store = store
+    def __init__(self, model: Any, options: ReplayOptions) -> None:
+        disk, disk_bytes = options.disk, options.disk_bytes
+        self._store = None if disk is None else DiskStore(disk, budget_bytes=disk_bytes, write_on="close")
+        self.shown: PrefixCache = PrefixCache(
+            model,
+            budget_bytes=options.budget_bytes,
+            policy=options.policy,
+            exact=options.exact,
+            step_size=options.step_size if options.exact else DEFAULT_STEP_SIZE,
+            store=self._store,
+        )
 
     @property
     def live_bytes(self) -> int:
@@ -197,7 +183,7 @@ class RadixPrefixes(ComparedCache):
         return self.shown.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
 
     def close(self) -> None:
-        """Write what is to be stored, then release everything."""
+        """Write state to the store, then release all arrays."""
         self.shown.close()
         if self._store is not None:
             self._store.close()
@@ -255,10 +241,10 @@ class SinglePrefix(ComparedCache):
 class LRUPrompts(ComparedCache):
     """mlx-lm's LRUPromptCache under a byte budget, filled as mlx-lm's server fills it.
 
-    The server stores a copy of all caches at the end of each segment of a chat prompt: the system prompt, the user's
-    turn (without the prompt's last token), and the reply; only after the reply if the caches cannot be batched. Caches
-    that can be trimmed replace stored prefixes of themselves. A hit is a deep copy, cut back where that is possible.
-    Stored entries are trimmed to what the live caches leave of the budget, right after each insert as in the server.
+    The server stores a copy of all caches after each segment of a chat prompt: the system prompt, the user's turn
+    (without the prompt's last token) and the reply. If the caches cannot be batched, it stores only after the reply.
+    Caches that can be trimmed replace stored prefixes of themselves. A hit is a deep copy, cut back where possible.
+    After each insert, as in the server, entries are evicted until they fit the budget minus the live caches.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, budget_bytes: int) -> None:
@@ -346,10 +332,9 @@ class LRUPrompts(ComparedCache):
 
     def _thinking_start(self, prompt: Prompt) -> int:
         """Where a thinking block opens at the prompt's end, else the prompt's length."""
-        length = len(prompt.tokens)
-        if not self._tokenizer.has_thinking:
-            return length
-        start = int(self._tokenizer.rfind_think_start(prompt.tokens.tolist(), start=length - THINKING_TAIL_TOKENS))
+        length, start = len(prompt.tokens), -1
+        if self._tokenizer.has_thinking:
+            start = int(self._tokenizer.rfind_think_start(prompt.tokens.tolist(), start=length - THINKING_TAIL_TOKENS))
         return start if start >= 0 else length
 
 
@@ -367,14 +352,6 @@ def trim(caches: list[Any], tokens: int) -> bool:
     """Cut the last `tokens` off every layer. False: a layer cannot be trimmed, and the caches are of no use."""
     if tokens == 0:
         return True
-    used = [leaf for cache in caches for leaf in _leaves(cache) if not leaf.empty()]
+    used = [leaf for leaf in leaves(caches) if not leaf.empty()]
     # Check what was really cut: a chunked cache calls itself trimmable and stops at its front.
     return can_trim_prompt_cache(used) and all(leaf.trim(tokens) == tokens for leaf in used)
-
-
-def _leaves(cache: Any) -> list[Any]:
-    """The caches inside a layer's cache: none, itself, or the parts of a CacheList."""
-    if cache is None:
-        return []
-    parts = getattr(cache, "caches", None)
-    return [cache] if parts is None else [leaf for part in parts for leaf in _leaves(part)]

@@ -1,13 +1,12 @@
 """Progress of a replay: a bar per cache with its requests and prompt tokens, and an estimate of the time.
 
-Where there is no terminal, a line is written now and then, and each bar as it stands at the end. Also a replay as a
-picture: TTFT per request, and the bytes that each cache held. Never imports MLX.
+Without a terminal, a line is written now and then, and each bar as it stands at the end. Also a replay as a picture:
+TTFT per request, and the bytes that each cache held. Never imports MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from runner.replay.replayer import CacheRun
     from runner.replay.servers import RequestRow
 
-# Estimates from this on are said; from LONG_S on with what to pass for less.
+# Estimates below NOTED_S are not shown. Above LONG_S the note says what to pass for about MINUTE_S.
 NOTED_S, LONG_S, MINUTE_S = 20, 90, 60
-# An estimate looks for a prompt's prefix in so many prompts before it.
+# An estimate looks for a prompt's prefix in so many earlier prompts.
 COMPARED_PROMPTS = 64
 FIGURE_INCHES = (10.0, 8.0)
 # Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
@@ -40,10 +39,10 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class ReplayProgress:
-    """An `Observer` that draws. A bar counts requests, the running one by the share of its prompt that is done.
+    """An `Observer` that draws. A bar counts requests; the running one counts by the share of its prompt that is done.
 
     Args:
-        note_of_first: makes a note of the first finished request; None: nothing to say.
+        note_of_first: makes a note of the first finished request, or None.
     """
 
     def __init__(self, console: Console, note_of_first: Callable[[RequestRow], str | None] | None = None) -> None:
@@ -66,9 +65,7 @@ class ReplayProgress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def run_started(self, cache: str, requests: int) -> None:
@@ -92,11 +89,7 @@ class ReplayProgress:
         requests, done_tokens, cached_tokens = self._done[cache]
         cached = f"{cached_tokens / done_tokens:.0%} cached" if done_tokens else ""
         self._progress.update(
-            self._tasks[cache],
-            completed=completed,
-            requests_done=requests,
-            prompt_tokens=prompt_tokens,
-            cached=cached,
+            self._tasks[cache], completed=completed, requests_done=requests, prompt_tokens=prompt_tokens, cached=cached
         )
         self._lines.tell(lambda: f"{cache}: {requests} requests, {prompt_tokens:,} prompt tokens {cached}")
 
@@ -107,7 +100,7 @@ def expected_time(
     """A note of how long a replay of one request at a time takes, and what to pass for less; None if it is short.
 
     Args:
-        row: the first request that finished; its times are those of all others.
+        row: the first request that finished; all others are taken to be as fast.
         prompts: of all requests.
         reply_tokens: generated per reply, at most.
     """
@@ -127,7 +120,7 @@ def expected_time(
 
 
 def _tokens_to_prefill(prompts: Sequence[NDArray[np.int32]], caches: Sequence[str]) -> int:
-    """How many prompt tokens the caches prefill together, as if none evicted anything."""
+    """How many prompt tokens all caches prefill if none evicts anything."""
     total = 0
     for index, prompt in enumerate(prompts):
         shared = [common_length(earlier, prompt) for earlier in prompts[max(0, index - COMPARED_PROMPTS) : index]]
@@ -141,18 +134,14 @@ def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, f
     figure = new_figure(*FIGURE_INCHES)
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title, parse_math=False)
-    _draw_ttft(upper, runs)
+    _plot(upper, runs, lambda row: row.ttft_ms)
+    upper.set_yscale("log")
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.set_ylabel("TTFT, ms (log scale)")
+    upper.grid(visible=True, which="both", alpha=0.25)
+    upper.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     _draw_bytes(lower, runs, budget_bytes)
     return picture_bytes(figure, file_format)
-
-
-def _draw_ttft(axes: Axes, runs: Sequence[CacheRun]) -> None:
-    _plot(axes, runs, lambda row: row.ttft_ms)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("TTFT, ms (log scale)")
-    axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _draw_bytes(axes: Axes, runs: Sequence[CacheRun], budget_bytes: int) -> None:
@@ -171,6 +160,5 @@ def _draw_bytes(axes: Axes, runs: Sequence[CacheRun], budget_bytes: int) -> None
 
 def _plot(axes: Axes, runs: Sequence[CacheRun], value: Callable[[RequestRow], float]) -> None:
     for run in runs:
-        style = STYLES.get(run.cache, {})
-        numbers = range(1, len(run.rows) + 1)
-        axes.plot(numbers, [*map(value, run.rows)], label=run.cache, linewidth=1.4, markersize=4.5, **style)
+        style = {"label": run.cache, "linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}
+        axes.plot(range(1, len(run.rows) + 1), [*map(value, run.rows)], **style)

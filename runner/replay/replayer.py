@@ -5,8 +5,8 @@ whole script by itself; then radix and none serve it for one user at a time, for
 
 Invariants:
 
-  RR2  Where caches take turns, another one begins each time: whatever slows the machine slows all of them alike.
-       Each cache has the whole budget to itself.
+  RR2  Where caches take turns, another one begins each time, so a slow moment of the machine is not always the same
+       cache's. Each cache has the whole budget to itself.
   PR1  A user's requests are submitted one after the other, in the order of the script.
   PR2  Where several requests could be next, the first one in the script is.
   PR3  All caches get the same prompts. Replies in them that were not recorded are those of the first cache.
@@ -27,23 +27,23 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import TreeView
+from radixcache.tokens import common_length
 from runner.engine.replies import generate
 from runner.models.load import LoadedModel
+from runner.replay import ReplayOptions
 from runner.replay.caches import PlainRun
-from runner.replay.servers import BatchServer, OneAtATime, ReplayOptions, RequestRow, Server, TreeServer
+from runner.replay.servers import BatchServer, OneAtATime, RequestRow, Server, TreeServer
 from runner.script.script import Prompt, RenderedRequest, Script, ScriptError
 
-#: The caches that can serve several users at a time.
-TOGETHER = ("radix", "mlx-lm")
-# What serves a script of several users once more, one request at a time.
+# The caches that serve a script of several users once more, one request at a time.
 COMPARED_WITH = ("radix", "none")
-# Enough to compile kernels and touch every weight; takes about a second on two slow cores.
+# Enough to compile kernels and to touch every weight.
 WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One cache over the requests that have their reply, in order; with the tree at the end, if that was asked for."""
+    """One cache over the requests that have their reply, in order. It has the tree at the end if the options ask."""
 
     cache: str
     rows: tuple[RequestRow, ...]
@@ -148,11 +148,11 @@ class Replay:
             server = TreeServer(self._loaded, self._options, capacity=capacity, users=users)
         else:
             server = BatchServer(self._loaded, self._options, users=users)
-        return _Run(
-            server, f"{cache} together", self._script, self._observer, users, capacity, self._options.max_tokens
-        )
+        label, reply_tokens = f"{cache} together", self._options.max_tokens
+        return _Run(server, label, self._script, self._observer, users, capacity, reply_tokens)
 
     def _take_turns(self, opening: Iterable[_Run], into: list[_Run]) -> None:
+        """Open runs and serve the script by all of them; a run that was opened is in `into` whatever happens."""
         runs: list[_Run] = []
         release()
         try:
@@ -173,8 +173,8 @@ class Replay:
 
     def _gap(self, index: int, one: Sequence[int], other: Sequence[int]) -> float:
         """The difference of the two highest logits at the first token where two replies differ."""
-        same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-        if same is None:
+        same = common_length(np.asarray(one), np.asarray(other))
+        if same == min(len(one), len(other)):
             return float("inf")
         tokens = [*self._script[index].prompt.tokens.tolist(), *one[:same]]
         caches = make_prompt_cache(self._loaded.model)
@@ -186,7 +186,7 @@ class Replay:
 def replay(
     loaded: LoadedModel, script: Script, caches: Sequence[str], options: ReplayOptions, observer: Observer
 ) -> list[CacheRun]:
-    """All requests through each cache, one at a time; a run for each. Raises as `Replay.run` does."""
+    """Serve all requests by each cache, one at a time; returns a run for each. Raises as `Replay.run`."""
     made = Replay(loaded, script, caches, options, observer)
     made.run()
     return made.result()
@@ -212,14 +212,13 @@ class _Run:
         self._users, self._capacity, self._reply_tokens = users, capacity, reply_tokens
         self._left = list(range(len(script)))
         self._busy: set[str] = set()
-        # After each reply: evictions so far.
-        self._evictions: list[int] = []
+        self._evictions: list[int] = []  # so far, after each reply
         self._wall_s = 0.0
         self._tree: str | None = None
         self._view: TreeView | None = None
 
     def serve(self, *, records_replies: bool) -> Iterator[None]:
-        """Serve all requests, and yield after each reply, which may be recorded for prompts that wait for it."""
+        """Serve all requests, and yield after each reply. It may be recorded for prompts that wait for it."""
         began_s = time.perf_counter()
         while self._submit():
             for answer in self.server.answers():
@@ -236,7 +235,7 @@ class _Run:
                 self._submit()
 
     def close(self, tokenizer: Any, options: ReplayOptions) -> None:
-        """Release every array, and keep what is to be shown."""
+        """Release every array; what is to be shown stays."""
         shown = self.server.shown
         if shown is not None and options.dump_tree:
             self._tree = shown.dump(tokenizer)

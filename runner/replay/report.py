@@ -1,8 +1,8 @@
-"""What a replay found, as a table and a sentence for people and as JSON for programs. Never imports MLX.
+"""The result of a replay, as a table and a sentence for people and as JSON for programs. Never imports MLX.
 
 For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
 tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
-rows in a forward pass changes the rounding. Every figure of the sentence is computed from the runs.
+rows in a forward pass changes the rounding.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REFERENCE = "none"
 OURS = "radix"
 #: The caches that the byte budget limits.
 WITH_A_BUDGET = ("mlx-lm", "radix")
-#: Ratios closer to 1 than this are called level: two runs of one cache differ by about as much.
+#: Ratios closer to 1 than this are called level: two runs of the same cache differ by as much.
 LEVEL_RATIO = 1.02
 #: With fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %.
 LEAST_PAIRS = 6
-#: Two logits nearer than this are as good as one another.
+#: Two logits closer than this count as equal.
 TIE = 1e-3
 
 
@@ -51,10 +51,10 @@ class Summary:
     ttft_ms_p95: float
     # From a token of a reply to the next; None: no reply has two tokens.
     token_ms_p50: float | None
-    # Totals over all requests: to the first token, and from there to the last.
+    # Totals over all requests: until the first token, and from the first to the last.
     prefill_s: float
     decode_s: float
-    # Time in the cache itself, before prefill (part of prefill_s) and after the reply (part of neither).
+    # Time in the cache: before prefill, which is part of prefill_s, and after the reply.
     begin_s: float
     close_s: float
     wall_s: float
@@ -68,11 +68,9 @@ class Summary:
         return self.cached_tokens / self.prompt_tokens
 
 
-#: What JSON has of a summary for one user at a time alone, and for several alone.
+#: Keys of a summary that JSON has only for one user at a time, and only for several.
 ONE_USER_KEYS = {"prefill_s", "decode_s", "begin_s", "close_s", "peak_allocated_bytes", "answers_equal"}
-MANY_USERS_KEYS = {
-    "users_at_a_time", "output_tokens", "output_tokens_per_s", "prompt_tokens_per_s", "token_ms_p50"
-}  # fmt: skip
+MANY_USERS_KEYS = {"users_at_a_time", "output_tokens", "output_tokens_per_s", "prompt_tokens_per_s", "token_ms_p50"}
 
 #: Header, cell, and for how many users at a time the column is; None: for any number.
 COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
@@ -132,7 +130,7 @@ class Report:
         alone: Sequence[CacheRun] = (),
         partings: Sequence[AnswerDifference] = (),
     ) -> None:
-        """Sum up the runs. If several users were served at a time, `alone` are the same requests one at a time."""
+        """Sum up the runs. If they served several users at a time, `alone` has the same requests one at a time."""
         self.runs = tuple(runs)
         self.partings = tuple(partings)
         self._is_parallel = is_parallel
@@ -143,7 +141,7 @@ class Report:
         self._alone_summaries = tuple(self._summarize(run) for run in self.alone)
 
     def differences(self) -> list[tuple[str, int, RequestRow]]:
-        """Every answer that is not the reference's and that no rounding explains: cache, request index, row."""
+        """Every answer that differs from the reference by more than rounding: cache, request index, row."""
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
         if self._is_parallel:
             return [(each.cache, each.index, rows[each.cache][each.index]) for each in self.partings if each.gap >= TIE]
@@ -177,19 +175,22 @@ class Report:
         """Everything, for JSON: `about`, and per run its summary and a row per request."""
         left_out = ONE_USER_KEYS if self._is_parallel else MANY_USERS_KEYS
         runs = [
-            {**_less(asdict(summary), left_out), "rows": [_row_document(row) for row in run.rows]}
+            {
+                **{key: value for key, value in asdict(summary).items() if key not in left_out},
+                "rows": [_row_document(row) for row in run.rows],
+            }
             for summary, run in zip((*self.summaries, *self._alone_summaries), (*self.runs, *self.alone), strict=True)
         ]
-        more: dict[str, Any] = {}
+        found: dict[str, Any] = {"runs": runs}
         if self._is_parallel:
-            more["peak_tokens"] = [run.peak_tokens for run in self.runs]
-            more["partings"] = [asdict(each) for each in self.partings]
-        return {"runs": runs, **more, **about, "machine": machine(), "versions": versions()}
+            found["peak_tokens"] = [run.peak_tokens for run in self.runs]
+            found["partings"] = [asdict(each) for each in self.partings]
+        return {**found, **about, "machine": machine(), "versions": versions()}
 
     def _summarize(self, run: CacheRun) -> Summary:
         rows = run.rows
         ttft_ms = [row.ttft_ms for row in rows]
-        p50, p95 = (float(value) for value in np.percentile(ttft_ms, (50, 95)))
+        p50, p95 = np.percentile(ttft_ms, (50, 95)).tolist()
         token_ms = [row.decode_ms / (row.output_tokens - 1) for row in rows if row.output_tokens > 1]
         prompt_tokens, output_tokens = (sum(row.prompt_tokens for row in rows), sum(row.output_tokens for row in rows))
         equal = None
@@ -241,18 +242,14 @@ class Report:
         )
 
     def _budget(self, ours: Summary) -> str:
-        """The bytes that were held, and which caches the budget squeezed."""
+        """The bytes that were held, and in which caches the budget was too small."""
         limited = [summary for summary in self.summaries if summary.cache in WITH_A_BUDGET]
         held = [f"{OURS} held {ours.peak_cache_bytes / MIB:.0f} MiB at most"]
         held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f}" for each in limited if each != ours]
-        squeezed = [each.cache for each in limited if each.evictions]
-        said = "the budget was too small for all of it"
-        if not squeezed:
-            said = "the budget had room for everything"
-        elif len(squeezed) < len(limited):
-            said += f" in {squeezed[0]} alone"
-        elif len(limited) > 1:
-            said += " in both"
+        evicted = [each.cache for each in limited if each.evictions]
+        said = "the budget was too small for all of it" if evicted else "the budget had room for everything"
+        if evicted and len(limited) > 1:
+            said += " in both" if len(evicted) == len(limited) else f" in {evicted[0]} alone"
         return f"{', '.join(held)}: {said}."
 
     def _answers(self) -> str:
@@ -300,10 +297,6 @@ class Report:
         tied = len(self.partings) - wrong
         ties = f" {plural(tied, 'answer')} parted where two tokens were as good as one another." if tied else ""
         return f"{ties} {plural(wrong, 'answer')} differ from those without a cache." if wrong else ties
-
-
-def _less(values: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in left_out}
 
 
 def _row_document(row: RequestRow) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Who answers the requests of a replay: a cache under comparison, for one user at a time or for several.
+"""Servers of a replay: each answers the requests with one cache, for one user at a time or for several.
 
     OneAtATime    any cache of caches.py, one request after the other
     TreeServer    a ParallelGenerator on a PrefixCache
     BatchServer   mlx-lm's BatchGenerator on its LRUPromptCache, put together as mlx-lm's server does
 
 In BatchServer a request begins on a copy of the nearest stored prefix. Its prompt goes in segments, and at the end of
-each segment the row's caches are copied into the store. Stored entries keep to what the running rows leave of the
-budget. Source: mlx_lm/server.py, mlx-lm 0.32.2.
+each segment the row's caches are copied into the store. The stored entries must fit the budget minus the running rows.
+Source: mlx_lm/server.py, mlx-lm 0.32.2.
 
   RR1  A request arrives right before its cache is asked: TTFT includes looking up, copying and paging in.
 """
@@ -27,32 +27,19 @@ from mlx_lm.generate import BatchGenerator
 
 from radixcache import PrefixCache
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import DEFAULT_STEP_SIZE, Completion, LiveRun, Reply, feed, generate
+from runner.engine.replies import Completion, LiveRun, Reply, feed, generate
 from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
-from runner.replay.caches import LRUPrompts, open_backend
+from runner.replay import ReplayOptions
+from runner.replay.caches import LRUPrompts, open_cache
 from runner.script.script import RenderedRequest
 
 OUTPUT_HASH_BYTES = 8
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    budget_bytes: int
-    policy: str = "lru"
-    max_tokens: int = 8
-    recorded: bool = False
-    step_size: int = DEFAULT_STEP_SIZE
-    dump_tree: bool = False
-    exact: bool = False
-    keep_view: bool = False
-    disk: str | None = None
-    disk_bytes: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class RequestRow:
-    """What one request cost with one cache; a figure of None is not measured for as many users at a time."""
+    """What one request cost with one cache. A figure of None is not measured for so many users at a time."""
 
     user: str
     conversation_id: str
@@ -64,7 +51,7 @@ class RequestRow:
     reason: str | None
     # From the request's arrival to its first token.
     ttft_ms: float
-    # Part of `ttft_ms`: before prefill began, where several users are served; in the cache, where one is.
+    # Parts of `ttft_ms`: with several users, until prefill began; with one, the time in the cache.
     waited_ms: float | None = None
     begin_ms: float | None = None
     # From the first token to the last, or the time to feed the recorded reply.
@@ -74,9 +61,9 @@ class RequestRow:
     # Held after the request.
     live_bytes: int | None = None
     paged_bytes: int | None = None
-    # The most that was held after any prefill chunk or the reply; with several users, by all requests up to this one.
+    # The most that was held after a prefill chunk or the reply; with several users, by all requests up to this one.
     peak_bytes: int
-    # What MLX had allocated beyond the model and other caches, at most, after the reply and after storing it.
+    # The most that MLX had allocated beyond the model and other caches, after the reply and after storing it.
     allocated_bytes: int | None = None
     output_tokens: int
     output_hash: str
@@ -96,8 +83,8 @@ class Answer:
 class OneAtATime:
     """Answers requests from one of the caches of caches.py, and watches its bytes.
 
-    All servers have: `submit` takes a request in; `answers` serves until all of them are done; `close` releases every
-    array; `peak_bytes` and `peak_tokens` are the most that caches and running rows held so far.
+    All servers have `submit`, which takes a request in; `answers`, which serves until all are done; `close`, which
+    releases every array; `peak_bytes` and `peak_tokens`, the most that caches and running rows held so far.
     """
 
     peak_tokens = 0
@@ -105,35 +92,20 @@ class OneAtATime:
     def __init__(
         self, name: str, loaded: LoadedModel, options: ReplayOptions, on_advance: Callable[[int, int], None]
     ) -> None:
-        """Open the cache.
-
-        Args:
-            on_advance: called with the running request's prompt tokens, those restored or evaluated and all.
-        """
+        """Open the cache. `on_advance` is told how many of the prompt tokens are done, and how many there are."""
         self.name = name
         self.peak_bytes = 0
         self._loaded, self._options, self._on_advance = loaded, options, on_advance
-        self._backend = open_backend(
-            name,
-            loaded,
-            budget_bytes=options.budget_bytes,
-            policy=options.policy,
-            exact_step_size=options.step_size if options.exact else None,
-            disk=options.disk,
-            disk_bytes=options.disk_bytes,
-        )
+        self._cache = open_cache(name, loaded, options)
+        self.shown = self._cache.shown
         self._waiting: list[tuple[int, RenderedRequest]] = []
         # What MLX has allocated for this cache: what was added during its own requests.
         self._held_bytes = self._others_bytes = 0
         self._request_peak_bytes = self._allocated_bytes = 0
 
     @property
-    def shown(self) -> PrefixCache | None:
-        return self._backend.shown
-
-    @property
     def evictions(self) -> int:
-        return self._backend.evictions
+        return self._cache.evictions
 
     def submit(self, index: int, request: RenderedRequest) -> None:
         self._waiting.append((index, request))
@@ -143,13 +115,13 @@ class OneAtATime:
             yield self._answer(*self._waiting.pop(0))
 
     def close(self) -> None:
-        self._backend.close()
+        self._cache.close()
 
     def _answer(self, index: int, request: RenderedRequest) -> Answer:
         self._others_bytes = mx.get_active_memory() - self._held_bytes
         self._request_peak_bytes = self._allocated_bytes = 0
         arrived_s = time.perf_counter()
-        with self._backend.begin(request.prompt) as run:
+        with self._cache.begin(request.prompt) as run:
             begun_s = time.perf_counter()
             completion, decode_ms, text = self._reply(run, request, arrived_s)
             cached_tokens, matched_tokens, reason = run.cached_tokens, run.matched_tokens, run.reason
@@ -169,8 +141,8 @@ class OneAtATime:
             begin_ms=(begun_s - arrived_s) * 1e3,
             decode_ms=decode_ms,
             close_ms=(closed_s - closing_s) * 1e3,
-            live_bytes=self._backend.live_bytes,
-            paged_bytes=self._backend.paged_bytes,
+            live_bytes=self._cache.live_bytes,
+            paged_bytes=self._cache.paged_bytes,
             peak_bytes=self._request_peak_bytes,
             allocated_bytes=self._allocated_bytes,
         )
@@ -205,7 +177,7 @@ class OneAtATime:
 
     def _watch(self, is_settled: bool = False) -> None:
         """Note what is held now. The allocator's figure is fair only if no forward pass has temporary arrays."""
-        held_bytes = self._backend.live_bytes + self._backend.paged_bytes
+        held_bytes = self._cache.live_bytes + self._cache.paged_bytes
         self._request_peak_bytes = max(self._request_peak_bytes, held_bytes)
         if is_settled:
             self._allocated_bytes = max(self._allocated_bytes, mx.get_active_memory() - self._others_bytes)
@@ -255,8 +227,7 @@ class TreeServer:
                 continue
             if done.error is not None:
                 raise done.error
-            assert done.ttft_ms is not None, "nothing cancels a replayed request"
-            assert done.prompt_ms is not None, done
+            assert done.ttft_ms is not None and done.prompt_ms is not None, "nothing cancels a replayed request"
             index, request = self._requests.pop(ticket)
             row = _row(
                 request,
@@ -280,7 +251,6 @@ class _Running:
     request: RenderedRequest
     reply: Reply
     kinds: list[str]
-    cached_tokens: int
     arrived_s: float
     began_s: float | None = None
     text: str = ""
@@ -320,7 +290,7 @@ class BatchServer:
             arrived_at_s=arrived_s,
         )
         reply.cached_tokens = cached_tokens
-        self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds], cached_tokens, arrived_s)
+        self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds], arrived_s)
 
     def answers(self) -> Iterator[Answer]:
         while self._running:
@@ -355,17 +325,16 @@ class BatchServer:
         if completion is None:
             return None
         del self._running[response.uid]
-        if response.finish_reason is not None:
-            self._stored.insert(list(response.all_tokens), list(response.prompt_cache), "assistant")
-        else:  # a stop token, which the generator knows nothing of
-            found = self._generator.remove([response.uid], return_prompt_caches=True)
-            for caches, key in found.values():
-                self._stored.insert(list(key), list(caches), "assistant")
+        entries = [(response.prompt_cache, response.all_tokens)]
+        if response.finish_reason is None:  # a stop token, which the generator does not know
+            entries = list(self._generator.remove([response.uid], return_prompt_caches=True).values())
+        for caches, key in entries:
+            self._stored.insert(list(key), list(caches), "assistant")
         row = _row(
             running.request,
             completion,
-            matched_tokens=running.cached_tokens,
-            cached_tokens=running.cached_tokens,
+            matched_tokens=completion.cached_tokens,
+            cached_tokens=completion.cached_tokens,
             reason=None,
             waited_ms=((running.began_s or running.arrived_s) - running.arrived_s) * 1e3,
             peak_bytes=self.peak_bytes,

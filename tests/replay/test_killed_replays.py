@@ -13,9 +13,9 @@ import pytest
 
 from runner.commands.inputs import read_chosen, scheduled_requests
 from runner.models.load import load_model
-from runner.replay import caches
+from runner.replay import ReplayOptions, caches
 from runner.replay.replayer import replay
-from runner.replay.servers import ReplayOptions, RequestRow
+from runner.replay.servers import RequestRow
 from runner.script.script import Script
 from tests.replay.killed import quantized
 from tests.replay.test_replay import Silence

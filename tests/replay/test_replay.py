@@ -11,11 +11,10 @@ from mlx_lm.server import ResponseGenerator
 
 from runner.engine.replies import generate
 from runner.models.load import load_model
-from runner.replay import CACHE_NAMES, caches
-from runner.replay.caches import layers_bytes, open_backend
+from runner.replay import CACHE_NAMES, ReplayOptions, caches
+from runner.replay.caches import layers_bytes, open_cache
 from runner.replay.replayer import AnswerDifference, Replay, replay
 from runner.replay.report import TIE, Report
-from runner.replay.servers import ReplayOptions
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
@@ -167,7 +166,7 @@ def test_a_replay_that_is_broken_off_keeps_the_rounds_that_ended():
 
 def test_single_continues_its_own_conversation_and_keeps_only_the_common_prefix_of_another():
     loaded = load_model("tiny:llama")
-    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("single", loaded, options())
     first = list(range(20, 120))
     assert serve(backend, loaded, prompt_of(first))[0] == 0
     # The last of 4 reply tokens is predicted but not evaluated: 100 prompt tokens and 3 of the reply are held.
@@ -184,7 +183,7 @@ def test_single_continues_its_own_conversation_and_keeps_only_the_common_prefix_
 @pytest.mark.parametrize("kind", ["mamba2", "llama_sliding"])
 def test_single_frees_what_it_cannot_trim_and_says_so(kind):
     loaded = load_model(f"tiny:{kind}")
-    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("single", loaded, options())
     first = list(range(20, 120))
     *_, reply = serve(backend, loaded, prompt_of(first))
     # Going on with the very tokens it holds needs no trimming.
@@ -197,14 +196,14 @@ def test_single_frees_what_it_cannot_trim_and_says_so(kind):
 
 def test_a_window_that_has_not_wrapped_is_trimmed():
     loaded = load_model("tiny:llama_sliding")
-    backend = open_backend("single", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("single", loaded, options())
     serve(backend, loaded, prompt_of([20, 21, 22, 23, 24]), max_tokens=2)
     assert serve(backend, loaded, prompt_of([20, 21, 22, 9]), max_tokens=2)[0] == 3
 
 
 def test_mlx_lm_stores_the_system_prompt_the_user_turn_and_the_reply_of_a_model_that_cannot_trim():
     loaded = load_model("tiny:mamba2")
-    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("mlx-lm", loaded, options())
     system = list(range(20, 60))
     *_, reply = serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
     counts = {kind: stats["n_sequences"] for kind, stats in backend._stored.stats_by_type().items()}
@@ -236,14 +235,14 @@ def test_mlx_lm_stores_where_its_own_server_cuts_the_prompt(texts, system):
     ends = np.cumsum([len(segment) for segment in segments]).tolist()
     # Its generator keeps the last token of the last segment for the first step.
     ends[-1] -= 1
-    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("mlx-lm", loaded, options())
     assert list(backend.segments(asked)) == list(zip(ends, kinds, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
 def test_mlx_lm_evaluates_the_last_token_of_a_prompt_that_is_stored_whole(kind):
     loaded = load_model(f"tiny:{kind}")
-    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("mlx-lm", loaded, options())
     prompt = list(range(20, 60))
     *_, reply = serve(backend, loaded, prompt_of(prompt))
     # What trims has one entry per conversation.
@@ -256,7 +255,7 @@ def test_mlx_lm_evaluates_the_last_token_of_a_prompt_that_is_stored_whole(kind):
 
 def test_mlx_lm_stays_within_the_budget_with_the_live_cache_and_counts_what_that_costs():
     loaded = load_model("tiny:llama")
-    backend = open_backend("mlx-lm", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("mlx-lm", loaded, options())
     serve(backend, loaded, prompt_of(range(20, 120)))
     one_bytes = backend.paged_bytes
     backend._budget_bytes = int(2.5 * one_bytes)
@@ -342,7 +341,7 @@ def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
 @pytest.mark.parametrize("kind", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
     loaded = load_model(f"tiny:{kind}")
-    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("radix", loaded, options())
     prompt = prompt_of(range(20, 220))
     reached = []
     with backend.begin(prompt) as session:
@@ -359,12 +358,12 @@ def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
     assert reached == [0, 64, 128]
     cached_tokens, _, reply = serve(backend, loaded, prompt)
     assert cached_tokens == 128
-    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, prompt)[2]
+    assert reply == serve(open_cache("none", loaded, options()), loaded, prompt)[2]
 
 
 def test_a_reply_closed_early_leaves_the_radix_cache_sound():
     loaded = load_model("tiny:jamba")
-    backend = open_backend("radix", loaded, budget_bytes=BUDGET_BYTES, policy="lru")
+    backend = open_cache("radix", loaded, options())
     prompt = prompt_of(range(20, 220))
     with backend.begin(prompt) as session:
         pieces = generate(session, loaded.model, loaded.tokenizer, max_tokens=20, stop_tokens=())
@@ -374,7 +373,7 @@ def test_a_reply_closed_early_leaves_the_radix_cache_sound():
     longer = prompt_of([*range(20, 220), *started, 7, 7])
     cached_tokens, _, reply = serve(backend, loaded, longer)
     assert cached_tokens >= 184
-    assert reply == serve(open_backend("none", loaded, budget_bytes=1, policy="lru"), loaded, longer)[2]
+    assert reply == serve(open_cache("none", loaded, options()), loaded, longer)[2]
 
 
 def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so():
