@@ -1,15 +1,15 @@
-"""What breaks the prefix in recorded conversations, and the report of `radixcache explain` on it.
+"""Breaks: where the prefix of recorded conversations stops being reusable, and the report of `radixcache explain`.
 
-The requests run through a cache of sizes, and each is explained before. No forward pass is run: which tokens a request
-would resume depends on the tokens, the layers' kinds and the budget.
+Each request is explained, then run through a cache of sizes, without a forward pass: what a request can resume depends
+only on the tokens, the kinds of layers and the budget.
 
-A token is *lost* if it has to be evaluated although an earlier request had it at the same place behind the same
-messages, or behind a short span that differs (a date, an id). Other evaluated tokens are new. Lost tokens are counted
-by the reason that `explain` gives, and by the message in which the prefix breaks:
+A token is *lost* if it must be evaluated although an earlier request had it at the same place behind the same messages,
+or behind a short span that differs (a date, an id). Other evaluated tokens are new. Lost tokens are counted by the
+reason that `explain` gives, and by the message in which the prefix breaks:
 
     message     the message differs from the stored one: a date in the system prompt, an edited question
-    template    the messages are the same, but the template writes them in another way: it leaves out earlier reasoning
-    memory      stored once: the checkpoint or the tokens are missing (now)
+    template    the messages are the same, but the template renders them differently: it leaves out earlier reasoning
+    memory      the messages are the same, but the cache lacks a checkpoint or the tokens
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -38,7 +38,7 @@ from runner.text import plural, shortened
 COMPARED_PROMPTS = 16
 #: Role of the text behind the last message.
 OPENING = "opening of the reply"
-#: Characters of text shown in front of a divergence, and behind it on either side.
+#: Characters of text shown before a divergence, and after it of either prompt.
 BEFORE_CHARS, AFTER_CHARS = 48, 60
 #: Messages named by their index, and varying spans shown.
 NAMED_MESSAGES, SHOWN_HINTS = 4, 3
@@ -65,7 +65,7 @@ class Break:
     requests: int = 0
     # Indices of the messages, with how many requests broke there first.
     messages: dict[int, int] = field(default_factory=dict)
-    # The gap that lost most, and where it was.
+    # The gap with most lost tokens, and where it was.
     example: Gap | None = None
     conversation_id: str = ""
     turn: int = 0
@@ -74,7 +74,7 @@ class Break:
 
 @dataclass
 class VaryingSpan:
-    """A hint as most requests confirmed it, and its cost over all requests."""
+    """The hint that most requests confirmed, and its cost over all requests."""
 
     hint: Hint
     requests: int = 0
@@ -100,7 +100,7 @@ class BreakReport:
 
 
 def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """The conversations; where no replies are recorded, with short ones: without a reply later prompts would break."""
+    """Give conversations without recorded replies short ones: without them, later prompts would break there."""
     return [each if each.replies_recorded else _with_replies(each) for each in conversations]
 
 
@@ -114,7 +114,7 @@ def find_breaks(
     skip_bad: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BreakReport, int]:
-    """Run the requests in order; returns the report and how many were left out. ScriptError: one cannot be rendered."""
+    """Run the requests in order; returns the report and how many were skipped. ScriptError: one cannot be rendered."""
     script = Script(outline, requests, max_tokens=1, recorded=True, skip_bad=skip_bad)
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy, tokenizer=outline.tokenizer)
     search = _Search(outline.tokenizer, cache)
@@ -123,7 +123,7 @@ def find_breaks(
         if on_progress is not None:
             on_progress(index + 1)
     report = search.report
-    report.breaks.sort(key=lambda each: -each.lost_tokens)
+    report.breaks = sorted(search.breaks.values(), key=lambda each: -each.lost_tokens)
     report.hints.sort(key=lambda each: -each.lost_tokens)
     return report, script.skipped_requests
 
@@ -132,44 +132,47 @@ class _Search:
     def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
         self.report = BreakReport()
         self._tokenizer, self._cache, self._model = tokenizer, cache, SizedModel()
-        self._breaks: dict[tuple[Reason, str, str], Break] = {}
+        self.breaks: dict[tuple[Reason, str, str], Break] = {}
         self._seen: set[bytes] = set()
         self._prompts: deque[Any] = deque(maxlen=COMPARED_PROMPTS)
 
     def add(self, request: ScheduledRequest, rendered: RenderedRequest) -> None:
         tokens = rendered.prompt.tokens
         found = self._cache.explain(tokens)
-        self._judge(request, tokens, found)
+        self._count(request, tokens, found)
         with self._cache.begin(tokens, marks=rendered.prompt.marks, reserve=0) as session:
             session.prefill(self._model)
             session.step(self._model, tokens[-1:])
             if len(rendered.reply):
                 session.step(self._model, rendered.reply)
         reply = () if request.recorded_reply is None else (request.recorded_reply,)
-        self._seen.update(_known_by(request.tools, (*request.messages, *reply)))
+        self._seen.update(_digests(request.tools, (*request.messages, *reply)))
         self._prompts.append(tokens.astype(np.int64))
 
-    def _judge(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
+    def _count(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
         report = self.report
         report.requests += 1
         report.prompt_tokens += found.prompt_tokens
         report.resumed_tokens += found.resumable_tokens
         report.cost_unit = found.cost_unit
         _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools)
-        known = self._known_messages(request)
-        known_end = max((end for end in ends[:known]), default=0)
-        borders = [0 if request.messages[0]["role"] == "system" else opening, *ends]
+        # The first messages that an earlier request had, its reply included.
+        known = sum(1 for _ in takewhile(self._seen.__contains__, _digests(request.tools, request.messages)))
+        known_end = max(ends[:known], default=0)
+        has_system = request.messages[0]["role"] == "system"
+        borders = [0 if has_system else opening, *ends]
         ranges = [(0, known_end), self._realigned(tokens.astype(np.int64), borders)]
         broken: set[Break] = set()
         for gap in found.gaps:
-            # What is or was stored has been evaluated before, whatever message it is in.
-            lost = gap.tokens if gap.reason in MEMORY_REASONS else _covered(gap.start, gap.end, ranges)
+            # State that is or was stored has been evaluated before, whatever message it is in.
+            is_memory = gap.reason in MEMORY_REASONS
+            lost = gap.tokens if is_memory else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
             index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))
             role = request.messages[index]["role"] if index < len(ends) else OPENING
-            is_same = gap.start < known_end or (gap.start < opening and request.messages[0]["role"] != "system")
-            piece = "memory" if gap.reason in MEMORY_REASONS else "template" if is_same else "message"
+            is_same = gap.start < known_end or (gap.start < opening and not has_system)
+            piece = "memory" if is_memory else "template" if is_same else "message"
             each = self._note(request, gap, lost, role, piece)
             if each not in broken:
                 broken.add(each)
@@ -177,13 +180,8 @@ class _Search:
                 each.messages[index] = each.messages.get(index, 0) + 1
         self._note_hints(found, borders)
 
-    def _known_messages(self, request: ScheduledRequest) -> int:
-        """How many of the first messages an earlier request had, its reply included."""
-        digests = _known_by(request.tools, request.messages)
-        return sum(1 for _ in takewhile(self._seen.__contains__, digests))
-
     def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
-        """The longest range behind a short span by which this prompt differs from an earlier one."""
+        """The longest range that follows a short span by which this prompt differs from an earlier one."""
         found = [
             each
             for prompt in self._prompts
@@ -196,10 +194,7 @@ class _Search:
 
     def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
         key = (gap.reason, piece, role)
-        if key not in self._breaks:
-            self._breaks[key] = Break(*key)
-            self.report.breaks.append(self._breaks[key])
-        each = self._breaks[key]
+        each = self.breaks.setdefault(key, Break(*key))
         each.lost_tokens += lost
         each.cost += gap.cost * lost / gap.tokens
         self.report.lost_tokens += lost
@@ -233,16 +228,13 @@ def _with_replies(conversation: Conversation) -> Conversation:
     return replace(conversation, messages=tuple(messages[:-1]), replies_recorded=True)
 
 
-def _known_by(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+def _digests(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
     """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools."""
     return islice(beginnings(messages, json.dumps(tools, sort_keys=True).encode()), 1, None)
 
 
 def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:
-    """Whether the message in which a span begins goes on for a while behind it.
-
-    A question that differs ends with the span; nobody can change that the replies to it are the same.
-    """
+    """Whether the message in which a span begins goes on for a while behind it; a question that differs does not."""
     return next((border for border in borders if border > start), 0) - end >= ANCHOR
 
 
@@ -258,7 +250,7 @@ def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def breaks_text(report: BreakReport, *, top: int = 10) -> str:
-    """Tokens resumed and lost; then each break: where, how often, why, and the text around it."""
+    """The report for people: tokens resumed and lost, then each break with its place, reason and text."""
     total = max(1, report.prompt_tokens)
     lines = [
         f"{plural(report.requests, 'request')}, {report.prompt_tokens:,} prompt tokens: "
@@ -280,21 +272,15 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
     return "\n".join(lines)
 
 
-def breaks_document(report: BreakReport) -> dict[str, Any]:
-    return {**asdict(report), "new_tokens": report.new_tokens}
-
-
 def _break_lines(each: Break, total: int) -> list[str]:
     head = f"{each.lost_tokens:>11,}  {each.lost_tokens / total:>10.1%}  {each.requests:>8,}"
     lines = [f"{head}  {_where(each)}: {_why(each)}"]
     gap, margin = each.example, " " * 35
-    if gap is None:
-        return lines
+    assert gap is not None, each
     lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
     if gap.reason == Reason.DIVERGED and gap.before_text is not None:
-        before = gap.before_text[-BEFORE_CHARS:]
         lines += [
-            f"{margin}  behind  {before!r}",
+            f"{margin}  behind  {gap.before_text[-BEFORE_CHARS:]!r}",
             f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
             f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
         ]
@@ -309,9 +295,9 @@ def _where(each: Break) -> str:
     often = sorted(each.messages.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(str(index) for index, _ in often[:NAMED_MESSAGES])
     more = f" and {len(often) - NAMED_MESSAGES} more" if len(often) > NAMED_MESSAGES else ""
-    plural = "s" if len(often) > 1 else ""
+    noun = "messages" if len(often) > 1 else "message"
     beyond = " and on" if each.piece == "memory" else ""
-    return f"{each.role} message{plural} {named}{more}{beyond}"
+    return f"{each.role} {noun} {named}{more}{beyond}"
 
 
 def _why(each: Break) -> str:

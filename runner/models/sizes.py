@@ -1,8 +1,8 @@
 """Bytes per token and per checkpoint of a model, from its config.json alone: no weights.
 
 One forward pass fills the model's caches with arrays that are never evaluated: MLX knows shape and dtype of an array
-before it is computed. Spans count by the token. Windows, counted full, and recurrent state count as one checkpoint.
-`kv_bits` quantizes keys and values of full attention as mlx-lm does: packed elements, and a scale and a bias per group.
+before it is computed. A checkpoint has full windows and recurrent state; the rest grows by the token. `kv_bits`
+quantizes keys and values of full attention as mlx-lm does: packed elements, and a scale and a bias per group.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from runner.text import shortened, shown
 
 #: Tokens of the forward pass; bytes per token do not depend on it.
 PROMPT_LENGTH = 40
-#: Far more than any model has; building more would never end.
+#: Far more layers than any model has; building more takes too long.
 MOST_LAYERS = 10_000
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 #: Hints of a dataclass for a whole number, and for a list of kinds.
 NUMBERS = (int, int | None)
 TEXT_LISTS = (list[str], list[str] | None, List[str], List[str] | None)  # noqa: UP006
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DTYPE = "bfloat16"
 KV_BITS = (2, 3, 4, 5, 6, 8)
@@ -109,15 +107,13 @@ def _span_bytes(heads: int, width: int, element_bytes: int, kv_bits: int | None,
 
 def _dtype(config: Mapping[str, Any]) -> str:
     inner = config.get("text_config")
-    for section in (inner if isinstance(inner, Mapping) else {}, config):
-        for name in ("dtype", "torch_dtype"):
-            if section.get(name) is not None:
-                return str(section[name]).removeprefix("torch.")
-    return DEFAULT_DTYPE
+    sections = (inner if isinstance(inner, Mapping) else {}, config)
+    found = (section.get(name) for section in sections for name in ("dtype", "torch_dtype"))
+    return str(next((each for each in found if each is not None), DEFAULT_DTYPE)).removeprefix("torch.")
 
 
 def layer_state(config: Mapping[str, Any], dtype: str) -> LayerState:
-    """Build the model of a configuration and look at its caches. ModelConfigError: as for `model_bytes`."""
+    """The state that a model of this configuration has in its caches. ModelConfigError: as for `model_bytes`."""
     try:
         with redirect_stdout(sys.stderr):
             model_class, args_class = _get_classes(config)
@@ -171,7 +167,7 @@ def _what_is_wrong(args_class: Any, config: Mapping[str, Any], error: Exception)
 
 
 def _check_fields(args_class: Any, config: Mapping[str, Any]) -> None:
-    """Refuse plainly wrong fields before a model is built. Some fields are lists or null where the hint is a number."""
+    """Refuse some wrong fields before a model is built. A field may be a list or null where its hint is a number."""
     for part_class, part in _parts(args_class, config):
         for name in LAYER_COUNTS:
             if isinstance(part.get(name), int) and part[name] > MOST_LAYERS:

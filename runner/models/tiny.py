@@ -2,12 +2,12 @@
 
 A kind is an architecture of mlx-lm and a small configuration of it: about 64 wide, two to six layers, windows short
 enough to wrap within a test's prompt. A configuration is made from `ModelArgs`, field by field: fields in `VALUES` get
-the value there, other fields keep their default, and the type decides for the rest. `_EXCEPTIONS` overrides that where
-no rule can know better: which layers are of which kind, and sizes that depend on each other.
+the value there, other fields have their default, and the type decides for the rest. `_EXCEPTIONS` has what no rule can
+know: which layers are of which kind, and sizes that depend on each other.
 
-The weights are random such that a wrong state shows. A model as its constructor leaves it hardly looks at its state:
-weights are small, gates and kernels are zero. Here the signal keeps its size through the layers, so that the state of
-another prompt in any one layer moves the next logits far beyond rounding. The weights depend only on the seed.
+A new model hardly depends on its state: weights are small, gates and kernels are zero. These weights are scaled so that
+the signal has about the same size in all layers. Then a wrong state in any layer changes the next logits far more than
+rounding does. The weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCABULARY_LENGTH = 256
 CONTEXT_LENGTH = 32_768
@@ -77,7 +78,7 @@ VALUES: dict[str, Any] = {
         (1, "num_expert_group mamba_n_groups num_kv_reuse_layers attn_layer_offset expert_layer_offset"),
         (1, "first_k_dense_replace num_dense_layers decoder_sparse_step moe_layer_freq"),
         (0, "altup_active_idx"),
-        # Multipliers undo what training with them did; random weights have nothing to undo.
+        # Multipliers belong to trained weights; random weights need none.
         (1.0, "attention_out_multiplier embedding_multiplier key_multiplier lm_head_multiplier ssm_in_multiplier"),
         (1.0, "ssm_out_multiplier block_ffn_dim_multiplier"),
         (1e-5, "rms_norm_eps norm_eps"),
@@ -90,7 +91,6 @@ VALUES: dict[str, Any] = {
 
 #: Fields without a default, by name.
 STRINGS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
-EMPTY_LISTS = ("mlp_only_layers",)
 #: Names of the dataclass of a nested configuration, in the modules that have their own.
 TEXT_ARGS = ("TextConfig", "TextArgs", "TextModelArgs")
 # Names of matrices and kernels; `fn` mixes the streams of deepseek_v41, `conv_k` and `conv_v` are of baichuan_m1.
@@ -109,10 +109,10 @@ _LINEAR_ATTENTION = {"num_heads": 2, "head_dim": HEAD_WIDTH, "short_conv_kernel_
 _LONGCAT = {"num_layers": 2, "num_attention_heads": 2}
 _LFM2 = {"conv_L_cache": 3, "layer_types": _CONV_THEN_FULL * 2}
 
-#: Module of a kind that configures it a second way.
+#: Modules with a second configuration, by the name of that kind.
 _VARIANTS = {"llama_sliding": "llama"}
-#: Weights larger or smaller than usual, where a wrong state would not show, or rounding would: the linear attention of
-#: most of these sums up the whole prompt, and smaller weights keep the rounding of large sums small.
+#: Scales of weights other than 1. The linear attention of most of these sums up the whole prompt, and smaller weights
+#: make its rounding smaller; larger weights make a wrong state visible.
 _WEIGHT_SCALES = {
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear", "granitemoehybrid", "olmo_hybrid", "falcon_h1"), 0.7),
     "deepseek_v32": 1.3,
@@ -145,10 +145,8 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": "LG"},
     "exaone_moe": {"is_moe_layer": [False, True, False, True]},
     "falcon_h1": {
-        "num_hidden_layers": 3,
-        "mamba_chunk_size": 32,
-        "mlp_multipliers": [1.0] * 2,
-        "ssm_multipliers": [1.0] * 5,
+        **{"num_hidden_layers": 3, "mamba_chunk_size": 32},
+        **{"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
     },
     "gear": {"layer_types": ["conv_mixer", "sliding_attention", "full_attention", "conv_mixer"]},
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
@@ -185,10 +183,8 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "longcat_flash_ngram": _LONGCAT,
     "mamba": {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8},
     "mamba2": {
-        "num_hidden_layers": 3,
-        "time_step_limit": (0.0, float("inf")),
-        "time_step_rank": "auto",
-        "tie_word_embeddings": True,
+        **{"num_hidden_layers": 3, "tie_word_embeddings": True},
+        **{"time_step_limit": (0.0, float("inf")), "time_step_rank": "auto"},
     },
     "mellum": {"rope_parameters": _ROPE_BY_KIND},
     "mimo_v2_flash": {
@@ -206,9 +202,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mistral4": {"rope_parameters": {**_SCALED_ROPE, "factor": 1.0}},
     "muse_spark": {
         "text_config": {
-            "rope_parameters": _DEFAULT_ROPE,
-            "layer_rope_theta": [10_000.0, 0.0] * 2,
-            "num_shared_experts": 0,
+            **{"rope_parameters": _DEFAULT_ROPE, "layer_rope_theta": [10_000.0, 0.0] * 2, "num_shared_experts": 0}
         }
     },
     "nemotron": {"hidden_act": "relu2"},
@@ -263,7 +257,7 @@ class TinyKind:
 
 
 def kind_of(name: str) -> TinyKind:
-    """Return the tiny kind of a module of `mlx_lm.models`, or of a variant; building it shows whether there is one."""
+    """Return the tiny kind of a module of `mlx_lm.models`, or of a variant; `build` finds out whether it exists."""
     return TinyKind(_VARIANTS.get(name, name), _EXCEPTIONS.get(name, {}), _WEIGHT_SCALES.get(name, 1.0))
 
 
@@ -276,7 +270,7 @@ def tiny_config(module: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         overrides: fields that the rules cannot know. Those in `text_config` are of the nested configuration; its
-            `model_type` is the module whose `ModelArgs` it belongs to, if it is another one.
+            `model_type` names the module of its `ModelArgs` if that is another module.
     """
     args = architecture(module).ModelArgs
     config = {"model_type": module, **_joined(args, overrides)}
@@ -295,7 +289,7 @@ def text_args(module: str, inner: str | None) -> Any:
 
 
 def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Give every field that needs one its value by the rules, then the overrides."""
+    """The values that the rules give to fields, then the overrides."""
     values = {field.name: _value(field) for field in fields(args) if field.name != "model_type" and _is_wanted(field)}
     values |= overrides
     if values.get("layer_types", ()) is None and "layer_types" not in overrides:
@@ -310,11 +304,10 @@ def _is_wanted(field: Field[Any]) -> bool:
 
 def _value(field: Field[Any]) -> Any:
     name, kind = field.name, str(field.type)
-    if name in VALUES:
-        return VALUES[name]
-    if name in STRINGS:
-        return STRINGS[name]
-    if name in EMPTY_LISTS:
+    for values in (VALUES, STRINGS):
+        if name in values:
+            return values[name]
+    if name == "mlp_only_layers":
         return []
     if "eps" in name:
         return 1e-5
@@ -328,35 +321,30 @@ def _value(field: Field[Any]) -> Any:
 def build(kind: TinyKind, seed: int = 0) -> nn.Module:
     """Build the tiny model of `kind` in float32, ready for inference; the same seed gives the same weights."""
     module = architecture(kind.module)
-    # Some architectures draw the values that they start from, and `_draw_weights` adds to those.
+    # Some architectures draw the values that they start from, and `_draw` adds to those.
     mx.random.seed(seed)
-    # Some fill in what their configuration lacks.
+    # Some architectures change their configuration.
     model: nn.Module = module.Model(module.ModelArgs.from_dict(deepcopy(kind.config)))
-    _draw_weights(model, kind.weight_scale, np.random.default_rng(seed))
+    random = np.random.default_rng(seed)
+    parameters: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()), key=lambda each: each[0])
+    model.load_weights([(name, mx.array(_draw(name, value, kind.weight_scale, random))) for name, value in parameters])
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def _draw_weights(model: nn.Module, scale: float, random: np.random.Generator) -> None:
-    """Replace every parameter of `model` by a random one, in the order of their names."""
-    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    model.load_weights([(name, mx.array(_draw(name, parameters[name], scale, random))) for name in sorted(parameters)])
-
-
 def _draw(name: str, value: mx.array, scale: float, random: np.random.Generator) -> NDArray[Any]:
     """Draw one parameter of the shape of `value`, in float32 unless it is packed bits.
 
-    Matrices get `scale` over the square root of what they sum over, so that the signal keeps its size. The rest (norms,
-    biases, gates, skips) keeps the value its architecture starts from and gets some noise, since many start from zero
-    and would switch their layer off.
+    Matrices get `scale` over the square root of the number of summands, so the signal has the same size behind them.
+    All others (norms, biases, gates, skips) get noise on their first value: many are zero and would disable a layer.
     """
     if value.dtype == mx.uint32:
         return random.integers(0, 1 << 32, value.shape, dtype=np.uint32)
     noise: NDArray[np.float32] = random.standard_normal(value.shape, dtype=np.float32)
     leaf = name.rsplit(".", maxsplit=1)[-1]
     if leaf == "A_log":
-        # How fast a state-space layer forgets: slowly here, so that the whole prompt stays in the state.
+        # A state-space layer forgets slowly with these, so that the whole prompt stays in the state.
         return np.asarray(np.log(random.uniform(0.02, 0.5, value.shape)), dtype=np.float32)
     if leaf == "recurrent_param":
         return np.float32(-4.0) + np.float32(0.3) * noise
@@ -427,12 +415,6 @@ def tiny_tokenizer() -> Any:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Number the special tokens, then every byte of UTF-8 by the character that stands for it in byte-level BPE.
-
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in their order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    stand_ins = iter(range(0x100, 0x200))
-    characters = [chr(byte if byte in printable else next(stand_ins)) for byte in range(0x100)]
-    used = [character for byte, character in enumerate(characters) if byte not in BYTES_NOT_IN_UTF8]
+    """Number the special tokens, then every byte of UTF-8 by the character that stands for it in byte-level BPE."""
+    used = [character for byte, character in sorted(bytes_to_unicode().items()) if byte not in BYTES_NOT_IN_UTF8]
     return {token: index for index, token in enumerate([*SPECIAL_TOKENS, *used])}
