@@ -326,8 +326,10 @@ def build(kind: TinyKind, seed: int = 0) -> nn.Module:
     # Some architectures change their configuration.
     model: nn.Module = module.Model(module.ModelArgs.from_dict(deepcopy(kind.config)))
     random = np.random.default_rng(seed)
-    parameters: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()), key=lambda each: each[0])
-    model.load_weights([(name, mx.array(_draw(name, value, kind.weight_scale, random))) for name, value in parameters])
+    values: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    model.load_weights(
+        [(name, mx.array(_draw(name, values[name], kind.weight_scale, random))) for name in sorted(values)]
+    )
     model.eval()
     mx.eval(model.parameters())
     return model

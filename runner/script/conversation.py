@@ -3,7 +3,7 @@
 Invariants of a `Conversation` that a reader returns:
 
   CV1  At least one message has the role user; every role is one of `ROLES`.
-  CV2  `content` is text, or is missing where a reply calls tools; all text can be encoded as UTF-8.
+  CV2  `content` is text, or is missing if a reply calls tools; all text can be encoded as UTF-8.
   CV3  A tool call has a function with a name, and arguments that are JSON text or an object.
   CV4  `first_turn` is the number of a user turn that exists.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from runner.text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Other keys of messages (refusal, annotations, audio ...) mean nothing to a chat template.
+# Chat templates read no other keys of messages (refusal, annotations, audio ...).
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
@@ -30,7 +30,7 @@ class Conversation:
     """A conversation as it was recorded.
 
     A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
-    Without `replies_recorded` only the user's turns are known, and each is due a reply. `source` is a file and a line.
+    Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
     """
 
     conversation_id: str
@@ -92,8 +92,7 @@ def require_unicode(value: Any, where: str) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             code = ord(text[error.start])
-            # A reader that goes on after bad bytes lets them through as these surrogates.
-            is_byte = 0xDC80 <= code <= 0xDCFF
+            is_byte = 0xDC80 <= code <= 0xDCFF  # with --skip-bad, bad bytes are read as these surrogates
             found = f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the lone surrogate U+{code:04X}"
             raise ConversationError(
                 f"{where} holds {found} at character {error.start} of a text; wanted valid UTF-8."
@@ -129,10 +128,10 @@ def _check_tool_calls(calls: Any, where: str) -> None:
     expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
     for index, call in enumerate(calls):
         function: Any = call.get("function") if isinstance(call, dict) else None
-        expect(_has_name(function), f"{where}: tool call {index} is", call, "a function with a name")
+        where_call = f"{where}: tool call {index}"
+        expect(_has_name(function), f"{where_call} is", call, "a function with a name")
         arguments = function.get("arguments", "")
-        found = f"{where}: tool call {index} has arguments"
-        expect(isinstance(arguments, (str, dict)), found, arguments, "JSON text or an object")
+        expect(isinstance(arguments, (str, dict)), f"{where_call} has arguments", arguments, "JSON text or an object")
 
 
 def _has_name(function: Any) -> bool:
@@ -143,8 +142,7 @@ def _texts(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (str(key), *_texts(item))
+        yield from _texts([*map(str, value), *value.values()])
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)

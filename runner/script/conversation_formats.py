@@ -1,7 +1,7 @@
-"""From a JSON record to a conversation: OpenAI messages, ShareGPT, and what benchmarks and agents record.
+"""From a JSON record to a conversation: OpenAI messages, ShareGPT, and the records of benchmarks and agents.
 
-Those are tau-bench's trajectories, mt-bench's questions, dialogues of SGD, SWE-agent's .traj and InterCode's logs.
-A format is known by the key that holds its turns. To add one, write a function here and a line in `_FORMATS`.
+These are tau-bench's trajectories, mt-bench's questions, dialogues of SGD, SWE-agent's .traj and InterCode's logs.
+The key that has the turns says which format a record is in. For a new one add a function and a line in `_FORMATS`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def is_message(value: Any) -> bool:
 
 
 def expanded(value: Any) -> list[Any]:
-    """The conversations in one JSON value: InterCode files them by number in one object."""
+    """The conversations in one JSON value: InterCode has many in one object, by number."""
     if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
         return list(value.values())
     return [value]
 
 
 def parse_record(value: Any, origin: Origin) -> Conversation:
-    """Turn one record into a conversation. ConversationError: its format is not known, or it is wrong."""
+    """Turn one record into a conversation. ConversationError: the record is wrong, or its format is not known."""
     if isinstance(value, list):
         value = {"messages": value}
     wanted = f"a list of messages or an object with {', '.join(_FORMATS)}"
@@ -82,10 +82,6 @@ def parse_record(value: Any, origin: Origin) -> Conversation:
         )
     keys = shortened(", ".join(value), 80) or "none"
     raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {wanted}.")
-
-
-def _parse_openai(record: dict[str, Any], origin: Origin) -> Conversation:
-    return _conversation(record, origin, record["messages"])
 
 
 def _parse_sharegpt(record: dict[str, Any], origin: Origin) -> Conversation:
@@ -111,7 +107,7 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
 
 
 def _sharegpt_call(value: str) -> dict[str, Any] | None:
-    """A tool call from its JSON text; None where it is written in another way and stays text."""
+    """A tool call from its JSON text; None: it is written in another way and stays text."""
     try:
         call = json.loads(value)
     except (ValueError, RecursionError):
@@ -138,7 +134,7 @@ def _parse_tau_bench(record: dict[str, Any], origin: Origin) -> Conversation:
 
 
 def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[str, Any], ...] | None:
-    """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls made."""
+    """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls."""
     folders = (path.parent, path.parent.parent)
     found = [folder / name for folder in folders for name in TOOL_FILES if (folder / name).is_file()]
     named = [tools for tools in found if tools.name.split("_")[0] in path.name]
@@ -150,9 +146,8 @@ def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[s
     return None
 
 
-@lru_cache(maxsize=len(TOOL_FILES))
+@lru_cache(maxsize=len(TOOL_FILES))  # every trajectory of a file asks for its list
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
-    """A tool list; cached, since every trajectory of a file asks for it."""
     return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
 
 
@@ -164,8 +159,7 @@ def _parse_turns(record: dict[str, Any], origin: Origin) -> Conversation:
     is_texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
     expect(is_texts, f"{origin.where}: turns is", turns, "a list of the user's texts")
     messages = [{"role": "user", "content": turn} for turn in turns]
-    named = {"id": record["question_id"]} if "question_id" in record else {}
-    return _conversation({**named, **record}, origin, messages, replies_recorded=False)
+    return _conversation({"id": record.get("question_id"), **record}, origin, messages, replies_recorded=False)
 
 
 def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
@@ -176,8 +170,7 @@ def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
         is_turn = speaker in _SGD_ROLES and isinstance(utterance, str)
         expect(is_turn, f"{origin.where}: turn {index} is", turn, "a speaker, USER or SYSTEM, and an utterance")
         messages.append({"role": _SGD_ROLES[speaker], "content": utterance})
-    named = {"id": record["dialogue_id"]} if "dialogue_id" in record else {}
-    return _conversation({**named, **record}, origin, messages)
+    return _conversation({"id": record.get("dialogue_id"), **record}, origin, messages)
 
 
 def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
@@ -200,19 +193,19 @@ def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
         if index < min(len(observations), len(actions) - 1):
             messages.append({"role": "user", "content": _as_text(observations[index])})
     task_id = record.get("task_id")
-    named = {} if task_id is None else {"id": f"{printable(origin.path.stem)}/{task_id}"}
-    return _conversation(named, origin, messages)
+    name = None if task_id is None else f"{printable(origin.path.stem)}/{task_id}"
+    return _conversation({"id": name}, origin, messages)
 
 
 def _as_text(value: Any) -> str:
-    """What an environment said, which may be rows of a table."""
+    """An observation of an environment, which may be rows of a table."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _conversation(
     record: dict[str, Any], origin: Origin, messages: Any, *, replies_recorded: bool = True
 ) -> Conversation:
-    """A conversation with the fields that may stand beside the messages: id, user, tools, first_turn."""
+    """A conversation from messages and the fields beside them: id, user, tools, first_turn."""
     checked = checked_messages(messages, origin.where)
     conversation_id = _name(record, "id", origin) or origin.default_id
     first_turn = record.get("first_turn", 0)
@@ -230,7 +223,7 @@ def _conversation(
 
 
 def _name(record: dict[str, Any], key: str, origin: Origin) -> str:
-    """An id or a user: text, or a number written as text; '' where there is none."""
+    """An id or a user as text, which may be a number in the record; '': there is none."""
     value = record.get(key)
     if value is None:
         return ""
@@ -241,7 +234,7 @@ def _name(record: dict[str, Any], key: str, origin: Origin) -> str:
 
 
 def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
-    """The tool list, which ShareGPT files hold as JSON text."""
+    """The tool list, which ShareGPT files have as JSON text."""
     value = record.get("tools")
     if not isinstance(value, str):
         return value
@@ -252,7 +245,7 @@ def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
 
 
 _FORMATS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
-    "messages": _parse_openai,
+    "messages": lambda record, origin: _conversation(record, origin, record["messages"]),
     "conversations": _parse_sharegpt,
     "traj": _parse_tau_bench,
     "turns": _parse_turns,

@@ -1,12 +1,12 @@
 """Read conversations from files, whatever known format each is in.
 
-A text holds JSON records: one per line (JSONL), or the values of one document. A bad record is an error of one line,
+A text has JSON records: one per line (JSONL), or the values of one document. A bad record is an error of one line,
 or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error. A JSON
 document ends at a syntax error.
 
-The built-in conversations are of four applications, each with its own system prompt (two with a tool list, which the
-prompt also spells out, since some chat templates leave tools away) and two users. Some turns are edited or regenerated,
-so that conversations part after the system prompt, in and after the first user turn, in the middle, and at the end.
+The built-in conversations are of four applications, each with its own system prompt and two users. Two system prompts
+spell out their tool list, since some chat templates leave out tools. Some turns are edited or regenerated, so that
+conversations differ from after the system prompt, the first user turn, the middle or the end on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_formats import TOOL_FILES, Origin, expanded, is_message, parse_record
 from runner.text import printable
 
-# A longer line is no conversation that fits a model's context, and parsing it takes many times its memory.
+# A longer line fits no model's context, and parsing it takes many times its memory.
 MAX_RECORD_CHARS = 64 << 20
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 BUILTIN_FILE = "builtin.jsonl"
@@ -33,7 +33,7 @@ _BLANK = " \t\r\n"
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What was read, in the order of the files, and one line for each record that was left out."""
+    """The conversations in the order of the files, and a line for each record that was skipped."""
 
     conversations: list[Conversation]
     skipped: list[str]
@@ -52,7 +52,7 @@ def builtin_conversations() -> list[Conversation]:
 
 
 def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> ReadResult:
-    """Read every conversation of files and of folders with those below them, in any format of conversation_formats.py.
+    """Read all conversations of files and folders, at any depth, in any format of conversation_formats.py.
 
     OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
 
@@ -68,7 +68,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     skipped: list[str] = []
     sources: dict[str, str] = {}
     for path in found:
-        # Conversations without an id are called after their file: as shortly as is distinct.
+        # Conversations without an id are named after their file, and its folder if the file's name is not unique.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
         for value, origin in _read_file(path, label, skip_bad):
             try:
@@ -124,9 +124,8 @@ def _read_text(path: Path, skip_bad: bool) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConversationError(
-            f"{path}: cannot be read ({error.strerror}); wanted a file of conversations."
-        ) from error
+        message = f"{path}: cannot be read ({error.strerror}); wanted a file of conversations."
+        raise ConversationError(message) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -142,7 +141,7 @@ def _read_text(path: Path, skip_bad: bool) -> str:
 
 
 def _split(text: str, path: str) -> Iterable[JsonRecord]:
-    """Split a text into records; its content says whether it is JSONL. ConversationError: there is nothing in it."""
+    """Split a text into records, whether it is JSONL or a document. ConversationError: it is empty."""
     start = _skip_blank(text, 0)
     if start == len(text):
         raise ConversationError(f"{path}: the file is empty; wanted conversations as JSON or JSONL.")
@@ -162,9 +161,8 @@ def _is_jsonl(text: str, start: int, path: str) -> bool:
         return True
     if first.startswith("[") or first.rstrip() == "{" or _parses(text):
         return False
-    return path.endswith((".jsonl", ".ndjson")) or any(
-        line.startswith("{") and _parses(line) for line in rest.split("\n")
-    )
+    lines = rest.split("\n")
+    return path.endswith((".jsonl", ".ndjson")) or any(line.startswith("{") and _parses(line) for line in lines)
 
 
 def _parses(text: str) -> bool:
@@ -176,7 +174,7 @@ def _parses(text: str) -> bool:
 
 
 def _read_lines(text: str, path: str) -> Iterator[JsonRecord]:
-    # Not splitlines: JSON text may hold U+2028 and other ends of line that end no record.
+    # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
     for line, content in enumerate(map(str.strip, text.split("\n")), start=1):
         if not content:
             continue
@@ -187,8 +185,8 @@ def _read_lines(text: str, path: str) -> Iterator[JsonRecord]:
             continue
         value, end = _decode(content, 0, where)
         if end < length_chars and not isinstance(value, ConversationError):
-            behind = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
-            value = ConversationError(behind)
+            error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
+            value = ConversationError(error)
         yield JsonRecord(line, value)
 
 
@@ -233,13 +231,12 @@ def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
     """A JSON array is a list of conversations, or the messages of a single one."""
     if not any(is_message(record.value) for record in records):
         return records
-    # A lost message spoils the conversation.
     errors = [record for record in records if isinstance(record.value, ConversationError)]
     return errors[:1] or [JsonRecord(records[0].line, [record.value for record in records])]
 
 
 def _decode(text: str, start: int, where: str, path: str | None = None) -> tuple[Any, int]:
-    """The value at `start` or a ConversationError, and where to read on: the text's end after a syntax error.
+    """The value at `start` or a ConversationError, and its end, which is the text's after a syntax error.
 
     With the `path` of a document, a syntax error names its own line.
     """

@@ -1,7 +1,7 @@
-"""Which request comes when: conversations of several users, interleaved.
+"""The order of requests: conversations of several users, interleaved.
 
-A request is a conversation up to a message that the model answers: a user's or a tool's message that an assistant's
-message follows, or that ends the conversation. Where only the user's turns are recorded, each is answered.
+A request is a conversation up to a message that the model answers: a user's or a tool's message before a message of the
+assistant, or at the end. If only the user's turns are recorded, the model answers each.
 
   SQ1  A user's requests come in the order of the user's conversations and, within one, of its turns.
   SQ2  The same conversations, users and seed give the same requests.
@@ -10,7 +10,7 @@ message follows, or that ends the conversation. Where only the user's turns are 
 import hashlib
 import json
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +20,11 @@ from runner.script.conversation import Conversation
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """One reply asked of the model: `messages` is the conversation up to the message that it answers.
+    """A request for one reply: `messages` is the conversation up to the message that the model answers.
 
     `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests.
-    `reply_slots` are positions in `messages` of the model's earlier replies in words, without those that call tools:
-    at each stands a recorded reply, or, where none is recorded, the user's next message.
+    `reply_slots` are positions in `messages` of the model's earlier replies, without those that call tools. A position
+    has the recorded reply; if none is recorded, it has the user's next message.
     """
 
     index: int
@@ -44,9 +44,9 @@ class ScheduledRequest:
 
 
 class GeneratedReplies:
-    """What the model replied so far, by the recorded conversation up to and including the reply that it replaces.
+    """Replies of the model, by the recorded conversation up to and including the reply that each replaces.
 
-    So conversations that share their recorded beginning go on sharing it.
+    So conversations with the same recorded beginning have the same replies there.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class GeneratedReplies:
         self._texts[_reply_key(end, request.recorded_reply)] = text
 
     def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
-        """The request's messages, with generated replies where there are any. ValueError: a needed reply is missing."""
+        """The request's messages with generated replies in place of recorded ones. ValueError: a reply is missing."""
         digests = list(beginnings(request.messages))
         filled: list[dict[str, Any]] = []
         for position, message in enumerate(request.messages):
@@ -84,7 +84,7 @@ def schedule(
     seed: int = 0,
     max_requests: int | None = None,
 ) -> list[ScheduledRequest]:
-    """Interleave the users' requests: a random user among those with any left asks next.
+    """Interleave the users' requests: the next one is of a random user who has requests left.
 
     Args:
         users: take only the first so many users, in the order they appear.
@@ -92,26 +92,24 @@ def schedule(
     Raises:
         ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
     """
-    waiting: dict[str, list[Conversation]] = {}
+    waiting: dict[str, deque[ScheduledRequest]] = defaultdict(deque)
     for conversation in conversations:
-        waiting.setdefault(conversation.user, []).append(conversation)
+        waiting[conversation.user].extend(requests_of(conversation))
+    count = len(waiting)
     if not waiting:
         raise ValueError("no conversations to schedule; wanted at least one.")
-    if users is not None and not 1 <= users <= len(waiting):
-        raise ValueError(
-            f"users is {users}; wanted 1 to {len(waiting)}, as the conversations have {len(waiting)} users."
-        )
+    if users is not None and not 1 <= users <= count:
+        raise ValueError(f"users is {users}; wanted 1 to {count}, as the conversations have {count} users.")
     if max_requests is not None and max_requests < 1:
         raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
-    queues = [deque(request for each in own for request in requests_of(each)) for own in list(waiting.values())[:users]]
-    queues = [queue for queue in queues if queue]
+    queues = [queue for queue in list(waiting.values())[:users] if queue]
     draw = random.Random(seed)
     ordered: list[ScheduledRequest] = []
     while queues and (max_requests is None or len(ordered) < max_requests):
         queue = queues[draw.randrange(len(queues))]
         ordered.append(replace(queue.popleft(), index=len(ordered)))
         if not queue:
-            queues = [each for each in queues if each]
+            queues.remove(queue)
     return ordered
 
 
@@ -119,9 +117,9 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     """The requests of one conversation, in order, numbered from 0."""
     turn, index = -1, 0
     slots: list[int] = []
-    for position, message in enumerate(conversation.messages):
+    messages = conversation.messages
+    for position, (message, following) in enumerate(zip(messages, (*messages[1:], None), strict=True)):
         turn += message["role"] == "user"
-        following = conversation.messages[position + 1] if position + 1 < len(conversation.messages) else None
         if not _is_reply_due(message, following, conversation.replies_recorded):
             continue
         if turn >= conversation.first_turn:
@@ -130,7 +128,7 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
                 user=conversation.user,
                 conversation_id=conversation.conversation_id,
                 turn=turn,
-                messages=conversation.messages[: position + 1],
+                messages=messages[: position + 1],
                 tools=conversation.tools,
                 recorded_reply=following if conversation.replies_recorded else None,
                 reply_slots=tuple(slots),
@@ -148,7 +146,7 @@ def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | Non
 
 
 def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:
-    """Digests of `messages[:0]`, which is given, of `messages[:1]`, ... and of all messages."""
+    """Yield the digests of `messages[:0]`, which is given, of `messages[:1]`, ... and of all messages."""
     yield digest
     for message in messages:
         digest = _extended(digest, message)

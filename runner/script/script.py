@@ -1,12 +1,12 @@
-"""The requests of a replay as tokens: every cache is given the same ones.
+"""The requests of a replay as tokens, the same for every cache.
 
-Where a conversation has only its user's turns, the replies that the first cache generates are put between them, once.
+If a conversation has only its user's turns, the replies that the first cache generates are put between them, once.
 
 Invariants:
 
   SC1  A request is rendered once, so no two caches see different prompts.
-  SC2  What cannot be replayed is found when the script is made, before any cache runs: a conversation that the template
-       refuses, or a prompt that is too long. Replies still to come count with the most tokens that they can have.
+  SC2  A conversation that the template refuses, or a prompt that is too long, is found when the script is made, before
+       any cache runs. Replies that are not generated yet count with `max_tokens`.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from runner.script.schedule import GeneratedReplies, ScheduledRequest
 
 # Stands for a reply that is not generated yet.
 AWAITED_REPLY = "..."
-# A generated token that is half a character comes back from its text as several tokens of one byte each.
+# A generated token that is half a character becomes several tokens when its text is tokenized again.
 REENCODED_TOKENS = 4
 
 Messages = Sequence[dict[str, Any]]
 
 
 class ScriptError(Exception):
-    """A request that cannot be replayed; the message says which and why, in one line."""
+    """A request cannot be replayed. The message is one line: which request, and why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RenderedRequest:
 
 
 class Script:
-    """The rendered requests in order. `longest_tokens` is what hardly any exceeds, with long replies."""
+    """The rendered requests in order. `longest_tokens` is an estimate of the longest prompt with its reply."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class Script:
         recorded: bool = False,
         skip_bad: bool = False,
     ) -> None:
-        """Render what can be rendered now and check the rest. ScriptError: something cannot be replayed.
+        """Render the requests, with placeholders for replies to come. ScriptError: a request cannot be replayed.
 
         Args:
             max_tokens: tokens generated per reply at most.
             recorded: replies are fed as recorded instead of generated.
-            skip_bad: leave out what cannot be replayed; ScriptError only if nothing is left.
+            skip_bad: leave out requests that cannot be replayed; ScriptError only if none is left.
         """
         self._loaded, self._max_tokens, self._recorded = loaded, max_tokens, recorded
         self._replies = GeneratedReplies()
         self._rendered: list[RenderedRequest] = []
-        # Indices of requests that wait for generated replies; what is rendered of them has placeholders.
+        # Indices of requests with placeholders.
         self._waiting: set[int] = set()
         self.longest_tokens = 0
         ready: list[ScheduledRequest] = []
@@ -114,16 +114,16 @@ class Script:
 
     @property
     def expected_prompts(self) -> list[NDArray[np.int32]]:
-        """The tokens of every prompt, with short replies where generated ones are awaited."""
+        """The tokens of every prompt, with placeholders for replies to come."""
         return [each.prompt.tokens for each in self._rendered]
 
     def record_reply(self, index: int, text: str) -> None:
-        """Store a generated reply for the prompts that wait for it."""
+        """Store a generated reply for the prompts with a placeholder for it."""
         if self._waiting:
             self._replies.record(self.requests[index], text)
 
     def _prepare(self, request: ScheduledRequest) -> tuple[RenderedRequest, bool]:
-        """Render a request, with placeholders if it waits for generated replies; returns whether it does."""
+        """Render a request, with placeholders for replies to come; returns whether there are any."""
         awaited = [slot for slot in request.reply_slots if request.messages[slot]["role"] != "assistant"]
         if awaited and self._recorded:
             raise ScriptError(
@@ -151,7 +151,7 @@ class Script:
         return RenderedRequest(request.user, request.conversation_id, request.turn, prompt, reply)
 
     def _system_end(self, request: ScheduledRequest, messages: Messages, tokens: NDArray[np.int32]) -> int:
-        """Where the system prompt ends, as mlx-lm's server finds it: where an empty first question would begin."""
+        """The end of the system prompt, as mlx-lm's server finds it: the start of an empty first question."""
         first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
         if first == 0:
             return 0
@@ -161,7 +161,7 @@ class Script:
         return end if end < len(shared) else 0
 
     def _require_length(self, request: ScheduledRequest, messages: Messages) -> None:
-        """Refuse a text that cannot fit, whatever its tokens are: tokenizing it may take minutes."""
+        """Refuse a text that is too long however it is tokenized, which might take minutes."""
         limit = self._loaded.context_length
         if limit is None:
             return
@@ -196,6 +196,6 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     end = marks[-1] if marks else 0
     if end > len(prompt) == common_length(tokens, prompt):
         return tokens[len(prompt) : end]
-    # The template opens a reply in another way than it writes one later, so the next turn parts here anyway.
+    # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
     content = request.recorded_reply.get("content") or ""
     return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)
