@@ -29,8 +29,7 @@ def explain(
     context: typer.Context,
     file: Annotated[list[Path], typer.Argument(help="Files of conversations, as for replay; several are read as one.")],
     model: Annotated[
-        str,
-        typer.Option(help="Whose tokenizer, template and layers: demo, tiny, tiny:KIND, a folder, or a hub id."),
+        str, typer.Option(help="Whose tokenizer, template and layers: demo, tiny, tiny:KIND, a folder, or a hub id.")
     ] = "demo",
     users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the schedule, as for replay.")] = 0,

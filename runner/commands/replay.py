@@ -76,8 +76,7 @@ class ReplayArguments:
     ] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
     parallel: Annotated[
-        int | None,
-        Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both."),
+        int | None, Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both.")
     ] = None
     exact: Annotated[
         bool, Option("--exact", help="Let radix resume at multiples of --step-size only: answers equal to the bit.")
@@ -226,11 +225,7 @@ def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[Loaded
         )
         with usage_errors(ScriptError):
             script = Script(
-                loaded,
-                scheduled,
-                max_tokens=settings.max_tokens,
-                recorded=settings.recorded,
-                skip_bad=options.skip_bad,
+                loaded, scheduled, max_tokens=settings.max_tokens, recorded=settings.recorded, skip_bad=options.skip_bad
             )
     except KeyboardInterrupt:
         say("interrupted: nothing had finished.")

@@ -191,12 +191,7 @@ class TreeServer:
         self.peak_tokens = 0
         self._max_tokens = options.max_tokens
         self._generator = ParallelGenerator(
-            self.shown,
-            loaded.model,
-            loaded.tokenizer,
-            capacity=capacity,
-            max_rows=users,
-            step_size=options.step_size,
+            self.shown, loaded.model, loaded.tokenizer, capacity=capacity, max_rows=users, step_size=options.step_size
         )
         self._requests: dict[Ticket, tuple[int, RenderedRequest]] = {}
         self._texts: dict[Ticket, str] = defaultdict(str)

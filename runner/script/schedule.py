@@ -78,11 +78,7 @@ class GeneratedReplies:
 
 
 def schedule(
-    conversations: Sequence[Conversation],
-    *,
-    users: int | None = None,
-    seed: int = 0,
-    max_requests: int | None = None,
+    conversations: Sequence[Conversation], *, users: int | None = None, seed: int = 0, max_requests: int | None = None
 ) -> list[ScheduledRequest]:
     """Interleave the users' requests: the next one is of a random user who has requests left.
 
