@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
 from benchmarks import (
@@ -36,15 +34,12 @@ from benchmarks import (
     bench_verify,
     bench_windows,
 )
-from benchmarks.bench_serve import OURS, THEIRS, Load, Run
+from benchmarks.bench_serve import OURS, THEIRS
 from benchmarks.harness import record
-from benchmarks.harness.chat_client import Reply
-from benchmarks.harness.hollow_model import KINDS, HollowModel
 from benchmarks.harness.record import Spread, in_turns, publish, rotated
 from benchmarks.harness.recorded_traces import TRACES, traces_in
-from benchmarks.harness.stored_state import Filler, SlowStore, fill, forget, opened
-from radixcache import PrefixCache, RadixTree
-from radixcache.tokens import common_length
+from benchmarks.harness.stored_state import Filler, fill, forget, opened
+from radixcache import PrefixCache
 from runner.models.tiny import tiny_model
 from runner.script.conversation import Conversation
 from tests.prompts import tokens
@@ -104,15 +99,6 @@ def test_the_recorded_command_names_no_path(monkeypatch: pytest.MonkeyPatch, giv
     words = ["python", "-m", "benchmarks.bench_policies", *given, "--quick", "--results", "/else/where"]
     monkeypatch.setattr(sys, "orig_argv", words)
     assert record._command() == "python -m benchmarks.bench_policies --quick"
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_hollow_model_moves_its_caches_as_far_as_it_was_given_tokens(kind: str) -> None:
-    model = HollowModel(kind, 4)
-    caches = model.make_cache()
-    for length in (5, 1):
-        assert model(np.zeros((1, length), np.int32), cache=caches).shape[:2] == (1, length)
-    assert {cache.offset for cache in caches if hasattr(cache, "offset")} == {6}
 
 
 def test_recorded_traces_are_read_from_the_folder_that_is_given(
@@ -299,21 +285,6 @@ def test_the_tree_benchmark_reports_every_shape_with_the_nodes_it_was_asked_for(
     assert bench_tree._measure(bench_tree.part, 500, 10)["trie match ms"] is None
 
 
-@pytest.mark.parametrize("make", [bench_tree.part, bench_tree.chain, bench_tree.short])
-def test_a_shape_looks_up_prompts_that_are_stored_as_far_as_it_says(make: Any) -> None:
-    shape = make(1_000)
-    tree = RadixTree()
-    bench_tree._grow(tree, shape.sequences, 20)
-    tree.check()
-    matched = [tree.match(prompt).offset for prompt in shape.following]
-    stored = [max(node.end for node in tree.match(prompt).node.path()) for prompt in shape.following]
-    assert matched == stored
-    assert all(0 < offset < len(prompt) for offset, prompt in zip(matched, shape.following, strict=True))
-    parted = tree.match(shape.parted)
-    assert parted.offset == parted.node.end < matched[0]
-    assert not parted.node.is_leaf
-
-
 # Replay and simulation
 
 
@@ -338,18 +309,6 @@ def test_the_replay_benchmark_counts_no_fewer_tokens_than_the_infinite_cache_pre
     unlimited = next(row for row in rows if row["cache"] == "radix" and row["budget %"] == "no limit")
     assert unlimited["prefilled tokens"] == bounds["counted"]
     assert (tmp_path / "budgets.png").stat().st_size > 0
-
-
-def test_the_bound_of_a_script_is_what_no_earlier_request_held() -> None:
-    conversations, _ = bench_replay._conversations(None)
-    workload = bench_replay._workload("counted", bench_replay.load_model("tiny"), conversations, 5, 2, is_timed=False)
-    held, bound = [], 0
-    for request in (workload.script[index] for index in range(5)):
-        prompt = request.prompt.tokens
-        shared = max((common_length(prompt, earlier) for earlier in held), default=0)
-        bound += len(prompt) - min(shared, len(prompt) - 1)
-        held.append(np.concatenate([prompt, request.reply]))
-    assert workload.bound_tokens == bound < workload.prompt_tokens
 
 
 def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(run: Running, tmp_path: Path) -> None:
@@ -415,20 +374,6 @@ def test_noise_is_stored_and_read_as_the_models_own_state(kind: str, tmp_path: P
     assert files[0] == files[1]
 
 
-def test_a_slow_store_gives_what_the_store_has(tmp_path: Path) -> None:
-    model, prompt = tiny_model("llama"), tokens(1, 90)
-    with opened(tmp_path) as store, PrefixCache(model, store=store) as cache:
-        fill(cache, model, prompt).close()
-    slow: Any = opened(tmp_path, SlowStore)
-    slow.bytes_per_s = 1e9
-    with slow, PrefixCache(model, store=slow) as cache, cache.begin(prompt) as session:
-        session.prefill(model)
-        logits = session.step(model, prompt[-1:])
-        assert session.cached_tokens == 89
-    cold = model(mx.array(prompt)[None])
-    assert np.allclose(np.array(logits[0, -1]), np.array(cold[0, -1]), atol=1e-4)
-
-
 def test_the_redis_benchmark_has_a_row_for_each_size_question_and_link(run: Running) -> None:
     program_named("redis-server")
     written = run(bench_redis)
@@ -454,45 +399,4 @@ def test_the_serve_benchmark_asks_both_servers_the_same(run: Running) -> None:
         assert each["tokens/s"] > 0 <= each["peak MB"]
 
 
-def test_users_share_the_system_prompt_alone_and_say_the_same_to_both_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run([Reply(0.1, 100, 60, 8), Reply(0.2, 50, 0, 4)], total_s=3.0, peak_bytes=0)
-    assert (run.prefilled_tokens, run.tokens_per_s) == (90, 4.0)
-    asked: list[list[dict[str, str]]] = []
-
-    def ask(url: str, messages: list[dict[str, str]], max_tokens: int) -> Reply:
-        asked.append([dict(message) for message in messages])
-        return Reply(0.0, 1, 0, max_tokens)
-
-    monkeypatch.setattr(bench_serve, "ask", ask)
-    load = Load("llama", "growing", 2, system=40, own=30, turns=2)
-    for url in ("one", "other"):
-        for user in range(2):
-            assert len(bench_serve._talk(url, load, user)) == 2
-    assert asked[:4] == asked[4:]
-    assert [len(messages) for messages in asked[:4]] == [2, 4, 2, 4]
-    assert asked[1][:2] == asked[0]
-    assert {messages[0]["content"] for messages in asked} == {asked[0][0]["content"]}
-    texts = {messages[-1]["content"] for messages in asked[:4]}
-    assert [len(texts), {len(text) for text in texts}] == [4, {30}]
-
-
 # Conclusions
-
-
-def test_conclusions_name_what_misses_its_aim() -> None:
-    asking = {"nodes": 10_000, "prompt": "stored", "layers": "span", "with text ms": 2.0}
-    for explain_ms, verdict in ((0.2, "under 1"), (1.5, "NOT under 1")):
-        assert f"; {verdict})" in bench_explain.asking([asking | {"explain ms": explain_ms}])
-    many = {"model": "tiny", "prompt": "shared", "users": 8}
-    for speed, verdict in ((1.5, "(at least 1.5)"), (1.4, "(NOT at least 1.5)")):
-        ways = (("tree", speed, 0.2), ("mlx-lm", 1.0, 1.0))
-        rows = [many | {"way": way, "tokens/s": each, "held MB": held} for way, each, held in ways]
-        assert f"{verdict} and take 0.20 of" in bench_parallel.conclusion(rows)
-    served: dict[str, Any] = {"model": "m", "load": "tight", "users": 16, "prefilled tokens": 100}
-    rows = [
-        served | {"server": server, "by theirs": speed, "least": speed, "most": speed}
-        for server, speed in ((OURS, 0.9), (THEIRS, 1.0))
-    ]
-    assert "slower than mlx_lm.server: m, tight, 16 users (0.90)" in bench_serve.conclusion(rows)
-    rows[0] = rows[0] | {"by theirs": 3.0, "least": 3.0, "most": 3.0}
-    assert "never slower" in bench_serve.conclusion(rows)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,42 +34,6 @@ def replay(talks, *more):
 
 def last_line(text):
     return text.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["--cache", "none,redis"], "--cache has 'redis'; wanted some of none, single, mlx-lm, radix."),
-        (["--cache", ","], "--cache names no cache"),
-        (["--policy", "best"], "--policy: policy 'best' is not known. Known: "),
-        (["--users", "0"], "--users is 0; wanted at least 1."),
-        (["--users", "3"], "users is 3; wanted 1 to 2"),
-        (["--requests", "0"], "--requests is 0; wanted at least 1."),
-        (["--max-tokens", "0"], "--max-tokens is 0; wanted at least 1."),
-        (["--step-size", "-1"], "--step-size is -1; wanted at least 1."),
-        (["--parallel", "0"], "--parallel is 0; wanted at least 1."),
-        (["--parallel", "2", "--cache", "none,radix"], "--parallel serves users from radix or mlx-lm"),
-        (["--parallel", "2", "--recorded"], "--parallel generates replies, and --recorded feeds known ones."),
-        (["--parallel", "2", "--exact"], "--exact compares bits"),
-        (["--budget-mib", "0"], "--budget-mib is 0; wanted more than 0."),
-        (["--budget-mib", "-5"], "--budget-mib is -5; wanted more than 0."),
-        (["--budget-mib", "nan"], "--budget-mib is nan; wanted more than 0."),
-        (["--model", "/nowhere/model"], "/nowhere/model"),
-        (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
-        (["--conversations", "/nowhere/talk.jsonl"], "/nowhere/talk.jsonl: cannot be read (No such file or directory)"),
-        (["--json", "/nowhere/out.json"], "/nowhere/out.json: cannot be written (No such file or directory)"),
-        (["--plot", "/"], "/: cannot be written (is a folder"),
-        (["--seed", "soon"], "'--seed'"),
-        (["--no-such-option"], "--no-such-option"),
-        (["surplus"], "surplus"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(command, talks, arguments, found):
-    code, stdout, stderr = command(*replay(talks), *arguments)
-    assert (code, stdout) == (2, "")
-    assert len(stderr.splitlines()) == 1
-    assert stderr.startswith("error: ")
-    assert found in stderr
 
 
 def test_a_missing_or_unknown_command_is_one_line_and_exit_code_2(command):
@@ -159,12 +122,6 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
     assert json.loads(together.read_text())["options"]["step_size"] == 1024
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert json.loads(tree.read_text())
-
-
-def test_a_model_that_cannot_serve_several_users_at_a_time_is_refused_by_name(command, talks):
-    code, stdout, stderr = command(*replay(talks), "--parallel", 2, "--model", "tiny:llama4")
-    assert (code, stdout) == (2, "")
-    assert last_line(stderr) == "error: tiny:llama4: a layer's ChunkedKVCache cannot be one row among others."
 
 
 def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tmp_path):
@@ -294,9 +251,3 @@ def test_help_lists_the_options_of_a_command_and_those_that_it_shares(command):
         code, stdout, _ = command(name, "--help")
         assert code == 0
         assert [option for option in options if option not in stdout] == []
-
-
-@pytest.mark.skipif(shutil.which("radixcache") is None, reason="the package is not installed")
-def test_the_installed_command_is_this_one():
-    done = subprocess.run(["radixcache", "replay", "--users", "0"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "error: --users is 0; wanted at least 1.\n")

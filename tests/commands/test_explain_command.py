@@ -132,32 +132,3 @@ def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command
     assert document["lost_tokens"] == sum(each["lost_tokens"] for each in document["breaks"])
     assert document["model"] == "tiny:llama"
     assert document["hints"][0]["hint"]["values"] >= 3
-
-
-def test_windows_and_recurrent_layers_are_taken_into_account(talks: Path, command: Any) -> None:
-    code, out, _ = command("explain", talks, "--model", "tiny:baichuan_m1")
-    assert code == 0
-    assert out.startswith("5 requests, ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["--top", 0], "--top is 0; wanted at least 1."),
-        (["--requests", 0], "--requests is 0"),
-        (["--users", 9], "users is 9; wanted 1 to 5"),
-        (["--budget-mib", 0], "--budget-mib is 0; wanted more than 0."),
-        (["--policy", "best"], "--policy: policy 'best' is not known"),
-        (["--model", "tiny:nothing"], "tiny:nothing: no such kind"),
-        (["--model", "/nowhere/at/all"], "no such folder"),
-        (["--json", "/nowhere/at/all.json"], "cannot be written"),
-        (["/nowhere/talks.jsonl"], "/nowhere/talks.jsonl: cannot be read"),
-    ],
-)
-def test_a_mistake_is_one_line(talks: Path, command: Any, arguments: list[Any], found: str) -> None:
-    code, out, err = command("explain", talks, "--model", "tiny", *arguments)
-    assert code == 2
-    assert found in err
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    assert out == ""

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-import radixcache
 from runner.cli import main
 from runner.commands import inputs, outputs
 from runner.replay.report import Report
@@ -101,24 +100,6 @@ def test_synth_does_not_write_over_a_file_unless_it_is_told_to(command: Command,
     assert path.read_text() == "everything"
     assert command("synth", path, "--requests", 5, "--force")[0] == 0
     assert path.read_bytes().startswith(b'{"format":"radixcache-trace"')
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("mrc", "TRACE", "--plot", "x.bmp"), "--plot x.bmp: wanted .png, .svg, .pdf."),
-        (("replay", "--plot", "x.gif"), "--plot x.gif: wanted .png, .svg, .pdf."),
-        (("advise", "TRACE", "--html", "x.pdf"), "--html x.pdf: wanted .html, .htm."),
-        (("tree", "--format", "json", "--out", "x.svg"), "--format json against the ending of --out x.svg"),
-        (("mrc", "TRACE", "--block-tokens", 32), "says itself how long its blocks are; leave --block-tokens out"),
-        (("replay", "--cache", "none", "--dump-tree"), "--dump-tree shows the radix cache; wanted radix among --cache"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(
-    command: Command, trace: Path, arguments: tuple[object, ...], message: str
-) -> None:
-    code, out, err = command(*(trace if argument == "TRACE" else argument for argument in arguments))
-    assert (code, out, message in err) == (2, "", True)
 
 
 # Pictures need matplotlib, and nothing else does
@@ -238,12 +219,6 @@ def test_no_figure_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr().out
     assert all(figure in shown for figure in (*figures, "10,000/10,000"))
     assert "…" not in shown
-
-
-def test_the_command_is_a_module_too_and_says_its_version(command: Command) -> None:
-    done = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, f"radixcache {radixcache.__version__}\n")
-    assert command("-h")[0] == command("mrc", "-h")[0] == 0
 
 
 # Signals

@@ -79,18 +79,3 @@ def test_a_replay_finds_what_the_one_before_it_left(command: Command, tmp_path: 
     rows = json.loads(again.read_text())["runs"][0]["rows"]
     assert [row["cached_tokens"] for row in rows] == [row["prompt_tokens"] - 1 for row in rows]
     assert {file.name for file in scan(tmp_path / "store")} == files
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["--disk", "x", "--cache", "none"], "--disk is for the radix cache"),
-        (["--disk", "x", "--parallel", "2", "--cache", "radix"], "Leave it or --parallel out."),
-        (["--disk", "x", "--disk-gib", "inf"], "--disk-gib is inf"),
-        (["--disk", __file__, "--model", "tiny", "--cache", "radix"], "cannot be used as a store"),
-    ],
-)
-def test_what_replay_cannot_do_with_a_disk_is_one_line(command: Command, arguments: list[str], found: str) -> None:
-    code, _, errors = command("replay", *arguments)
-    assert code == 2
-    assert found in errors.splitlines()[-1]

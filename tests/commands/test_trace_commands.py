@@ -127,46 +127,6 @@ def test_advise_compares_policies_with_the_optimum_and_with_checkpoints_where_th
     assert json.loads(json_file.read_text())["best_policy"]["token_hit_ratio"] < spans["token_hit_ratio"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["mrc", "none.jsonl"], "none.jsonl: cannot be read (No such file or directory); wanted a trace."),
-        (["mrc", "TRACE", "--sample", "0"], "--sample is 0; wanted more than 0 and at most 1."),
-        (["mrc", "TRACE", "--json", "nowhere/x.json"], "nowhere/x.json: cannot be written"),
-        (["mrc", "TRACE", "--block-tokens", "64"], "small.jsonl:1: hash_ids has"),
-        (["mrc", "TRACE", "--model-config", "none.json"], "none.json: cannot be read"),
-        (["mrc", "TRACE", "--model-config", "x", "--bytes-per-token", "3"], "wanted only one."),
-        (["mrc", "TRACE", "--bytes-per-token", "0"], "0 bytes per token; wanted more than 0."),
-        (
-            ["mrc", "TRACE", "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"],
-            "blocks have no size of their own; use radixcache simulate.",
-        ),
-        (["mrc", "TRACE", "--bytes-per-token", "-1"], "--bytes-per-token is -1.0; wanted 0 or more."),
-        (["mrc", "TRACE", "--bytes-per-checkpoint", "5"], "--bytes-per-checkpoint needs --bytes-per-token."),
-        (["mrc", "TRACE", "--kv-bits", "4"], "--kv-bits needs --model-config."),
-        (["mrc", "TRACE", "--sample", "1e-9"], "blocks; wanted a larger one."),
-        (["advise", "TRACE", "--budget-gib", "1"], "--budget-gib needs bytes per token"),
-        (["advise", "TRACE", "--budget-gib", "1", "--capacity-blocks", "3"], "wanted only one."),
-        (["advise", "TRACE", "--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s is 0.0; wanted more than 0."),
-        (
-            ["advise", "TRACE", "--bytes-per-token", "100", "--budget-gib", "1e-6"],
-            "--budget-gib is 1e-06; wanted at least a block of 51200 bytes.",
-        ),
-        (["advise", "TRACE", "--bytes-per-token", "1", "--budget-gib", "1e305"], "--budget-gib is 1e+305; wanted"),
-        (["synth", "nowhere/x.jsonl"], "nowhere/x.jsonl: cannot be written"),
-        (["synth", "x.jsonl", "--requests", "0"], "requests is 0; wanted 1 or more."),
-        (["synth", "x.jsonl", "--user-tokens", "inf"], "user_tokens is inf; wanted 1 to 1e+09."),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path, monkeypatch, command, trace, arguments, found) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = command(*(trace if argument == "TRACE" else argument for argument in arguments))
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ")
-    assert found in line
-
-
 def test_bad_lines_are_counted_when_they_are_skipped(command, trace) -> None:
     with trace.open("a") as file:
         file.write("{}\n")

@@ -99,11 +99,6 @@ def test_all_that_may_go_from_a_cache_is_weighed_with_the_bytes_that_it_has(live
     assert len(filed) > 4
 
 
-def test_what_has_no_bytes_or_no_cost_is_weighed_as_one() -> None:
-    assert Benefit().weight_of(entry(1, 0.0, 10)) == 0
-    assert Benefit().weight_of(entry(1, 10.0, 0)) == 0
-
-
 def test_deeper_tokens_are_dearer_under_a_cost_with_attention() -> None:
     server = served_by(Benefit(), cost=CostModel(per_token=1.0, per_pair=1.0))
     server.request(prompt(1, 400), 1, 1)

@@ -8,14 +8,12 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from policies import LRU, OFFLINE_POLICIES, POLICIES, CostModel, Entry, OrderedPolicy, make_policy
 from radixcache import PolicyError, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from tests.policies.blocks import admit
 from tests.policies.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,41 +46,6 @@ def test_a_path_that_one_request_made_or_used_goes_from_its_leaf_upwards() -> No
         leaf = traffic.request([1, 2, 3, 4, 5, 6])
         traffic.states.split(traffic.states.split(leaf, 4), 2)
         assert _eviction_order(traffic) == [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4), (1, 2)], name
-
-
-def test_on_equal_ticks_the_deepest_goes_first_whichever_came_first() -> None:
-    for name in ("lru", "fifo"):
-        policy = make_policy(name)
-        entries = [_entry(number, end=end) for number, end in ((1, 30), (2, 70), (3, 50), (4, 70))]
-        admit(policy, *entries)
-        order = []
-        while (victim := policy.victim()) is not None:
-            order.append(victim.entry_id)
-            policy.evicted(victim)
-        assert order == [2, 4, 3, 1], name
-
-
-def test_a_split_inherits_the_age_of_the_whole() -> None:
-    for name in ("lru", "fifo"):
-        traffic = Traffic(make_policy(name))
-        traffic.request([1, 2, 3])
-        traffic.request([4])
-        leaf = traffic.states.match(np.array([1, 2, 3]), "").node
-        upper = traffic.states.split(leaf, 1)
-        traffic.states.remove(leaf)
-        assert traffic.witness.victim() is upper.payload.entry, name
-
-
-def test_a_merge_takes_the_younger_use_and_the_older_birth() -> None:
-    traffic = Traffic(make_policy("lru"))
-    traffic.request([1, 2])
-    leaf = traffic.request([1, 2, 3])
-    traffic.request([1, 2])
-    (parent,) = (node for node in traffic.states.tree.nodes() if not node.is_leaf)
-    into = leaf.payload.entry
-    assert (into.created, into.last_used) == (2, 2)
-    traffic.states.coalesce(parent)
-    assert (into.created, into.last_used, into.start, into.end) == (1, 3, 0, 3)
 
 
 # Entries

@@ -121,16 +121,6 @@ def test_a_priority_is_a_time_to_live_where_the_kind_has_none() -> None:
     assert _order(policy, [pinned, other, late]) == [1, 2, 3]
 
 
-def test_expired_pins_are_forgotten_however_often_they_were_renewed() -> None:
-    policy = TTL({"": 3})
-    entry = _entry(1)
-    admit(policy, entry)
-    for tick in range(2, 200):
-        _used(policy, entry, tick)
-        assert policy.victim() is entry
-    assert len(policy._expiries) < 10
-
-
 def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -> None:
     policy = TTL({"": 10**15})
     first, second = _entry(1), _entry(2)

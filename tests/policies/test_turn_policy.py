@@ -14,7 +14,7 @@ from policies.conversations import Ends, Sizes
 from policies.entry import Entry
 from policies.protocol import EvictionPolicy
 from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
-from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, PRIOR, REBUILD_USES, Turn
+from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
 from tests.policies.blocks import BlockCache, admit
 
 
@@ -200,18 +200,6 @@ def test_sizes_are_named_in_units_of_the_typical_first_turn(key_tokens: int) -> 
     assert sizes.classify(9, 1 * key_tokens, 30 * key_tokens, False) == ("6+", "unknown")
 
 
-def test_each_class_that_a_size_names_has_a_prior() -> None:
-    sizes = Sizes()
-    named = {
-        sizes.classify(turn, start, end, continues)
-        for turn in range(1, 9)
-        for start in (1, 5)
-        for end in (2, 10, 50, 500)
-        for continues in (False, True)
-    }
-    assert named <= set(PRIOR)
-
-
 def learnt(intervals: Sequence[int], lost: int = 0) -> ReuseModel:
     """A model of class "a" that saw these intervals, and after each a loss at age `lost`; class "b" saw none."""
     model = ReuseModel()
@@ -283,14 +271,6 @@ def test_prompts_that_are_stored_already_are_settled_like_others_and_forgotten()
     assert policy._requests == policy._user == {}
 
 
-def test_what_a_request_passed_is_forgotten_when_it_is_settled() -> None:
-    server = served_by(Turn())
-    policy: Any = server.policy
-    for tick, keys in enumerate(([1, 2], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [9]), 1):
-        server.request(keys, tick)
-    assert [request.passed for request in policy._requests.values()] == [[]] * len(policy._requests)
-
-
 def test_many_checkpoints_for_each_request_do_not_keep_the_model_from_learning() -> None:
     policy = Turn()
     for tick in range(1, 200):
@@ -334,16 +314,6 @@ def test_as_many_kinds_as_there_are_users_share_their_classes_but_for_the_first(
     kinds = {key[0] for key in policy.model._classes}  # type: ignore[index]
     assert kinds == {OTHER_KINDS, *(f"user {number}" for number in range(1, MAX_KINDS + 1))}
     assert len(policy._queues) <= 2
-
-
-@pytest.mark.parametrize("first", [-2, 0])
-def test_turns_may_be_counted_from_anywhere(first: int) -> None:
-    server = served_by(Turn())
-    for turn in range(5):
-        server.request(prompt(1, 10 + 2 * turn), 10 * turn + 1, first + turn)
-    server.request([9999], 100)
-    policy: Any = server.policy
-    assert policy._requests[41].turn == max(1, first + 4)
 
 
 def test_checkpoints_are_classes_of_their_own() -> None:

@@ -88,12 +88,6 @@ def test_sample_too_small_for_an_error_says_so() -> None:
     assert math.isnan(sampled.block_error_at(10) or 0.0)
 
 
-def test_trace_without_any_reuse_has_a_flat_curve() -> None:
-    curve = lru_curve(trace_of([[0], [1], [2]]))
-    assert curve.block_hit_ratio_at(1_000_000) == curve.infinite_token_hit_ratio == 0
-    assert curve.knee_blocks() == curve.capacity_for(0.9) == 0
-
-
 def test_knee_is_where_the_curve_stops_rising() -> None:
     # Ten blocks in a circle: below ten nothing hits, from ten on everything does.
     curve = lru_curve(trace_of([[index % 10, index % 10] for index in range(5)] * 20))

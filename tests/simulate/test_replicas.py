@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from rich.console import Console
 
 from runner.routing.routers import ROUTERS
 from runner.simulate.replicas import Replicas, Setup, simulate_replicas
@@ -243,12 +242,3 @@ def test_replicas_that_cannot_keep_up_carry_a_footnote() -> None:
     full = FULL_NOTE.format(0.95)
     assert [full in replica_notes([trace], [row], SPEEDS) for row in rows] == [True, False]
     assert replicas_table(rows).row_count == 2
-
-
-def test_no_figure_is_cut_in_80_columns() -> None:
-    row = simulate_replicas(made([((0, 1), 0, 3)]), setup("round-robin", 64))
-    long = replace(row, ttft_s_p50=12_345.6, ttft_s_p95=23_456.7, ttft_s_p99=34_567.8, capacity_blocks=40_000)
-    with (console := Console(width=80)).capture() as printed:
-        console.print(replicas_table([long]))
-    for figure in ("round-robin", "64", "40,000", "12,346", "23,457", "34,568"):
-        assert figure in printed.get(), figure

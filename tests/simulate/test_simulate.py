@@ -23,7 +23,6 @@ from runner.simulate.rows import (
     FIFO_NOTE,
     infinite_ratio,
     infinite_token_ratio,
-    line_styles,
     policies_picture,
     policy_notes,
 )
@@ -205,15 +204,6 @@ def test_fifo_beside_lru_carries_its_footnote_where_they_are_alike() -> None:
     assert FIFO_NOTE not in policy_notes([trace], [*rows, *elsewhere])
 
 
-def test_every_policy_is_drawn_apart_and_a_single_capacity_too() -> None:
-    names = [*POLICIES, *OFFLINE_POLICIES]
-    styles = line_styles(names)
-    assert all(style["marker"] for style in styles.values())
-    assert len({tuple(sorted(style.items())) for style in styles.values()}) == len(names)
-    online = [styles[name] for name in POLICIES]
-    assert len({style["marker"] for style in online}) == len({style["color"] for style in online}) == len(online)
-
-
 def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_edge() -> None:
     row = simulate(made([[1], [2], [1]], name="cost$_$and <b>"), "lru", 2)
     rows = [
@@ -283,54 +273,6 @@ def test_all_names_every_policy_and_the_bounds(command: Command, trace_file: Pat
         assert [row["policy"] for row in rows_in(json_file)] == [*sorted(POLICIES), *bounds]
 
 
-FIVE, SIZED = ("--capacity-blocks", "5"), ("--capacity-blocks", "5", "--bytes-per-token", "2048")
-MANY = (*FIVE, "--replicas", "2")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ((*FIVE, "--policy", "nothing"), "policy 'nothing' is not known"),
-        (("--capacity-blocks", "0"), "--capacity-blocks has '0'; wanted numbers above 0"),
-        (("--capacity-blocks", "1.5"), "wanted whole numbers"),
-        (("--budget-gib", "1"), "--budget-gib needs --model-config or --bytes-per-token"),
-        ((*FIVE, "--bytes-per-token", "0", "--bytes-per-checkpoint", "5"), "no size of their own"),
-        (("--budget-gib", "1", "--bytes-per-token", "0"), "0 bytes per token; wanted more than 0"),
-        (("--budget-gib", "1e305", "--bytes-per-token", "1"), "--budget-gib has '1e305'; wanted numbers above 0"),
-        (
-            ("--budget-gib", "1", "--bytes-per-token", "1", "--bytes-per-checkpoint", "1", "--policy", "belady-bypass"),
-            "belady-bypass is defined without checkpoints alone",
-        ),
-        ((*FIVE, "--separate", "TRACE"), "--separate: a path was given twice"),
-        ((), "give --capacity-blocks or --budget-gib"),
-        ((*FIVE, "--jobs", "0"), "--jobs is 0; wanted at least 1"),
-        ((*SIZED, "--disk-gib", "nan"), "--disk-gib is nan; wanted more than 0."),
-        ((*SIZED, "--disk-mib-per-s", "-1"), "--disk-mib-per-s is -1.0; wanted more than 0."),
-        ((*SIZED, "--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s is 0.0; wanted more than 0."),
-        ((*FIVE, "--disk-gib", "1"), "--disk-gib needs --model-config or --bytes-per-token."),
-        (
-            (*SIZED, "--disk-gib", "1", "--policy", "belady-bypass"),
-            "--policy: belady-bypass is defined for memory alone, and there is a disk.",
-        ),
-        ((*FIVE, "--replicas", "2,x"), "--replicas has 'x'; wanted whole numbers from 1 to 1,024."),
-        ((*FIVE, "--replicas", "0"), "--replicas has '0'; wanted whole numbers from 1 to 1,024."),
-        ((*MANY, "--router", "best"), "--router: no router 'best'; known: random, round-robin, hash,"),
-        ((*FIVE, "--router", "hash"), "--router is for replicas; say how many with --replicas."),
-        ((*MANY, "--shared-gib", "2"), "--shared-gib needs --model-config or --bytes-per-token."),
-        ((*MANY, "--disk-gib", "2"), "--disk-gib is for one cache; wanted it without --replicas."),
-        ((*MANY, "--policy", "belady-bypass"), "--policy: belady-bypass knows the future of one cache"),
-        ((*MANY, "--decode-tokens-per-s", "0"), "--decode-tokens-per-s is 0.0; wanted more than 0."),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    command: Command, trace_file: Path, more: tuple[str, ...], message: str
-) -> None:
-    more = tuple(str(trace_file) if each == "TRACE" else each for each in more)
-    code, out, err = command("simulate", trace_file, *more)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-
-
 WAITING = """
 import time
 from pathlib import Path
@@ -370,7 +312,7 @@ def test_a_policy_of_one_s_own_that_raises_is_one_line_below_what_finished(
 @pytest.mark.slow
 def test_an_address_that_is_none_is_one_line(command: Command, trace_file: Path) -> None:
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    code, _, err = command("simulate", trace_file, *FIVE, "--ray", "nonsense")
+    code, _, err = command("simulate", trace_file, "--capacity-blocks", "5", "--ray", "nonsense")
     assert code == 2
     assert "error: --ray nonsense: no cluster answers (Invalid address format: nonsense)." in err
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from policies import LRU, Entry
 from radixcache import CacheStats, Ledger, PrefixCache, Session
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
@@ -277,17 +276,6 @@ def _evaluate(session: Session, logits: mx.array) -> None:
     mx.eval(logits, [c.state for c in session.caches if c is not None and not c.empty()])
 
 
-def test_a_closed_session_that_somebody_still_holds_keeps_no_memory() -> None:
-    model = tiny_model("nemotron_h")
-    cache = PrefixCache(model)
-    base = active_bytes()
-    sessions = [serve(cache, model, prompt, reply) for prompt, reply in interleaved(users=2, turns=2)]
-    assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01)
-    cache.reclaim(0)
-    assert active_bytes() - base == pytest.approx(0, abs=4096)
-    assert all(session.is_closed for session in sessions)
-
-
 def test_fetched_and_inserted_caches_share_no_memory_with_the_cache() -> None:
     model = tiny_model("nemotron_h")
     cache = PrefixCache(model)
@@ -374,26 +362,3 @@ def test_without_a_budget_the_statistics_say_what_it_became_and_why() -> None:
 def _cold_logits(model: Any, prompt: list[int]) -> mx.array:
     logits: mx.array = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
     return logits
-
-
-class Weighing(LRU):
-    """LRU that notes what each entry weighs when it is told that it may go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: dict[int, int] = {}
-
-    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        super().evictable_changed(entry, evictable)
-        self.weights[entry.entry_id] = entry.weight_bytes
-
-
-def test_a_policy_hears_of_what_may_go_with_the_bytes_that_it_frees() -> None:
-    policy = Weighing()
-    model: Any = tiny_model("nemotron_h")
-    cache = PrefixCache(model, policy=policy)
-    for user in (1, 2, 1, 3, 2):
-        serve(cache, model, [7] * 20 + [user] * 30)
-        told = {number: policy.weights[number] for number in policy._filed}
-        assert told == {number: entry.weight_bytes for number, entry in policy._filed.items()}
-    assert told

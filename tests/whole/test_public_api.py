@@ -84,13 +84,6 @@ def test_the_public_names_are_these() -> None:
     assert radixcache.__all__ == PUBLIC_NAMES
 
 
-def test_the_public_names_are_sorted_constants_then_classes_then_functions() -> None:
-    def rank(name: str) -> tuple[int, str]:
-        return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
-
-    assert radixcache.__all__ == sorted(radixcache.__all__, key=rank)
-
-
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_every_public_name_can_be_imported_and_is_documented(name: str) -> None:
     value = getattr(radixcache, name)
@@ -106,12 +99,6 @@ def test_every_public_name_is_listed_by_dir_and_a_wrong_one_is_an_attribute_erro
     assert set(PUBLIC_NAMES) <= set(dir(radixcache))
     with pytest.raises(AttributeError, match="module 'radixcache' has no attribute 'PrefixCash'"):
         radixcache.PrefixCash  # noqa: B018
-
-
-def test_star_import_brings_exactly_the_public_names() -> None:
-    namespace: dict[str, object] = {}
-    exec("from radixcache import *", namespace)
-    assert set(namespace) - {"__builtins__"} == set(PUBLIC_NAMES)
 
 
 def test_every_public_method_says_what_it_does() -> None:
