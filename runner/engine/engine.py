@@ -1,36 +1,36 @@
 """Engine: the rounds of a ParallelGenerator. Its queue decides who runs, its rounds move the rows of those who run.
 
-How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the cache's group give it a row, `_prefill`
-evaluates its prompt chunk by chunk, and from then on `_step` takes it along. The group puts its row into the batch
-(`Batch.take_in` of radixcache/groups/batch.py).
+How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the group give it a row, `_prefill` evaluates
+its prompt in chunks, and `_step` then takes it along. `Batch.take_in` (radixcache/groups/batch.py) puts its row into
+the batch.
 
 A round:
 
-    admit      the queue's next requests get rows, as far as there is room
-    prefill    one chunk is evaluated, of one prompt or of several; the last token of a long one goes with the next step
-    first      first tokens that come of the chunk are read and handed out; the rest is for the next round
-    step       the next forward pass of all replies is dispatched, on tokens that nobody has read
-    read       the tokens of the step before are read and handed out; after a chunk, those of this step
+    admit      the next requests of the queue get rows, if there is room
+    prefill    evaluate one chunk, of one prompt or of several; the last token of a long prompt goes with the next step
+    first      if the chunk gave first tokens, read and hand them out; the rest is for the next round
+    step       dispatch the next forward pass of all replies, on tokens that nobody has read
+    read       read the tokens of the step before and hand them out; after a chunk, those of this step
 
 What breaks this order:
 
-    cancelled         before its first token a request ends at once; a reply ends with the token that is on its way
-    no room           the request that came last waits again; what it evaluated is stored, so it resumes there
-    context full      the oldest turns are taken out of the row; if that cannot be, the reply ends
-    one failed        a sampler, a callback or a prompt's forward pass raised: that request ends alone
+    cancelled         a request without a first token ends at once; a reply ends with the token that is on its way
+    no room           the request that came last waits again; its state is stored, so it resumes there
+    context full      the oldest turns are taken out of the row; if that is impossible, the reply ends
+    one failed        a sampler, a callback or the forward pass of one prompt raised: that request ends
     a step failed     the model raised in a pass of several: they all end, each with that error
     state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
-    not a number      a row's logits are NaN: that request ends; what is stored ends before it
+    not a number      the logits of a row are NaN: that request ends; what is stored ends before it
 
-Admission needs tokens of the group's capacity, for what running requests hold (shared tokens once) and will hold, and
-as many bytes of the budget with all evictable state gone. What does not fit waits, and so do those behind it. One
-exception: a request that shares most with a prompt which is being prefilled waits until that part is evaluated; those
-behind it go on. The group can still refuse, since pins come and go and replies outgrow their reserve.
+Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and
+as many bytes of the budget with all evictable state gone. A request that does not fit waits, and so do all behind it.
+The exception is a request that shares most with a prompt in prefill: it waits until that part is evaluated, and those
+behind it go on. The group can still refuse, since pins change and replies may outgrow their reserve.
 
-Chunks of prefill go in turn to the request that came first and to the one with the least left: no long document delays
-all first tokens, and a request is prefilled after at most twice the chunks of its own prompt and of those before it.
+Chunks of prefill go in turn to the request that came first and to the one with the least left. So a long document does
+not delay all first tokens, and a request is prefilled after at most twice its own chunks and those of earlier requests.
 
-Nothing here reads a clock. Not thread-safe. No signal may come into a round.
+Nothing here reads a clock. Not thread-safe. A signal must not interrupt a round.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ from radixcache.groups.batch import LostStateError
 from runner.engine.replies import Piece
 from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSequence, next_tokens, sample_each
 
-# Tokens of a chunk: a second or less of a small model on slow cores, a few hundredths on a GPU. It bounds the pauses of
-# running replies.
+# Tokens of a chunk, which bound the pauses of running replies: at most a second of a small model on slow cores.
 PARALLEL_STEP_SIZE = 1024
-# A part of a chunk is evaluated if it is at least 1 / LEAST_PART of it: a pass over few tokens costs more per token.
+# The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
-# No room for a row: others have to end first.
+# There is no room for a row until other requests end.
 NO_ROOM = (CacheFullError, BudgetFullError)
 
 
@@ -62,15 +61,13 @@ NO_ROOM = (CacheFullError, BudgetFullError)
 
 
 class AdmissionQueue:
-    """The requests of one generator, in order of arrival; capacity and context are tokens.
-
-    is_refused: the group has no room after all; nobody comes in before a running request ends.
-    """
+    """The requests of one generator, in order of arrival; capacity and context are tokens."""
 
     def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self._capacity, self._max_rows, self._context, self._step_size = capacity, max_rows, context, step_size
+        #: The group had no room: no request is admitted until a running one ends.
         self.is_refused = False
         self._first_comes_next = True
 
@@ -80,11 +77,11 @@ class AdmissionQueue:
 
     @property
     def stepping(self) -> list[TokenSequence]:
-        """Those that the next step evaluates a token of."""
+        """The requests in the next step."""
         return [each for each in self.running if each.is_stepping]
 
     def next(self, group: Group) -> TokenSequence | None:
-        """Who comes in next; None: nobody may now."""
+        """The request to admit next; None: none now."""
         if len(self.running) >= self._max_rows or (self.is_refused and self.running):
             return None
         for sequence in self.waiting:
@@ -93,7 +90,7 @@ class AdmissionQueue:
         return None
 
     def next_chunk(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
-        """Whose prompt the next chunk of prefill goes to."""
+        """The request that gets the next chunk of prefill."""
         first = min(prefilling, key=lambda each: each.ticket.number)
         shortest = min(prefilling, key=lambda each: (each.row.prompt_left, each.ticket.number))
         chosen = first if self._first_comes_next else shortest
@@ -101,7 +98,7 @@ class AdmissionQueue:
         return chosen
 
     def waits(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> bool:
-        """Whether a new row can share more once these others, which are prefilled now, have their chunk."""
+        """Whether a new row can share more once these others have their chunk of prefill."""
         return sequence.row.is_fresh and self._later(sequence, others, group) > sequence.row.position
 
     def start(self, sequence: TokenSequence, row: Row) -> None:
@@ -122,7 +119,7 @@ class AdmissionQueue:
                 sequences.remove(sequence)
 
     def _fits(self, sequence: TokenSequence, group: Group) -> bool:
-        """Whether there are tokens and bytes for it, beside what the others hold and will still take."""
+        """Whether tokens and bytes suffice for it and for what running requests hold and will still take."""
         if not self.running:
             return True
         ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
@@ -133,12 +130,12 @@ class AdmissionQueue:
         return fits and group.has_bytes_for(ends, sequence.keys, needed, sequence.namespace)
 
     def _gains(self, sequence: TokenSequence, group: Group) -> bool:
-        """Whether it shares more with a prompt that is being prefilled than with all that is evaluated yet."""
+        """Whether it shares more with a prompt in prefill than with all that is evaluated so far."""
         later = self._later(sequence, self.prefilling, group)
         return later > 0 and later > group.sharable_tokens(sequence.keys, sequence.namespace)
 
     def _later(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> int:
-        """How many tokens of its prompt the others will have at some moment of their prefill."""
+        """How many tokens of its prompt the others will have evaluated during their prefill."""
         rows = [each.row for each in others if each.namespace == sequence.namespace]
         return max((group.sharable_later(sequence.keys, row, self._step_size) for row in rows), default=0)
 
@@ -183,13 +180,13 @@ class Engine:
                 self._owes_step = True
                 return
         stepping = self._queue.stepping
-        # First those that end: a row that is still there and takes no part would have to be taken out of the batch.
+        # First the replies that end: the batch would have to drop a row that is open and takes no part.
         self._read([each for each in stepping if each.reply.left == len(each.unread)])
         first = [each for each in stepping if not each.is_decoding]
         continuing = self._continuing(stepping)
         self._step(continuing)
         self._tell_progress(first)
-        # What is computed right now is read in the next round; first tokens, and tokens before a chunk, are read now.
+        # Tokens of this step are read in the next round, except first tokens and those before a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
         self._read([each for each in stepping if each not in late])
@@ -216,13 +213,13 @@ class Engine:
         self.finish(sequence, sequence.reply.end("error", error=error))
 
     def _end_cancelled(self) -> None:
-        """End what was cancelled before its first token; `_hand_out` ends replies."""
+        """End requests that were cancelled before their first token; `_hand_out` ends replies."""
         for sequence in [*self._queue.waiting, *self._queue.running]:
             if sequence.ticket.cancelled() and not sequence.is_decoding:
                 self.finish(sequence, sequence.reply.end("cancelled"))
 
     def _admit(self) -> None:
-        # A request that needs more bytes than the budget has ends now, instead of after all others.
+        # A request that needs more bytes than the budget has ends now, not after all others.
         waiting = self._queue.waiting
         while waiting and (refusal := self.group.refusal_of(len(waiting[0].tokens))) is not None:
             self.fail(waiting[0], refusal)
@@ -244,7 +241,7 @@ class Engine:
                 self._report(each)
 
     def _prefill(self) -> bool:
-        """Evaluate one chunk: of the prompt whose turn it is, of the ends of others, of one more. False: none."""
+        """Evaluate one chunk: of the prompt whose turn it is, ends of others, a part of one more. False: none."""
         prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
         if not prefilling:
             return False
@@ -264,7 +261,7 @@ class Engine:
         return True
 
     def _prefill_chunks(self, sequences: list[TokenSequence], tokens: int) -> None:
-        """Evaluate so many tokens of each. Where that ends a prompt, the first token is dispatched."""
+        """Evaluate at most `tokens` of each. At the end of a prompt, dispatch its first token."""
         rows: dict[Row, TokenSequence] = {}
         try:
             while rows := {each.row: each for each in sequences if self._has_chunk(each)}:
@@ -286,7 +283,7 @@ class Engine:
         return sequence in self._queue.running and not sequence.is_stepping and sequence.failure is None
 
     def _tell_progress(self, sequences: Iterable[TokenSequence]) -> None:
-        """Report how far the prompts of these are, or end those that failed."""
+        """Report the progress of these prompts; end those that failed."""
         for sequence in sequences:
             if sequence not in self._queue.running:
                 continue
@@ -304,7 +301,7 @@ class Engine:
                 self.fail(sequence, error)
 
     def _continuing(self, stepping: list[TokenSequence]) -> list[TokenSequence]:
-        """Those that take part in the next step. A conversation that fills its context is shifted for it."""
+        """The requests in the next step. A conversation that fills its context is shifted for it."""
         window, continuing = self._window, []
         for sequence in stepping:
             if sequence not in self._queue.running or sequence.reply.left == len(sequence.unread):
@@ -315,7 +312,7 @@ class Engine:
 
     def _step(self, sequences: list[TokenSequence]) -> None:
         while sequences := [each for each in sequences if each in self._queue.running]:
-            # In the order of their batch: otherwise tokens and logits would be reordered there and back.
+            # In batch order: another order would rearrange tokens and logits.
             sequences.sort(key=lambda each: each.row.at)
             try:
                 tokens = next_tokens(sequences)
@@ -339,7 +336,7 @@ class Engine:
             mx.clear_cache()
 
     def _read(self, sequences: list[TokenSequence]) -> None:
-        """Wait for the next token of each of these that run, and hand it out."""
+        """Wait for the next token of each running one of these, and hand it out."""
         try:
             running = [each for each in sequences if each in self._queue.running and each.unread]
             read = [(each, *each.unread[0].read()) for each in running]
@@ -347,7 +344,7 @@ class Engine:
             self._lose_all(error)
             return
         for sequence, token, logprob, is_wrong in read:
-            if sequence in self._queue.running:  # otherwise another one's failure has ended it
+            if sequence in self._queue.running:  # a failure of another request may have ended it
                 self._hand_out(sequence, token, logprob, is_wrong)
 
     def _hand_out(self, sequence: TokenSequence, token: int, logprob: float, is_wrong: bool) -> None:
@@ -368,10 +365,10 @@ class Engine:
         if sequence.failure is not None:
             self.fail(sequence, sequence.failure)
 
-    # Without room, a full context, lost state
+    # No room, a full context, lost state
 
     def _make_room(self, error: Exception) -> None:
-        """Let the request that came last wait again; raises the error if it is the only one."""
+        """Let the request that came last wait again. Raises the error if it is the only one."""
         if len(self._queue.running) == 1:
             raise error
         sequence = max(self._queue.running, key=lambda each: each.ticket.number)
@@ -382,14 +379,14 @@ class Engine:
         sequence.row.close()
         self._queue.send_back(sequence)
         if self._window is not None:
-            # It may come back with its context full, and one token more: that is shifted before it is prefilled.
+            # Prompt and reply together may now exceed the context by a token: shift before prefill.
             try:
                 sequence.shift(self._window.excess(sequence.outline, len(sequence.tokens), 0, sequence.dropped))
             except ContextError as full:
                 self.finish(sequence, sequence.reply.end("length", note=_full(self._window, full)))
 
     def _shift(self, sequence: TokenSequence, window: ContextWindow) -> bool:
-        """Take the oldest turns out of the row; False, with a note why: nothing can be taken out."""
+        """Take the oldest turns out of the row. False: impossible, and the sequence's note or failure says why."""
         begin = sequence.outline.head
         try:
             length = window.excess(sequence.outline, sequence.row.position, 1, sequence.dropped)
@@ -407,7 +404,7 @@ class Engine:
         return False
 
     def _lose_all(self, error: Exception) -> None:
-        """An evaluation failed, and with it the rows' state. Waiting requests go on in a new group."""
+        """End all running requests after a failed evaluation. Waiting requests go on in a new group."""
         self.group.close_after(error)
         for sequence in list(self._queue.running):
             self.fail(sequence, error)

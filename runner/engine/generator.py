@@ -6,18 +6,17 @@
         for ticket, piece in generator:
             print(ticket.number, piece.text)
 
-A round (runner/engine/engine.py) admits requests, evaluates one chunk of prompts, dispatches a decode step for all
-replies, and reads the tokens of the step before. Between two tokens of a running reply lie one step and at most one
-chunk: `step_size` bounds its pauses, and what prefill takes from running replies.
+Between two tokens of a running reply lie one step and at most one chunk of prefill of `step_size` tokens. The rounds
+are in runner/engine/engine.py.
 
 Invariants, each with a test:
 
-  PG1  Each reply is what it would be alone: no other request joining, leaving, failing or being cancelled changes it.
+  PG1  A reply does not depend on other requests: whether they join, leave, fail or are cancelled.
   PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply. First
        tokens of a chunk of prefill are handed out before the step.
-  PG3  Cells and bytes for prompt and reply are there before a request comes in. If they run out after all, the request
-       that came last waits again, with its text, and resumes from what the tree has of it.
-  PG4  However a request ends, what was evaluated and is right is stored; nothing behind a shift is.
+  PG3  A request is admitted when cells and bytes suffice for prompt and reply. If they run out later, the request that
+       came last waits again, with its text, and resumes from what the tree has of it.
+  PG4  However a request ends, its correct state is stored; nothing behind a shift is.
   PG5  Between iterations, MLX's compiled mode is what it was before.
 
 Any thread may use `submit`, `wait` and a Ticket; one thread iterates and closes.
@@ -43,7 +42,7 @@ DEFAULT_MAX_ROWS = 16
 
 
 class ParallelGenerator:
-    """Serves requests together. A context manager; its exit cancels what still runs.
+    """Serves requests together. A context manager, whose exit cancels running requests.
 
     Args:
         cache: a PrefixCache of the model.
@@ -52,9 +51,9 @@ class ParallelGenerator:
         capacity: tokens of all running requests together; shared ones count once.
         max_rows: most requests that run at a time.
         step_size: tokens per chunk of prefill.
-        context: most tokens of a conversation at a time; None: no bound but `capacity`. A longer conversation loses its
-            oldest turns, before prefill or while its reply grows, but not its beginning.
-        free_share: what such a cut frees, as a share of the context; see `runner.engine.sequence`.
+        context: most tokens of a conversation at a time; None: only `capacity` bounds it. A longer conversation loses
+            its oldest turns, before prefill or during its reply, but not its beginning.
+        free_share: share of the context that such a cut frees; see `runner.engine.sequence`.
         namespace, priority: as for `PrefixCache.begin`, for requests without a namespace of their own.
 
     Raises:
@@ -154,7 +153,7 @@ class ParallelGenerator:
             cuts_characters=cuts_characters,
         )
         sequence = TokenSequence(
-            ticket=Ticket(-1, len(ids)),
+            Ticket(-1, len(ids)),
             tokens=ids,
             keys=own_keys,
             marks=tuple(marks),
@@ -170,9 +169,9 @@ class ParallelGenerator:
             room = min(max_tokens, self._window.quantum)
             sequence.drop(self._window.excess(outline, len(ids), room))
             reply.omitted_tokens = sequence.dropped
-        elif len(ids) + max_tokens - 1 > self._capacity:
+        elif (needed := len(ids) + max_tokens - 1) > self._capacity:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {len(ids) + max_tokens - 1} of a "
+                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {needed} of a "
                 f"capacity of {self._capacity}. Ask for a shorter reply, or raise capacity."
             )
         with self._arrivals:
@@ -185,7 +184,7 @@ class ParallelGenerator:
         return sequence.ticket
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a request that was not served yet; whether there is one. Any thread may call this."""
+        """Wait for a request that was not served yet; return whether there is one. Any thread may call this."""
         with self._arrivals:
             self._arrivals.wait_for(lambda: self._submitted or self._is_closed, timeout_s)
             return bool(self._submitted)
@@ -205,12 +204,11 @@ class ParallelGenerator:
         return pieces
 
     def close(self) -> None:
-        """Cancel what waits and runs; what was evaluated is stored. Closing twice is fine."""
+        """Cancel all requests and store their state. Closing twice is fine."""
         with self._arrivals:
             self._is_closed = True
             self._arrivals.notify_all()
-            self._queue.waiting += self._submitted
-            self._submitted.clear()
+        self._take_in()
         with uninterrupted():
             for sequence in [*self._queue.waiting, *self._queue.running]:
                 self._engine.finish(sequence, sequence.reply.end("cancelled"))
@@ -221,10 +219,13 @@ class ParallelGenerator:
     def group(self) -> Group:
         return self._engine.group
 
-    def _round(self) -> bool:
+    def _take_in(self) -> None:
         with self._arrivals:
             self._queue.waiting += self._submitted
             self._submitted.clear()
+
+    def _round(self) -> bool:
+        self._take_in()
         if not self._queue.waiting and not self._queue.running:
             return False
         with uninterrupted():

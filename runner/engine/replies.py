@@ -1,19 +1,18 @@
 """One reply as it grows, and `generate`, which makes one reply by itself. Many at once: runner/engine/generator.py.
 
-`Reply` takes the sampled tokens of one request, in order, and makes pieces of text and at the end a completion of them.
-`generate` drives a `LiveRun`: the live caches of one request, such as a radixcache Session, or mlx-lm's caches in a
-replay. All are measured on the loop of `radixcache.stream_generate` (`radixcache.generate.decode`).
+`Reply` turns the sampled tokens of one request into pieces of text and a completion. `generate` drives a `LiveRun`: the
+live caches of one request, such as a radixcache Session, or mlx-lm's caches in a replay. All use one loop, `decode` of
+radixcache/generate.py.
 
 Invariants, each with a test:
 
-  Y1  The texts of all pieces, joined, are a prefix of the decoded reply. No piece ends inside a UTF-8 character, unless
+  Y1  The joined texts of all pieces are a prefix of the decoded reply. No piece ends inside a UTF-8 character, unless
       the caller asks for that.
   Y2  The last piece, and no other, carries the completion.
   PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token that
        `max_tokens` allows.
-  PL2  The run itself records every token that it was stepped with. Whenever generation stops, it knows exactly what its
-       caches hold.
-  PL3  MLX's compiled mode is what it was before, also when the generator is closed early or the model raises.
+  PL2  The run records every token that it was stepped with. So it always knows what its caches hold.
+  PL3  MLX's compiled mode is what it was before, also if the generator is closed early or the model raises.
 
 Not thread-safe. Compiled mode is a setting of the whole process: one generator at a time.
 """
@@ -50,14 +49,14 @@ class Completion:
     """The result of a whole request.
 
     Attributes:
-        tokens: all that were sampled, with a stop token.
+        tokens: all sampled tokens, with a stop token.
         prompt_ms: from the start of prefill to the first token; None without one.
         ttft_ms: from the request's arrival to the first token: lookup, page-in and `prompt_ms`.
         completion_ms: from the first token to the last.
-        shifted_tokens: taken out of the full context while the reply was generated.
-        omitted_tokens: of the prompt, left out before prefill because the conversation is longer than the context.
-        note: why the reply is shorter than requested, where `done_reason` does not say it all.
-        error: what was raised, if `done_reason` is "error".
+        shifted_tokens: taken out of the full context during the reply.
+        omitted_tokens: of the prompt, left out before prefill because the conversation exceeds the context.
+        note: why the reply is shorter than requested, if `done_reason` does not say it.
+        error: the exception, if `done_reason` is "error".
     """
 
     done_reason: DoneReason
@@ -92,7 +91,7 @@ class Piece(NamedTuple):
 
 
 class Reply:
-    """Makes pieces of the sampled tokens of one request.
+    """Turns the sampled tokens of one request into pieces.
 
     Args:
         stop_tokens: ids that end the reply, or a function called with each token, in order. Default: the tokenizer's.
@@ -131,7 +130,7 @@ class Reply:
         return self.max_tokens - len(self.tokens)
 
     def start(self) -> None:
-        """Prefill begins now. Without this call it began when the reply was made."""
+        """Note that prefill begins now; by default it began with the reply."""
         self._started_s = time.perf_counter()
 
     def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool], logprob: float | None = None) -> Piece:
@@ -156,7 +155,7 @@ class Reply:
         try:
             text = self._last_text() if self.tokens else ""
         except Exception:
-            # Text that cannot be decoded is most likely the error that ends the reply.
+            # The error that ends the reply may be that its text cannot be decoded.
             if reason != "error":
                 raise
             text = ""
@@ -189,7 +188,7 @@ class Reply:
 
 
 def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Of logits (N, V): pending log-probabilities (N, V), float32, and normalizers (N, 1): not finite if any is."""
+    """Return of logits (N, V) pending log-probabilities (N, V) and normalizers (N, 1), not finite if a logit is not."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - total, total
@@ -200,7 +199,7 @@ def greedy(logprobs: mx.array) -> mx.array:
 
 
 def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
-    """Let a sampler choose a token (1,) from log-probabilities (1, V), pending. None: the likeliest.
+    """Sample a token (1,), pending, from log-probabilities (1, V). Without a sampler, the likeliest.
 
     An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses. TypeError: no id.
     """
@@ -221,9 +220,9 @@ def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
 
 
 class LiveRun(Protocol):
-    """The live caches of one request, and the only way to move them forward. `radixcache.Session` is one.
+    """The live caches of one request, such as a `radixcache.Session`, whose members these are.
 
-    `remaining` are the prompt's tokens past `cached_tokens`, never none. The rest is as for a Session.
+    `remaining` are the prompt's tokens past `cached_tokens`, at least one.
     """
 
     @property
@@ -251,6 +250,10 @@ class _CancelledError(Exception):
     pass
 
 
+def _never() -> bool:
+    return False
+
+
 def generate(
     run: LiveRun,
     model: Any,
@@ -260,7 +263,7 @@ def generate(
     sampler: Sampler | None = None,
     stop_tokens: Collection[int] | None = None,
     step_size: int = DEFAULT_STEP_SIZE,
-    cancelled: Callable[[], bool] | None = None,
+    cancelled: Callable[[], bool] = _never,
     on_progress: ProgressCallback | None = None,
     arrived_at_s: float | None = None,
 ) -> Iterator[Piece]:
@@ -268,11 +271,11 @@ def generate(
 
     Args:
         run: live caches at `run.cached_tokens`. The caller closes it.
-        model: an mlx-lm model. If its `enable_compile` says no, MLX's compiled mode is off meanwhile.
+        model: an mlx-lm model. MLX's compiled mode is off meanwhile if its `enable_compile` is false.
         tokenizer, max_tokens, stop_tokens, arrived_at_s: as for Reply.
         sampler: log-probabilities (1, V) to token (1,); mlx_lm.sample_utils.make_sampler makes them. Default: greedy.
         step_size: tokens per prefill chunk.
-        cancelled: called between chunks and between tokens; `threading.Event().is_set` fits.
+        cancelled: called between chunks and between tokens; `threading.Event().is_set` fits. Default: never.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.
@@ -281,20 +284,14 @@ def generate(
     require_count("step_size", step_size, "tokens")
     remaining = run.remaining
     prompt_tokens = run.cached_tokens + len(remaining)
-    is_cancelled = cancelled or _never
-    reply = Reply(
-        tokenizer,
-        max_tokens=max_tokens,
-        stop_tokens=stop_tokens,
-        prompt_tokens=prompt_tokens,
-        arrived_at_s=arrived_at_s,
-    )
+    limits: Any = {"max_tokens": max_tokens, "stop_tokens": stop_tokens}
+    reply = Reply(tokenizer, **limits, prompt_tokens=prompt_tokens, arrived_at_s=arrived_at_s)
 
     def chunk_done(offset: int, length: int) -> None:
         mx.clear_cache()
         if on_progress is not None:
             on_progress(offset, length)
-        if is_cancelled():
+        if cancelled():
             raise _CancelledError
 
     def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -310,7 +307,7 @@ def generate(
             return
         for token, logprobs in decode(run, model, mx.array(remaining[-1:]), choose, max_tokens=reply.max_tokens):
             reply.cached_tokens = run.cached_tokens
-            piece = reply.add(token, logprobs, is_cancelled)
+            piece = reply.add(token, logprobs, cancelled)
             if len(reply.tokens) == 1 and on_progress is not None:
                 on_progress(prompt_tokens, prompt_tokens)
             yield piece
@@ -324,14 +321,14 @@ def feed(
     tokens: NDArray[np.int32],
     *,
     step_size: int = DEFAULT_STEP_SIZE,
-    cancelled: Callable[[], bool] | None = None,
+    cancelled: Callable[[], bool] = _never,
 ) -> int:
     """Evaluate a known reply, so that the run's caches hold it. Returns how many tokens went in."""
     done = 0
     with compile_mode(model):
-        while done < len(tokens) and not (cancelled or _never)():
+        while done < len(tokens) and not cancelled():
             chunk = tokens[done : done + step_size]
-            # Nobody needs the logits, but waiting for them limits the work in flight to one chunk.
+            # Waiting for the logits, which are not needed, limits the work in flight to one chunk.
             mx.eval(run.step(model, mx.array(chunk))[:, -1, :1])
             mx.clear_cache()
             done += len(chunk)
@@ -340,7 +337,7 @@ def feed(
 
 @contextmanager
 def compile_mode(model: Any) -> Iterator[None]:
-    """Switch MLX's compiled mode off while the block runs, if the model's `enable_compile` says no."""
+    """Switch MLX's compiled mode off in the block if the model's `enable_compile` is false."""
     wanted = getattr(model, "enable_compile", True)
     if callable(wanted):
         wanted = wanted()
@@ -353,7 +350,3 @@ def compile_mode(model: Any) -> Iterator[None]:
         yield
     finally:
         mx.enable_compile()
-
-
-def _never() -> bool:
-    return False

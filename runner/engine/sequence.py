@@ -1,4 +1,4 @@
-"""TokenSequence: one request in the engine, from its prompt to its last token. Also which tokens a full context drops.
+"""TokenSequence: one request in the engine, from its prompt to its last token. ContextWindow: what a full one drops.
 
 A user holds the Ticket; the engine moves the TokenSequence. While it runs, it has a row of the cache's group.
 
@@ -7,12 +7,12 @@ A conversation longer than the context (`ContextWindow`) loses tokens:
     system | message | message | message | question | opening | reply ...
     stays    dropped first, whole, the oldest first   stays     stays
 
-The beginning stays: the system prompt, or a few tokens without one, because models rely on the first tokens whatever
-they say (attention sinks; Xiao et al. 2023, Efficient Streaming Language Models). The reply and its opening stay too.
-The last message loses tokens only once all others are gone, and so does a prompt without marks.
+The system prompt stays, or a few tokens without one: models need the first tokens (attention sinks; Xiao et al. 2023,
+Efficient Streaming Language Models). The reply and its opening stay too. The last message loses tokens only when all
+others are gone, and so does a prompt without marks.
 
-The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message. A growing
-conversation is therefore cut at one place for several turns, and the next turn finds what one turn has stored.
+The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message. So a growing
+conversation is cut at one place for several turns, and a turn finds what the turn before has stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from runner.engine.replies import Completion, ProgressCallback, Reply, Sampler, 
 SINK_TOKENS = 4
 # Most tokens that stay behind the last mark: the opening of the reply.
 OPENING_TOKENS = 16
-# Most of the conversation stays, and a shift comes once in many replies.
+# Most of the conversation stays, and shifts are rare.
 FREE_SHARE = 0.25
 
 #: mlx-lm's: the tokens so far (T,) and logits (1, V) to logits (1, V).
@@ -55,7 +55,7 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class Outline:
-    """Which parts of a prompt may be dropped: `head` tokens stay; `ends` are those of the messages behind, rising."""
+    """Which parts of a prompt may be dropped: `head` tokens stay; behind it messages end at `ends`, rising."""
 
     length: int
     head: int
@@ -73,7 +73,7 @@ class Outline:
 
     @property
     def limit(self) -> int:
-        """From this offset on everything stays."""
+        """Everything from this offset on stays."""
         opening = min(OPENING_TOKENS, self.length - self.ends[-1]) if self.ends else 0
         return max(self.head, self.length - max(opening, 1))
 
@@ -96,11 +96,11 @@ class ContextWindow:
         return max(1, int(self.tokens * self.free_share))
 
     def excess(self, outline: Outline, length: int, room: int, dropped: int = 0) -> int:
-        """How many tokens behind the head to drop, so that `room` more fit. ContextError: too much must stay.
+        """Return how many tokens behind the head to drop, so that `room` more fit. ContextError: too many must stay.
 
         Args:
-            length: tokens there are now, with those of the reply.
-            dropped: how many of the prompt are gone already.
+            length: tokens now, with those of the reply.
+            dropped: tokens of the prompt that were dropped before.
         """
         if length + room <= self.tokens:
             return 0
@@ -123,7 +123,7 @@ class ContextWindow:
 
 
 class Ticket:
-    """A request that was handed in, `number` in order of arrival. Any thread may read it and cancel it.
+    """A submitted request, `number` in order of arrival. Any thread may read and cancel it.
 
     Attributes:
         matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None before admission.
@@ -161,7 +161,7 @@ class Predictions:
 
     @cached_property
     def read(self) -> tuple[list[int], list[float], list[bool]]:
-        """Tokens, their log-probabilities, and whether logits were not numbers. Waits, once for all rows."""
+        """Wait for all rows; return tokens, their log-probabilities, and whether logits were not numbers."""
         lists: list[Any] = [array.tolist() for array in (self.tokens, self._own, self._totals)]
         tokens, own, totals = lists
         return tokens, [each for (each,) in own], [not math.isfinite(total) for (total,) in totals]
@@ -174,23 +174,22 @@ class Sampled(NamedTuple):
     row: int
 
     def read(self) -> tuple[int, float, bool]:
-        """The token, its log-probability, and whether the logits are not numbers. Waits for them."""
         tokens, own, wrong = self.of.read
         return tokens[self.row], own[self.row], wrong[self.row]
 
 
 @dataclass(eq=False)
 class TokenSequence:
-    """One request's tokens: those that its row holds, or is to hold.
+    """The tokens of one request that its row holds, or will hold.
 
     Attributes:
-        tokens, keys: the prompt without what was dropped; after a return to waiting the reply so far too.
-        outline: of the whole prompt; `dropped` tokens behind its head are not in `tokens` any more.
+        tokens, keys: the prompt without dropped tokens; after a return to waiting also the reply so far.
+        outline: of the whole prompt; `dropped` tokens behind its head are no longer in `tokens`.
         held_row: in the cache's group; None while it waits.
         last: the latest prediction, which the next forward pass continues; None before the first.
         unread: predictions that nobody has read: two while a step runs.
-        failure: what its sampler or its step raised; reported once the tokens before it are read.
-        in_reply: how many of the reply's tokens are part of `tokens`.
+        failure: what its sampler or its step raised; reported when the tokens before it are read.
+        in_reply: tokens of the reply that are part of `tokens`.
         reserve: tokens of the reply to reserve room for.
         note: why the reply cannot go on, though nothing failed.
     """
@@ -225,34 +224,34 @@ class TokenSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt is evaluated."""
+        """Whether the whole prompt is evaluated."""
         return self.last is not None
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the next step evaluates a token of it: its prompt is evaluated but for a last token at most."""
+        """Whether it takes part in the next step: at most the last token of its prompt is left."""
         return self.is_decoding or (self.row.position > 0 and self.row.prompt_left == 1)
 
     @property
     def needed_tokens(self) -> int:
-        """Cells for the prompt and the reserved reply; the last token never takes one."""
+        """Cells for the prompt and the reserved reply; the last token takes none."""
         left = max(min(self.reserve, self.reply.max_tokens) - self.in_reply, 1)
         return len(self.tokens) + left - 1
 
     @property
     def proven_tokens(self) -> int:
-        """Tokens of its row from whose state a token was read; 0 before the first."""
+        """Tokens of its row whose state has given a token that was read; 0 before the first."""
         read = len(self.reply.tokens) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
 
     def note_match(self) -> None:
-        """Note what the cache has of the prompt, at admission and after a first chunk, which may find more."""
+        """Note what the cache has of the prompt. A first chunk may find more than admission did."""
         if not self.reply.tokens:
             self.reply.cached_tokens = self.row.cached_tokens
             self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
     def drop(self, length: int) -> None:
-        """Leave out so many tokens behind the head."""
+        """Leave out `length` tokens behind the head."""
         begin = self.outline.head
         gone = slice(begin, begin + length)
         self.tokens, self.keys = np.delete(self.tokens, gone), np.delete(self.keys, gone)
@@ -261,7 +260,7 @@ class TokenSequence:
         self.dropped += length
 
     def shift(self, length: int) -> None:
-        """Note that so many tokens behind the head were removed from the row during the reply."""
+        """Note that `length` tokens behind the head were removed from the row during the reply."""
         self.drop(length)
         self.reply.shifted_tokens += length
 
@@ -275,7 +274,7 @@ class TokenSequence:
         self.unread.clear()
 
     def process(self, logits: mx.array) -> mx.array:
-        """Run the processors on the logits (1, V) of the next token. Raises whatever they raise."""
+        """Run the processors on the logits (1, V) of the next token."""
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
         said = self._said.update_and_fetch(next_tokens([self]))
@@ -285,7 +284,7 @@ class TokenSequence:
 
 
 def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
-    """Dispatch each sequence's next token from logits (N, T, V). One that raises fails alone."""
+    """Dispatch each sequence's next token from logits (N, T, V). An exception fails that sequence alone."""
     last = logits[:, -1].astype(mx.float32)
     processing = {row: each for row, each in enumerate(sequences) if each.processors}
     last = _replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
@@ -302,7 +301,7 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
 def _replace_rows(
     values: mx.array, sequences: Mapping[int, TokenSequence], make: Callable[[int, TokenSequence], mx.array]
 ) -> mx.array:
-    """Replace the rows of these sequences by what `make` returns; what it raises is the sequence's failure."""
+    """Replace the rows of these sequences by what `make` returns. An exception becomes the sequence's failure."""
     own = {}
     for row, sequence in sequences.items():
         try:

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: bodies, their translation to OpenAI's form, replies, routes. Never imports MLX.
 
     MessagesBody      what the client sent, checked; `request` makes the Request of it, by way of ChatBody
-    MessageDraft      the reply while it is written: a message, and the events that tell of it
+    MessageDraft      the reply, whole or as events
     anthropic_routes  POST /v1/messages and /v1/messages/count_tokens
 
 `messages_of` turns blocks into messages in OpenAI's form, which chat templates take:
@@ -13,10 +13,10 @@
     image         ->  content is a list: texts, and images as data URLs
 
 Successive turns of one role become one turn, as in Anthropic's API. Every end of a message is a checkpoint anyway, so a
-mark (`cache_control`) asks for one more only on a text inside of a message. Marks elsewhere change nothing.
+mark (`cache_control`) adds a checkpoint only on a text inside a message. Marks elsewhere change nothing.
 
-The server refuses what it cannot honour and what would change a reply: documents, server tools, a forced tool,
-structured output, a reply that continues a beginning. `null` means the same as no field; unknown fields are ignored.
+The server refuses what it cannot honour: documents, server tools, a forced tool, structured output, a reply that
+continues a beginning. `null` means the same as no field; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
 from runner.serve.service import (
     Delta,
-    ReplyStream,
     ServedReply,
     Service,
     namespace_of,
@@ -51,22 +50,20 @@ from runner.serve.service import (
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-# How the first system block of a well-known client begins. It differs in every request, so prompts that begin with it
-# would share only a few tokens. It is left out.
+# A well-known client begins its first system block with this. The block differs in every request, so it is left out:
+# prompts that begin with it would share only a few tokens.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 
 # Blocks and turns -----------------------------------------------------------------------------------------------------
 
 
 class CacheControl(Checked):
-    """A mark. The eviction policy, not its `ttl`, decides how long it lasts."""
+    """A mark. Its `ttl` is ignored: the eviction policy decides how long state stays."""
 
     type: Literal["ephemeral"]
 
 
 class Markable(Checked):
-    """A block or tool that may have a mark."""
-
     cache_control: CacheControl | None = None
 
 
@@ -76,8 +73,6 @@ class Text(Markable):
 
 
 class ImageSource(Checked):
-    """The bytes of an image; addresses are not fetched."""
-
     type: Literal["base64"]
     media_type: Literal["image/gif", "image/jpeg", "image/png", "image/webp"]
     data: str
@@ -89,8 +84,6 @@ class Image(Markable):
 
 
 class Thinking(Checked):
-    """A block of reasoning; its signature is ignored."""
-
     type: Literal["thinking"]
     thinking: str
 
@@ -224,7 +217,7 @@ class Tool(Markable):
 
 
 class ToolChoice(Checked):
-    """Whether the model gets the tools. It cannot be forced to call one, or to call at most one."""
+    """Whether the model gets the tools. Forcing a call, or at most one call, is refused."""
 
     type: Literal["auto", "none"]
     disable_parallel_tool_use: Literal[False] = False
@@ -237,7 +230,7 @@ class ThinkingChoice(Checked):
 
 
 class OutputConfig(Checked):
-    """Options of the output; a format is refused."""
+    """A format is refused."""
 
     format: None = None
 
@@ -307,7 +300,7 @@ MessageEvent: TypeAlias = dict[str, Any]
 
 
 class MessageDraft:
-    """A reply as Anthropic's message, while it is written. At most one block is open, and it is the last one.
+    """Writes one reply. At most one block is open, and it is the last one.
 
     start      message_start
     _add       content_block_start, content_block_delta, content_block_stop
@@ -331,8 +324,20 @@ class MessageDraft:
             "usage": _usage(reply.prompt_tokens, 0, 0),  # cached tokens are known at the end
         }
 
-    async def events(self) -> AsyncIterator[MessageEvent]:
-        """All events of the stream, as they come about. ApiError: the reply failed on the way."""
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._events():
+            pass
+        return self.message
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events. A failure is the last of them."""
+        try:
+            async for event in self._events():
+                yield server_sent_event(event, event["type"])
+        except ApiError as error:
+            yield server_sent_event(error.in_anthropic_form(), "error")
+
+    async def _events(self) -> AsyncIterator[MessageEvent]:
         yield {"type": "message_start", "message": copy.deepcopy(self.message)}
         async for part in self._reply:
             for event in [{"type": "ping"}] if isinstance(part, PrefillProgress) else self._add(part):
@@ -373,17 +378,17 @@ class MessageDraft:
         return self._is_open and self._content[-1]["type"] == kind
 
     def _write(self, kind: str, text: str) -> list[MessageEvent]:
-        """Add to the open block, or to a new one. The text's field has the name of the kind."""
+        """Add to the open block, or to a new one. The field of the text has the name of the kind."""
         events = []
         if not self._is_writing(kind):
-            # Nothing is signed here, but clients want the field.
+            # Clients want the field.
             signature = {"signature": ""} if kind == "thinking" else {}
             events = self._open({"type": kind, kind: "", **signature})
         self._content[-1][kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _call(self, call: dict[str, Any]) -> list[MessageEvent]:
-        # JSON has no NaN, but a model's arguments may. The API takes only objects, but the arguments may be anything.
+        # A model's arguments may have NaN, which JSON lacks, and be no object, which the API wants.
         function = call["function"]
         arguments = json.loads(function["arguments"], parse_constant=str)
         arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
@@ -410,7 +415,7 @@ class MessageDraft:
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
-    """Each prompt token counts once. Writing to the cache costs nothing extra, so nothing is counted for it."""
+    """Count each prompt token once. Writing to the cache costs nothing, so its count is 0."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -432,17 +437,8 @@ def anthropic_routes(
     async def messages(request: HttpRequest) -> Response:
         """A reply to a conversation, whole or as events."""
         body = MessagesBody.read(await read_json(request))
-        reply = await while_connected(request, service.ask(body.request(options, namespace_of(request))))
-        draft = MessageDraft(reply, body.model)
-        if body.stream:
-            return ReplyStream(reply, _sent(draft.events()))
-
-        async def finish() -> None:
-            async for _ in draft.events():
-                pass
-
-        await while_connected(request, finish())
-        return to_json(draft.message)
+        asked = body.request(options, namespace_of(request))
+        return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
@@ -452,12 +448,3 @@ def anthropic_routes(
         return to_json({"input_tokens": tokens})
 
     return router
-
-
-async def _sent(events: AsyncIterator[MessageEvent]) -> AsyncIterator[str]:
-    """Server-sent events. A failure on the way is the last of them."""
-    try:
-        async for event in events:
-            yield server_sent_event(event, event["type"])
-    except ApiError as error:
-        yield server_sent_event(error.in_anthropic_form(), "error")

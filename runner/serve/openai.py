@@ -38,17 +38,7 @@ from runner.serve.bodies import (
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, ModelNames, PrefillProgress, Request, Token
-from runner.serve.service import (
-    Delta,
-    ReplyStream,
-    ServedReply,
-    Service,
-    namespace_of,
-    read_json,
-    server_sent_event,
-    to_json,
-    while_connected,
-)
+from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event, to_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 #: Below it, float16 cannot tell the likeliest token from the others.
@@ -216,6 +206,7 @@ class OpenAIReply:
     model: str
     fingerprint: str
     created_s: int
+    include_usage: bool = False
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the whole reply. ApiError: it failed."""
@@ -235,7 +226,7 @@ class OpenAIReply:
             choice["text"] = delta.text
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
-    async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
+    async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
         call_count = 0
         try:
@@ -248,7 +239,7 @@ class OpenAIReply:
                     choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
                     choice |= {"delta": _message(part, calls)} if self._is_chat else {"text": part.text}
                     yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
-            if include_usage:
+            if self.include_usage:
                 usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
                 yield server_sent_event({**usage, "choices": []})
         except ApiError as error:
@@ -339,14 +330,12 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
         created_s = int(time.time())
         body = kind.read(await read_json(http_request), options)
         request = body.request(namespace_of(http_request))
-        reply = await while_connected(http_request, service.ask(request))
-        writer = OpenAIReply(reply, request, body.model, fingerprint, created_s)
-        if body.stream:
-            return ReplyStream(reply, writer.events(include_usage=body.stream_options.get("include_usage", False)))
-        try:
-            return to_json(await while_connected(http_request, writer.whole()))
-        finally:
-            reply.cancel()
+        include_usage = body.stream_options.get("include_usage", False)
+
+        def writer(reply: ServedReply) -> OpenAIReply:
+            return OpenAIReply(reply, request, body.model, fingerprint, created_s, include_usage)
+
+        return await service.answer(http_request, request, writer, stream=body.stream)
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT))
     @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT))

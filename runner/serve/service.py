@@ -1,11 +1,12 @@
 """Service: how the routes of both APIs get replies. Runs on the event loop; never imports MLX.
 
-    reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
-    async for part in reply: ...           PrefillProgress and Delta
-    reply.record, reply.finish_reason      how it ended, after the loop
-    reply.cancel()                         also called when the loop is left early
+await read_json(http_request)          the body; the API checks its fields and makes the Request of it
+await service.answer(...)              the whole response, by way of the API's ReplyWriter
 
-Below it: what all routes share to read bodies, to notice that a client left, and to send events.
+reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
+async for part in reply: ...           PrefillProgress and Delta
+reply.record, reply.finish_reason      how it ended, after the loop
+reply.cancel()                         also called when the loop is left early
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ MAX_DEPTH = 64
 
 
 class ReplyBackend(Protocol):
-    """Who answers requests: the Scheduler of this process, or a Fleet of replicas."""
+    """Answers requests: the Scheduler of this process, or a Fleet of replicas."""
 
     @property
     def is_healthy(self) -> bool: ...
 
     def ask(self, opened: OpenRequest) -> None:
-        """Take a request in; any thread. ApiError: it is full (429) or stopping (503)."""
+        """Accept a request; any thread. ApiError: the backend is full (429) or stopping (503)."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one or several tokens add to a reply: text without control sequences, whole tool calls in OpenAI's form."""
+    """What tokens add to a reply: text without control sequences, whole tool calls in OpenAI's form."""
 
     text: str
     reasoning: str
@@ -69,11 +70,11 @@ class Delta:
 class ReplyReader:
     """Splits one reply into text, reasoning and tool calls, as mlx_lm.server does. Holds no array.
 
-    mlx-lm's text state machine strips control sequences and stop words, and says in which state each piece of text is.
-    The rest follows APIHandler.handle_completion of mlx_lm.server step by step: text is held back while a tool call is
-    written; the call is complete once the state is normal again, or at the end. Source: mlx-lm 0.32.2.
+    mlx-lm's TextStateMachine strips control sequences and stop words, and gives each piece of text a state. The rest
+    follows APIHandler.handle_completion of mlx_lm.server: text is held back while a tool call is written; the call is
+    complete when the state is normal again, or at the end. Source: mlx-lm 0.32.2.
 
-    The generation thread makes it, with mlx-lm's TextStateMachine and ToolCallFormatter; the event loop uses it.
+    The generation thread makes it; the event loop uses it.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class ReplyReader:
         return Delta("", "", (), (token,)) if self._current == "tool" else self._take(token)
 
     def finish(self) -> Delta:
-        """Return what was held back, also a tool call that nothing closed."""
-        if not self._is_over:  # ended from outside, in the middle
+        """Return text that was held back, and an unclosed tool call."""
+        if not self._is_over:  # cancelled
             self._flush()
         if self._current == "tool" and self._tool_text:
             self._tool_texts.append(self._tool_text)
@@ -133,21 +134,16 @@ class ReplyReader:
 
     def _tool_calls(self, tool_text: str) -> list[dict[str, Any]]:
         try:
-            return [
-                {
-                    "id": str(call["id"]),
-                    "type": "function",
-                    "function": {"name": str(call["function"]["name"]), "arguments": call["function"]["arguments"]},
-                }
-                for call in self._format_tool_calls([tool_text])
-            ]
-        except Exception as error:  # Parsers raise all sorts of errors at what a model may write.
+            found = [(str(call["id"]), call["function"]) for call in self._format_tool_calls([tool_text])]
+            functions = [(id, {"name": str(each["name"]), "arguments": each["arguments"]}) for id, each in found]
+            return [{"id": id, "type": "function", "function": function} for id, function in functions]
+        except Exception as error:  # Parsers may raise anything at what a model writes.
             logger.warning("a tool call that cannot be read was left out: %s: %r", type(error).__name__, str(error))
             return []
 
 
 class ServedReply:
-    """One reply as it comes in. `record` and `finish_reason` are None until it has ended."""
+    """One reply as it arrives. `record` and `finish_reason` are None until it has ended."""
 
     def __init__(
         self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
@@ -159,12 +155,11 @@ class ServedReply:
         self._opened, self._events, self._reader, self._timer = opened, events, started.reader, timer
 
     def cancel(self) -> None:
-        """End it soon."""
         self._timer.cancel()
         self._opened.cancel()
 
     async def __aiter__(self) -> AsyncIterator[PrefillProgress | Delta]:
-        """ApiError: it failed on the way."""
+        """Yield its parts. ApiError: it failed."""
         reason: FinishReason = "stop"
         try:
             while self.record is None:
@@ -172,7 +167,7 @@ class ServedReply:
                 if isinstance(event, PrefillProgress):
                     yield event
                     continue
-                if isinstance(event, Started):  # Its replica ended before the first token; another one starts anew.
+                if isinstance(event, Started):  # Its replica ended before the first token; another replica starts anew.
                     continue
                 if isinstance(event, Failed):
                     raise ApiError(event.status, event.message)
@@ -190,8 +185,18 @@ class ServedReply:
             self.cancel()
 
 
+class ReplyWriter(Protocol):
+    """Writes one reply in the form of an API."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for the whole reply. ApiError: it failed."""
+
+    def events(self) -> AsyncIterator[str]:
+        """Server-sent events; a failure is one of them."""
+
+
 class _Mailbox:
-    """Events on their way to the event loop, which wakes once for all events of a round."""
+    """Carries events to the event loop, which wakes once for all events of a round."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -206,21 +211,33 @@ class _Mailbox:
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # first: later events may miss this delivery
+        self._is_woken = False  # before the loop, or a later event could be left behind
         while self._events:
             queue, event = self._events.popleft()
             queue.put_nowait(event)
 
 
 class Service:
-    """Asks the backend on behalf of the routes. A reply is ended with what it has `timeout_s` after the question."""
+    """Asks the backend for the routes. `timeout_s` after its request, a reply ends with what it has."""
 
     def __init__(self, backend: ReplyBackend, *, timeout_s: float) -> None:
         self.backend, self._timeout_s = backend, timeout_s
         self._mailbox: _Mailbox | None = None
 
+    async def answer(
+        self, http_request: HttpRequest, request: Request, writer: Callable[[ServedReply], ReplyWriter], *, stream: bool
+    ) -> Response:
+        """Return the response to a request, in one piece or as a stream of events. ApiError: it cannot be served."""
+        reply = await while_connected(http_request, self.ask(request))
+        if stream:
+            return ReplyStream(reply, writer(reply).events())
+        try:
+            return to_json(await while_connected(http_request, writer(reply).whole()))
+        finally:
+            reply.cancel()
+
     async def ask(self, request: Request) -> ServedReply:
-        """Hand a request in, and wait until its prompt is in tokens. ApiError: it cannot be served, and why."""
+        """Submit a request and wait until its prompt is tokenized. ApiError: it cannot be served."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _Mailbox(loop)
@@ -229,7 +246,7 @@ class Service:
         def put(event: ReplyEvent) -> None:
             try:
                 mailbox.put(events, event)
-            except RuntimeError:  # the loop is closed: nobody listens any more
+            except RuntimeError:  # the loop is closed
                 opened.cancel()
 
         opened = OpenRequest(request, put)
@@ -250,13 +267,10 @@ class Service:
         raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
 
 
-# What routes share ----------------------------------------------------------------------------------------------------
-
-
 async def read_json(request: HttpRequest) -> dict[str, Any]:
-    """Return the body of `request`, whatever content type it declares.
+    """Return the body of a request with any content type. ApiError: it is no JSON object, or is nested too deep.
 
-    ApiError: it is no JSON object in UTF-8, has NaN, an infinity or half a surrogate pair, or is nested too deep.
+    NaN, infinities and half a surrogate pair are no JSON either.
     """
     raw = await request.body()
     try:
@@ -280,12 +294,12 @@ def namespace_of(request: HttpRequest) -> str:
 
 
 def to_json(body: object, status: int = 200) -> Response:
-    """A response of JSON. Half a surrogate pair, which a model may write, is escaped."""
+    """A JSON response. Half a surrogate pair, which a model may write, is escaped."""
     return Response(json.dumps(body), status, media_type="application/json")
 
 
 async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it as soon as the client goes away, with an ApiError. The body was read before."""
+    """Await `work`; cancel it when the client leaves, with an ApiError. The body must have been read."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -309,7 +323,7 @@ def server_sent_event(data: object, name: str | None = None) -> str:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. However the response ends, also before its first event, the reply is cancelled."""
+    """A reply as server-sent events. It is cancelled however the response ends, also before its first event."""
 
     def __init__(self, reply: ServedReply, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
