@@ -57,9 +57,6 @@ LEAST_PART = 4
 NO_ROOM = (CacheFullError, BudgetFullError)
 
 
-# The queue ------------------------------------------------------------------------------------------------------------
-
-
 class AdmissionQueue:
     """The requests of one generator, in order of arrival; capacity and context are tokens."""
 
@@ -142,9 +139,6 @@ class AdmissionQueue:
     def _needed(self, sequence: TokenSequence) -> int:
         needed = sequence.needed_tokens
         return needed if self._context is None else min(needed, self._context)
-
-
-# The rounds -----------------------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -364,8 +358,6 @@ class Engine:
         self.ready.append((sequence.ticket, piece))
         if sequence.failure is not None:
             self.fail(sequence, sequence.failure)
-
-    # No room, a full context, lost state
 
     def _make_room(self, error: Exception) -> None:
         """Let the request that came last wait again. Raises the error if it is the only one."""

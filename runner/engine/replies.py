@@ -184,9 +184,6 @@ class Reply:
         )
 
 
-# Sampling -------------------------------------------------------------------------------------------------------------
-
-
 def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Return of logits (N, V) pending log-probabilities (N, V) and normalizers (N, 1), not finite if a logit is not."""
     logits = logits.astype(mx.float32)
@@ -214,9 +211,6 @@ def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
         raise TypeError(f"the sampler returned {token.dtype} of shape {token.shape}; wanted one token id.")
     token = token.reshape(1).astype(mx.int32)
     return mx.where((token >= 0) & (token < logprobs.shape[-1]), token, -1)
-
-
-# One request by itself ------------------------------------------------------------------------------------------------
 
 
 class LiveRun(Protocol):

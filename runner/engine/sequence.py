@@ -46,9 +46,6 @@ FREE_SHARE = 0.25
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-# A full context -------------------------------------------------------------------------------------------------------
-
-
 class ContextError(ValueError):
     """A conversation cannot be cut to fit the context; the message has the numbers."""
 
@@ -117,9 +114,6 @@ class ContextWindow:
                 f"{length - (outline.limit - dropped)} stay, and the {most - dropped} between them are too few to go."
             )
         return min(aim, most) - dropped
-
-
-# A request ------------------------------------------------------------------------------------------------------------
 
 
 class Ticket:

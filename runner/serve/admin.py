@@ -55,9 +55,6 @@ SHOWN_FIELDS = (
 )  # fmt: skip
 
 
-# The page -------------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def cache_page() -> tuple[str, dict[str, str]]:
     style, script = (page_file(f"page.{kind}") + page_file(f"page.{kind}", __package__) for kind in ("css", "js"))
@@ -152,9 +149,6 @@ def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any
     return {**about, **{name: getattr(record, name) for name in SHOWN_FIELDS}}
 
 
-# Bodies ---------------------------------------------------------------------------------------------------------------
-
-
 class ReclaimBody(BaseModel):
     """POST /cache/reclaim: the bytes that all caches may hold together afterwards."""
 
@@ -195,9 +189,6 @@ class WarmBody(PromptBody):
 
     name: Annotated[str, Field(min_length=1)] | None = None
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-
-
-# Routes ---------------------------------------------------------------------------------------------------------------
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:

@@ -54,8 +54,6 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 # prompts that begin with it would share only a few tokens.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 
-# Blocks and turns -----------------------------------------------------------------------------------------------------
-
 
 class CacheControl(Checked):
     """A mark. Its `ttl` is ignored: the eviction policy decides how long state stays."""
@@ -142,9 +140,6 @@ class AssistantTurn(Checked):
 Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
-# To OpenAI's form -----------------------------------------------------------------------------------------------------
-
-
 def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Messages in OpenAI's form, each with the ends of its marked texts, in characters of its content."""
     for role, run in groupby(turns, key=lambda turn: turn.role):
@@ -202,9 +197,6 @@ def _text_of(blocks: Iterable[Any]) -> str:
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
     texts = [block for block in blocks if isinstance(block, Text)]
     return [len(_text_of(texts[:count])) for count, text in enumerate(texts[:-1], 1) if text.cache_control]
-
-
-# Bodies ---------------------------------------------------------------------------------------------------------------
 
 
 class Tool(Markable):
@@ -293,8 +285,6 @@ class MessagesBody(AnthropicPromptBody):
         sampling = self.model_dump(include={"temperature", "top_p", "top_k", "max_tokens"})
         return {**super()._openai_fields(), **sampling, "stop": self.stop_sequences}
 
-
-# Replies --------------------------------------------------------------------------------------------------------------
 
 MessageEvent: TypeAlias = dict[str, Any]
 
@@ -422,9 +412,6 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
         "cache_read_input_tokens": cached_tokens,
         "output_tokens": output_tokens,
     }
-
-
-# Routes ---------------------------------------------------------------------------------------------------------------
 
 
 def anthropic_routes(

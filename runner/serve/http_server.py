@@ -1,10 +1,8 @@
 """HTTP/1.1 on uvicorn and h11, with time limits for slow clients, and a shutdown that lets replies finish.
 
-A client owes the head of a request, then its body, then to read its reply. If one takes too long, the client gets an
-error and its connection is closed. Until a request is whole (`runner.serve.middleware`), a client holds nothing else.
-
-On a signal the server takes no more connections, calls `stop` on a thread of its own while replies go on, and sends the
-rest. A second signal ends the process at once.
+A client owes the head of a request, then its body, then to read the reply. If it is too slow, it gets an error and the
+connection is closed. On a signal the server accepts no more connections, calls `stop` on another thread while replies
+go on, and sends the rest. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runner.serve.request import ApiError
 
-#: Seconds that a client may take for what it owes.
+#: Seconds that a client has for what it owes.
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}
-#: Seconds that a connection may be idle between two requests: longer than clients leave one open themselves.
+#: Seconds that a connection may be idle between two requests: longer than clients leave one open.
 IDLE_S = 75
 #: Seconds to send the rest of ended replies before the server ends.
 SEND_S = 30
@@ -44,7 +42,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; requests wait in it until the server runs. OSError: the address cannot be used."""
+    """Return a listening socket, in which requests wait until the server runs. OSError: the address cannot be used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -62,9 +60,7 @@ def url_of(listening: socket.socket) -> str:
 class HttpServer(uvicorn.Server):
     """Serves `app`; `run(sockets=[...])` returns when it has ended. `stop` ends replies and frees the backend."""
 
-    def __init__(
-        self, app: ASGIApp, stop: Callable[[], object], *, patience_s: Mapping[str, float] = PATIENCE_S
-    ) -> None:
+    def __init__(self, app: ASGIApp, stop: Callable[[], object], patience_s: Mapping[str, float] = PATIENCE_S) -> None:
         config = uvicorn.Config(
             app,
             http=partial(Connection, patience_s=patience_s),  # type: ignore[arg-type]
@@ -73,7 +69,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             access_log=False,
-            # A client's header is no proof of its address; see runner.serve.middleware.
+            # A header does not prove a client's address; see runner.serve.middleware.
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=IDLE_S,
@@ -91,7 +87,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own raises the signals again at the end, which would spoil exit code 0.
+        # uvicorn's own method raises the signals again at the end, which would change exit code 0.
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in ENDING if is_main}
         heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
@@ -122,10 +118,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio does not set it for the sockets of create_server. Without it, the second of two pieces waits 40 ms for
-        # the client to acknowledge the first.
+        # Without it, the second of two pieces waits 40 ms for the client to acknowledge the first.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What the system does not take at once counts as unread.
+        # Bytes that the system does not accept at once count as unread.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -153,7 +148,7 @@ class Connection(H11Protocol):
         self._look()
 
     def shutdown(self) -> None:
-        # An incomplete request is not waited for.
+        # Do not wait for an incomplete request.
         if self._owed == "body":
             self._refuse(ApiError(503, "the server is stopping."))
         else:
@@ -166,19 +161,14 @@ class Connection(H11Protocol):
     def _look(self) -> None:
         """Start, restart or stop the time limit, by what the client owes now."""
         state = self.conn.their_state
-        if self.flow.write_paused:
-            self._await("reading")
-        elif self._is_refused:
-            self._await("leaving")
-        elif state is h11.SEND_BODY:
-            self._await("body")
-        elif state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
-            self._await("head")
+        owes_head = state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0])
+        if self.flow.write_paused or self._is_refused:
+            self._await("reading" if self.flow.write_paused else "leaving")
         else:
-            self._await(None)
+            self._await("body" if state is h11.SEND_BODY else "head" if owes_head else None)
 
     def _await(self, owed: str | None) -> None:
-        """Limit the time for what is owed; if that is the same as before, its timer goes on."""
+        """Limit the time for what is owed. If that has not changed, its timer goes on."""
         if owed == self._owed:
             return
         if self._timer is not None:
@@ -194,7 +184,7 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, f"the request's {owed} took longer than {self._patience_s[owed]:g} s."))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error if nothing was answered yet, and ignore what comes."""
+        """Answer with an error if nothing was sent yet, and ignore further data."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -203,7 +193,7 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=error.status, headers=headers)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # If it were closed with unread data in it, it would be reset before the client has read this.
+        # Closing with unread data would reset the connection before the client has read this.
         self.transport.write_eof()
         self._is_refused = True
         self._look()

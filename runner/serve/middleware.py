@@ -45,9 +45,6 @@ OPEN, PAGE = "/health", "/cache"
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
-# Keys -----------------------------------------------------------------------------------------------------------------
-
-
 class KeyFileError(ValueError):
     """A key file cannot be used; the message is one line and shows no key."""
 
@@ -127,9 +124,6 @@ def _read_key_file(path: Path) -> list[tuple[str, str, str]]:
     if not found:
         raise KeyFileError(f"{path}: no key; wanted a name and a key in a line.")
     return found
-
-
-# Requests -------------------------------------------------------------------------------------------------------------
 
 
 def is_admin_path(path: str) -> bool:

@@ -1,9 +1,9 @@
-"""Models: which weights are loaded, and what the cache of each model holds. Belongs to the generation thread.
+"""Models: which weights are loaded, and the cache of each model. Belongs to the generation thread.
 
     names of a request ──▶ key ──▶ weights       one model at a time, as in mlx_lm.server
                            └──▶ PrefixCache   one each, all on one ledger; it stays while other models run
 
-A model that is loaded again finds its prefixes, unless the budget evicted them or its files have changed since.
+A model that is loaded again finds its prefixes, unless they were evicted or its files have changed.
 
 A warm file (`read_warm_file`) names system prompts and conversations to prefill and pin at start:
 
@@ -11,8 +11,8 @@ A warm file (`read_warm_file`) names system prompts and conversations to prefill
     {"name": "support", "system": "You answer customers ...", "tools": [...]}
     {"name": "onboarding", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}]}
 
-A .jsonl file has one of these a line; any other file is JSON, one of them or a list. `name` is that of the pin (default
-"warm-1" and so on), `namespace` the one whose requests find it: the name of a key with --namespace-by key.
+A .jsonl file has one of these a line; any other file is JSON, one of them or a list. `name` is the name of the pin
+(default "warm-1" and so on). Requests of `namespace` find it: the name of a key with --namespace-by key.
 """
 
 from __future__ import annotations
@@ -52,16 +52,13 @@ WANTED = "system prompts or conversations: text, or objects with system or messa
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-# Warm prefixes --------------------------------------------------------------------------------------------------------
-
-
 class WarmFileError(ValueError):
     pass
 
 
 @dataclass(frozen=True)
 class WarmEntry:
-    """One prefix to store and pin. `where` it stands is for errors."""
+    """One prefix to store and pin. `where` is its place in the file, for errors."""
 
     name: str
     messages: Sequence[dict[str, Any]]
@@ -71,7 +68,7 @@ class WarmEntry:
 
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
         """The tokens that all conversations with this beginning share. WarmFileError: there are none."""
-        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates want a message behind it
+        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates need a message behind it
         messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         try:
             tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
@@ -84,7 +81,7 @@ class WarmEntry:
 
 
 def read_warm_file(path: Path) -> list[WarmEntry]:
-    """Read a warm file. WarmFileError: it cannot be read, or is not as the head of this file says."""
+    """Read a warm file. WarmFileError: it cannot be read, or has another form than above."""
     if path.suffix == ".jsonl":
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -112,11 +109,8 @@ def _entry(value: Any, number: int, where: str) -> WarmEntry:
     return WarmEntry(name, messages, checked_tools(value.get("tools"), where), namespace, where)
 
 
-# Models ---------------------------------------------------------------------------------------------------------------
-
-
 class _CachedModel(NamedTuple):
-    """What stays of a model while others run."""
+    """The part of a model that stays while others run."""
 
     cache: PrefixCache
     fingerprint: Fingerprint
@@ -124,14 +118,11 @@ class _CachedModel(NamedTuple):
 
 
 class Models:
-    """The loaded model, and the caches of all.
+    """The loaded model, and the caches of all. StoreError, ValueError: --disk or --redis cannot be used.
 
     Attributes:
-        current: the loaded model; None before the first, and after a load that failed.
+        current: the loaded model; None before the first, and after a failed load.
         ledger: of all caches; None before the first model, whose size decides the default budget.
-
-    Raises:
-        StoreError, ValueError: --disk or --redis cannot be used.
     """
 
     def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:
@@ -148,7 +139,7 @@ class Models:
             self._stores.append(RedisStore(options.redis, write_on="close"))
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
-        """The caches of all models that were loaded so far, the present one last. Any thread may ask."""
+        """The caches of all models loaded so far, the current one last. Any thread may call this."""
         return [(key, cached.cache) for key, cached in [*self._cached.items()]]
 
     def store_stats(self) -> dict[str, StoreStats]:
@@ -165,7 +156,7 @@ class Models:
         return ModelNames(options.model, options.adapter_path, draft)
 
     def open(self, key: ModelNames) -> ServedModel:
-        """Load a model in the place of the current one, which is idle. ModelError: it cannot be found or loaded."""
+        """Replace the current model, which is idle. ModelError: the other one cannot be found or loaded."""
         if self.current is not None and self.current.key == key:
             return self.current
         fingerprint = _fingerprint(key)
@@ -188,13 +179,13 @@ class Models:
         return self.current
 
     def loaded(self, names: ModelNames) -> ServedModel:
-        """The loaded model, if it has these names. ApiError: it has others."""
+        """The loaded model. ApiError: it has other names."""
         if self.current is None or self.current.key != self.key_of(names):
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
     def count_tokens(self, asked: Request) -> int:
-        """How many tokens a prompt has, also for a model that is not loaded. ApiError: as for a reply."""
+        """Count the tokens of a prompt, also for a model that is not loaded. ApiError: as for a reply."""
         key = self.key_of(asked.names)
         current = self.current if self.current is not None and self.current.key.model == key.model else None
         try:
@@ -252,14 +243,13 @@ class Models:
             tokenizer.chat_template = tokenizer.default_chat_template
 
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _CachedModel:
-        """A cache that holds no weights: it is made from copies of empty mlx-lm caches."""
+        """Make a cache that holds no weights, from copies of empty mlx-lm caches."""
         options = self._options
         empty = mlx_lm_border.make_prompt_cache(loaded.model)
         if draft is not None:
             empty += mlx_lm_border.make_prompt_cache(draft)
-            # A full window cannot take tokens back.
-            windows = [each for each in empty if isinstance(each, mlx_lm_border.RotatingKVCache)]
-            if windows or not mlx_lm_border.can_trim_prompt_cache(empty):
+            has_window = any(isinstance(each, mlx_lm_border.RotatingKVCache) for each in empty)  # cannot trim when full
+            if has_window or not mlx_lm_border.can_trim_prompt_cache(empty):
                 raise ModelError(
                     f"model {key.model} with draft model {key.draft}: layers that cannot take back what was drafted."
                 )
@@ -282,7 +272,7 @@ class Models:
             kv_group_size=options.kv_group_size,
             trace=self._trace if self._is_default(key) else None,
             tokenizer=loaded.tokenizer if options.show_text else None,
-            # A drawn request runs alone if others run together. Only such requests have a session: verify all of them.
+            # If requests run together, only drawn requests have a session: verify each of them.
             verify=1.0 if is_parallel and options.verify else options.verify,
             exact=options.exact,
             step_size=options.prefill_step_size,
@@ -304,11 +294,9 @@ def _can_share(fresh: Callable[[], list[Any]]) -> bool:
 
 def _fingerprint(key: ModelNames) -> Fingerprint:
     """Fingerprint of a model, its adapter and its draft model. ModelError: one of them is missing."""
-    folders = [model_folder(key.model, show_progress=False)]
+    folders = [model_folder(name, show_progress=False) for name in (key.model, key.draft) if name is not None]
     if key.adapter is not None:
         folders.append(Path(os.path.expanduser(key.adapter)))
-    if key.draft is not None:
-        folders.append(model_folder(key.draft, show_progress=False))
     found: list[tuple[str, int, int]] = []
     for folder in filter(None, folders):
         try:

@@ -57,8 +57,6 @@ NOT_OF_TEMPLATES = frozenset((
     "truncation",
 ))  # fmt: skip
 
-# Bodies ---------------------------------------------------------------------------------------------------------------
-
 
 def _repetition_penalty(penalty: float) -> float:
     if 0 < penalty < LEAST_REPETITION_PENALTY:
@@ -194,9 +192,6 @@ def _require(holds: bool, param: str, wanted: str) -> None:
         raise ApiError(400, f"{param} should be {wanted}.", param=param)
 
 
-# Replies --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OpenAIReply:
     """Writes one reply. `model` is the name in the request; `created_s` counts from 1970."""
@@ -291,9 +286,6 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fields = {"content": delta.text, "reasoning": delta.reasoning, "tool_calls": calls}
     return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
-
-
-# Routes ---------------------------------------------------------------------------------------------------------------
 
 
 def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from runner.routing.routers import make_router
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Every option of `radixcache serve`; those of mlx_lm.server under its names.
+    """Every option of `radixcache serve`; those of mlx_lm.server have the same names.
 
     A field with an Option is an option of the command line; `runner.commands.serve` makes the others.
     """
@@ -25,48 +25,39 @@ class ServeOptions:
         Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id; requests may name others."),
     ] = None
     adapter_path: Annotated[str | None, Option(help="Folder of adapter weights for the model.")] = None
-    host: Annotated[str, Option(help="Address to listen at; the default is reached from this machine alone.")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[str, Option(help="Address to listen at; by default only this machine.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen at; 0 takes a free one, and says which.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
     draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
     num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model drafts at a time.", min=1, max=64)] = 3
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run code that comes with a tokenizer or a model.")
-    ] = False
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code of a tokenizer or a model.")] = (
+        False
+    )
     log_level: str = "INFO"
     chat_template: Annotated[str, Option(help="A chat template instead of the tokenizer's own.")] = ""
     use_default_chat_template: Annotated[
-        bool, Option("--use-default-chat-template", help="Use the default template where the tokenizer has none.")
+        bool, Option("--use-default-chat-template", help="Use the default template if the tokenizer has none.")
     ] = False
     temp: Annotated[float, Option(help="Temperature where a request names none.", min=0)] = 0.0
     top_p: Annotated[float, Option(help="Top-p where a request names none.", min=0, max=1)] = 1.0
     top_k: Annotated[int, Option(help="Top-k where a request names none; 0 switches it off.", min=0)] = 0
     min_p: Annotated[float, Option(help="Min-p where a request names none; 0 switches it off.", min=0, max=1)] = 0.0
-    max_tokens: Annotated[int, Option(help="Tokens of a reply at most, where a request names no number.", min=1)] = 512
+    max_tokens: Annotated[int, Option(help="Most tokens of a reply, where a request names no number.", min=1)] = 512
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    decode_concurrency: Annotated[int, Option(help="Requests that are decoded together at most.", min=1)] = 32
-    prompt_concurrency: Annotated[int, Option(help="Prompts that are evaluated together at most.", min=1)] = 8
+    decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
+    prompt_concurrency: Annotated[int, Option(help="Most prompts that are evaluated together.", min=1)] = 8
     prefill_step_size: Annotated[int, Option(help="Tokens of a prompt that are evaluated at a time.", min=1)] = 2048
-    kv_bits: Annotated[
-        int | None,
-        Option(help="Bits of quantized keys and values; requests are then served one at a time.", min=2, max=8),
-    ] = None
+    kv_bits: Annotated[int | None, Option(help="Bits of quantized KV; one request at a time.", min=2, max=8)] = None
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
     quantized_kv_start: Annotated[int, Option(help="Position in tokens from which on they are quantized.", min=0)] = 0
     budget_bytes: int | None = None
     policy: Annotated[str, Option(help="What the cache evicts first.")] = "lru"
     live_slots: Annotated[int, Option(help="Conversations whose state stays in place between requests.", min=1)] = 1
-    verify: Annotated[
-        float, Option(help="Share of replies that are computed without the cache too, and compared.", min=0, max=1)
-    ] = 0.0
+    verify: Annotated[float, Option(help="Share of replies to compare with a run without cache.", min=0, max=1)] = 0.0
     exact: Annotated[bool, Option("--exact", help="Reuse only what gives the same bits, one request at a time.")] = (
         False
     )
-    disk: Annotated[
-        Path | None, Option(help="Folder that keeps prefixes beyond memory and over restarts, in plain.")
-    ] = None
+    disk: Annotated[Path | None, Option(help="Folder that keeps prefixes over restarts, unencrypted.")] = None
     disk_gib: Annotated[float, Option(help="GiB that it may take.", min=0.001)] = 32
     redis: Annotated[
         str | None,
@@ -74,34 +65,28 @@ class ServeOptions:
             metavar="URL",
             envvar="RADIXCACHE_REDIS",
             show_default=False,
-            help="Redis or Valkey server through which machines share prefixes, in plain; it is shown nowhere.",
+            help="Redis or Valkey server through which machines share prefixes, unencrypted; it is shown nowhere.",
         ),
     ] = field(default=None, repr=False)
     context: Annotated[
-        int | None, Option("--context", help="Tokens of a conversation at most; longer ones are shifted.", min=1)
+        int | None, Option("--context", help="Most tokens of a conversation; longer ones are shifted.", min=1)
     ] = None
-    warm: Annotated[
-        Path | None, Option(help="File of system prompts or conversations to evaluate and pin at start.")
-    ] = None
-    trace: Annotated[Path | None, Option(help="File to record the requests' shapes in, for radixcache simulate.")] = (
-        None
-    )
+    warm: Annotated[Path | None, Option(help="File of system prompts or conversations to pin at start.")] = None
+    trace: Annotated[Path | None, Option(help="File for the requests' shapes, for radixcache simulate.")] = None
     replicas: Annotated[
         int | None, Option(help="Processes with a model and a cache each, on Ray Serve.", min=1, show_default=False)
     ] = None
     router: Annotated[
         str | None, Option(help="Which replica is asked: prefix, hash, round-robin or random.  [default: prefix]")
     ] = None
-    ray: Annotated[
-        str | None, Option(metavar="ADDRESS", help="Ray cluster for the replicas; without it Ray is started here.")
-    ] = None
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster; without it Ray is started here.")] = None
     api_keys: Annotated[Path | None, Option(help="File with a name and a key a line: every request needs one.")] = None
     admin_key_file: Annotated[
         Path | None, Option(help="File with a name and the key for /metrics and /cache; without it they are local.")
     ] = None
     namespace_by: Literal["key", "none"] = "none"
-    max_body_mib: Annotated[float, Option(help="MiB of a request's body at most.", min=0.001)] = 32
-    max_waiting: Annotated[int, Option(help="Requests that wait at most; others are told to come back.", min=0)] = 256
+    max_body_mib: Annotated[float, Option(help="Most MiB of a request's body.", min=0.001)] = 32
+    max_waiting: Annotated[int, Option(help="Most requests that wait; others are told to come back.", min=0)] = 256
     request_timeout_s: Annotated[float, Option(help="Seconds after which a reply ends with what it has.", min=1)] = 600
     drain_s: Annotated[float, Option(help="Seconds that running replies get when the server is to end.", min=0)] = 10
     show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False
@@ -110,15 +95,10 @@ class ServeOptions:
 def require_compatible(options: ServeOptions) -> None:
     """Raise ValueError for options that exclude each other or do not exist."""
     make_policy(options.policy)
-    alone = {
-        "--kv-bits": options.kv_bits is not None,
-        "--draft-model": options.draft_model is not None,
-        "--exact": options.exact,
-        "--verify": options.verify > 0,
-    }
-    for name, is_given in alone.items():
-        if is_given and options.context is not None:
-            raise ValueError(f"--context and {name} contradict each other: requests that run alone are not shifted.")
+    for name in ("kv_bits", "draft_model", "exact", "verify"):
+        if options.context is not None and getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--context and {option} contradict each other: requests that run alone are not shifted.")
     if options.kv_bits is not None and options.quantized_kv_start:
         raise ValueError(
             f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "

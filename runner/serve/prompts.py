@@ -1,9 +1,9 @@
-"""From a Request to prompt tokens: exactly those of mlx_lm.server, by its own code, and offsets worth a checkpoint.
+"""From a Request to prompt tokens, made by mlx_lm.server's own code, and offsets worth a checkpoint.
 
 An Anthropic tool result becomes a prompt in three steps: anthropic.py turns its block into a message with role "tool",
-`prompt_of` here has the model's chat template render all messages, and the tokenizer makes tokens of the text.
+the model's chat template renders all messages, and the tokenizer makes tokens of the text.
 
-An image is a run of tokens that all images of its size share. In the tree each has a key of its own.
+An image is a run of tokens that all images of its size share. In the tree each image has keys of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-#: Of all images of a prompt: decoding takes 3 bytes each, and a file of a few KB can have that many.
+#: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
 MAX_PIXELS = 1 << 27
-#: Messages whose ends are marked: so many of the last ones, and as many spread over the earlier ones. Each is rendered.
+#: Marked ends of messages, each of which is rendered: so many of the last messages, and as many spread over all.
 MARKED_MESSAGES = 16
-#: The Messages API takes no more marks than these.
+#: Most marks in Anthropic's API.
 MARKED_TEXTS = 4
 
 
@@ -38,9 +38,9 @@ class RenderedPrompt:
     """A prompt in tokens.
 
     Attributes:
-        marks: where other prompts may diverge from it: the end of the system prompt and of messages.
+        marks: where other prompts may diverge: the end of the system prompt and of messages.
         initial_state: of mlx-lm's text state machine.
-        vision: mlx-lm's, of the images in it; None: there are none.
+        vision: mlx-lm's Vision of its images; None: there are none.
     """
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class RenderedPrompt:
 
     @property
     def keys(self) -> list[int] | None:
-        """What the tree matches, one for each token; None: the tokens."""
+        """The tree's keys, one for each token; None: the tokens."""
         return None if self.vision is None else self.vision.cache_key
 
 
@@ -62,15 +62,12 @@ def prompt_of(
     processor: Any = None,
     with_marks: bool = False,
 ) -> RenderedPrompt:
-    """Return the request's prompt in tokens.
+    """Return the request's prompt in tokens. ApiError: it is empty, or template, tokenizer or processor refuse it.
 
     Args:
         template_args: of the server; the request's own take precedence.
         processor: of images; None: they are refused.
         with_marks: mark the ends of messages and of `request.marked_texts`, for models that cannot resume at any token.
-
-    Raises:
-        ApiError: there is nothing to answer, or template, tokenizer or processor refuse it.
     """
     is_chat = request.prompt is None
     if is_chat and not request.messages:
@@ -93,7 +90,7 @@ def prompt_of(
     marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
     if with_marks and is_chat and tokenizer.has_chat_template:
         kwargs = {**template_args, **(request.chat_template_kwargs or {})}
-        # Some templates take a conversation only as a whole. A place without a mark is at worst prefilled again.
+        # Some templates refuse a part of a conversation. Without a mark, some tokens are prefilled again.
         with suppress(Exception):
             marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
         with suppress(Exception):
@@ -102,14 +99,14 @@ def prompt_of(
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
-    """Raise ValueError, or an error of Pillow's, for an image that the server does not take."""
+    """Raise ValueError, or an error of Pillow, for an image that the server does not accept."""
     pixels = 0
     for part in mlx_lm_border.image_parts(messages):
         url = mlx_lm_border.image_url(part)
         if processor is None:
             raise ValueError("there is an image, and no image processor is loaded for this model.")
         if not isinstance(url, str) or not url.startswith("data:"):
-            # The server could reach addresses that the client must not reach.
+            # The server may reach addresses that the client must not reach.
             raise ValueError("an image has to be a data URL (data:image/png;base64,...); addresses are not fetched.")
         data = io.BytesIO(base64.b64decode(url.partition(",")[2]))
         try:
@@ -122,9 +119,9 @@ def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
 
 
 def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:
-    """Return the function from an offset to the embeddings (T, D) of the prompt behind it.
+    """Return a function from an offset to the embeddings (T, D) of the prompt behind it. `vision`: of all images.
 
-    An image that a request resumes inside of is embedded again. `vision` is mlx-lm's Vision of all images.
+    If the offset is inside an image, that image is embedded again.
     """
 
     def embed(offset: int) -> mx.array:
@@ -138,34 +135,27 @@ def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.a
     return embed
 
 
-def _message_marks(
-    tokens: list[int], tokenizer: Any, messages: list[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
-) -> set[int]:
+def _message_marks(tokens: list[int], tokenizer: Any, messages: list[Any], tools: Any, kwargs: Any) -> set[int]:
     step = -(-len(messages) // MARKED_MESSAGES)
     last = range(len(messages) - MARKED_MESSAGES, len(messages))
     counts = {1 + each for each in (*range(0, len(messages), step), *last)}
     rendered, opening, ends = message_ends(tokenizer, messages, tools, counts=counts, **kwargs)
-    # A reply that the client began is rendered with an end in `rendered`, and without in `tokens`.
+    # Only `rendered` has an end behind a reply that the client began.
     shared = common_rendering(rendered.tolist(), tokens)
     return {end for end in (opening, *ends) if 0 < end <= shared}
 
 
 def _text_marks(
-    tokens: list[int],
-    ends: Sequence[tuple[int, int]],
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Any,
-    kwargs: dict[str, Any],
+    tokens: list[int], ends: Sequence[tuple[int, int]], tokenizer: Any, messages: list[Any], tools: Any, kwargs: Any
 ) -> set[int]:
-    """How far the tokens equal those of conversations in which a message goes on differently after each end."""
+    """For each end, the common prefix with conversations in which that message goes on differently."""
 
     def shared(index: int, end: int, rest: str) -> int:
         other = {**messages[index], "content": messages[index]["content"][:end] + rest}
         others = [*messages[:index], other, *messages[index + 1 :]]
+        render = tokenizer.apply_chat_template
         return common_rendering(
-            tokens,
-            tokenizer.apply_chat_template(others, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs),
+            tokens, render(others, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs)
         )
 
     return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}

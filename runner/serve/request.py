@@ -1,17 +1,16 @@
 """What HTTP tasks ask of the generation thread, and the events that come back. Plain data: never imports MLX.
 
-Five nouns carry a request. Each is made of the one before.
+Five nouns carry a request. Each is made from the one before.
 
     Body      what the client sent, checked field by field     openai.py, anthropic.py
-    Request   what is to be generated, in the server's terms   this file
+    Request   what to generate, in the server's terms          this file
     Sequence  its tokens while the engine computes them        runner/engine/sequence.py
     Token     one sampled token                                this file
     Event     Started, PrefillProgress, Token, Ended, Failed   this file
 
-`OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it.
-
-Cancelling: `OpenRequest.cancel` sets a flag. Before each round the generation thread looks at `is_cancelled`
-(scheduler.py, served_model.py). The request ends within one chunk of prefill or one decode step; its state is stored.
+`OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it. `cancel` sets
+a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request ends within one
+chunk of prefill or one decode step; its state is stored.
 
   OR1  Each request gets exactly one Ended or Failed, as its last event.
 """
@@ -42,7 +41,7 @@ class ModelNames:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply to generate, checked as far as possible without a tokenizer.
+    """One reply to generate, checked except for what needs a tokenizer.
 
     Attributes:
         prompt: of a text completion; None: a chat.
@@ -96,7 +95,7 @@ class TopToken:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is in tokens. `reader` is the ReplyReader that turns sampled tokens into text and tool calls."""
+    """The prompt is tokenized. `reader`: the ReplyReader for its sampled tokens."""
 
     prompt_tokens: int
     reader: Any
@@ -104,7 +103,7 @@ class Started:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """So many of the prompt's tokens are evaluated or restored."""
+    """`done_tokens` of the prompt are evaluated or restored."""
 
     done_tokens: int
     prompt_tokens: int
@@ -124,7 +123,7 @@ class Token:
 
 @dataclass
 class RequestRecord:
-    """What is known of a request: for the reply's usage, the log line, the metrics and the page. Final once it ended.
+    """What is known of a request, for usage, log, metrics and page. Final when it has ended.
 
     Attributes:
         matched_tokens: prompt tokens that the cache knows; `reason` says why fewer are cached.
@@ -149,7 +148,7 @@ class RequestRecord:
 
     @property
     def short_tokens(self) -> dict[str, int]:
-        """How many prompt tokens were evaluated, by reason; they sum up to all but the cached ones."""
+        """Prompt tokens that were evaluated, by reason; they sum to all uncached ones."""
         found: dict[str, int] = {}
         for start, end, reason in self.shortfalls:
             if end > (start := max(start, self.cached_tokens)):
@@ -174,7 +173,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The reply cannot be given, or cannot go on. `status` is HTTP's; `message` is for the client."""
+    """The reply failed, before it began or later. `status` is HTTP's; `message` is for the client."""
 
     status: int
     message: str
@@ -206,7 +205,7 @@ class OpenRequest:
         self._last_s = 0.0
 
     def cancel(self) -> None:
-        """End the request soon; computed state is stored. Any thread may call this, any number of times."""
+        """End the request soon; its state is stored. Any thread may call this, also twice."""
         self._cancelled.set()
         if self.on_cancel is not None:
             self.on_cancel()
@@ -215,15 +214,13 @@ class OpenRequest:
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    # For the generation thread
-
     @property
     def is_running(self) -> bool:
-        """Whether it was admitted and is not over."""
+        """Whether it was admitted and has not ended."""
         return self.record.queue_ms is not None and not self.is_over
 
     def progress(self, done_tokens: int, prompt_tokens: int) -> None:
-        """Put a PrefillProgress; the first one says that the request was admitted."""
+        """Put a PrefillProgress. The first one marks the admission."""
         if self.record.queue_ms is None:
             self.record.queue_ms = (time.perf_counter() - self.arrived_s) * 1e3
         self.put(PrefillProgress(done_tokens, prompt_tokens))
@@ -239,25 +236,25 @@ class OpenRequest:
         self.put(token)
 
     def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
-        """Put Ended, unless the request is over."""
+        """Put Ended, unless the request has ended."""
         if not self.is_over:
             self._close(outcome, note)
             self.put(Ended(self.record))
 
     def fail(self, status: int, message: str, note: str | None = None) -> None:
-        """Put Failed, unless the request is over. The record has `note`, by default the message."""
+        """Put Failed, unless the request has ended. `note` is for the record; default: the message."""
         if not self.is_over:
             message = " ".join(message.split())
             self._close("error", note or message)
             self.put(Failed(status, message, self.record))
 
     def fail_with(self, error: BaseException | None) -> None:
-        """End with an exception. If the budget has no room for more tokens, a reply that has begun just ends."""
+        """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
         if not isinstance(error, (BudgetFullError, CacheFullError)):
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self.tokens:
             self.end("length", str(error))
-        else:  # The error's own words count what other tenants hold: they are for the record alone.
+        else:  # The text of the error tells what other tenants hold, so only the record gets it.
             room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
             self.fail(400, f"a prompt of {self.record.prompt_tokens} tokens does not fit the {room}.", str(error))
 
@@ -270,7 +267,7 @@ class OpenRequest:
 
 
 class ApiError(Exception):
-    """An error that the client gets, in the form of the API that it called. Raised before any part of a reply is sent.
+    """An error for the client, in the form of the API that it called. Raised before any part of a reply is sent.
 
     `message` is one line: what was found, what was wanted. `param` names the wrong field.
     """
@@ -289,19 +286,19 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def in_openai_form(self) -> dict[str, Any]:
-        """The body of an error, or the data of a stream's last event, in OpenAI's form."""
+        """The error in OpenAI's form."""
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
-        """The same in Anthropic's form, which has types of its own and names the field in the message."""
+        """The error in Anthropic's form, which names the field in the message."""
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         message = f"{self.param}: {self.message}" if self.param else self.message
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
-        """The first of pydantic's findings about a request, with the name of the field."""
+        """The first of pydantic's findings, with the name of the field."""
         first = errors[0]
         field = ".".join(str(part) for part in first["loc"] if part != "body")
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)

@@ -1,13 +1,12 @@
 """Scheduler: the generation thread, which alone uses MLX, and how other threads reach it.
 
-    arrived    handed in by `ask`, any thread
+    arrived    submitted by `ask`, any thread
     waiting    on the thread, in order of arrival, until their model is loaded
-    begun      given to the model, which admits them as there is room
+    begun      passed to the model, which admits them when there is room
 
 A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded and
-all that wait for it begin. Requests for the former model wait in turn, so nobody starves.
-
-Cancelling: each round ends the cancelled requests among the waiting ones here, the others in `ServedModel.round`.
+all requests for it begin. Requests for the former model wait in turn, so no request starves. Each round ends cancelled
+requests: the waiting ones here, the others in `ServedModel.round`.
 
 Invariants, each with a test:
 
@@ -46,11 +45,9 @@ RETRY_AFTER_S = 5
 
 
 class Scheduler:
-    """Answers requests, on one thread. ValueError: options that contradict each other.
+    """Answers requests on one thread. ValueError: options that contradict each other.
 
-    Args:
-        on_record: called by the thread at the end of each request.
-        on_event: the listener of every cache.
+    The thread calls `on_record` at the end of each request; `on_event` is the listener of every cache.
     """
 
     def __init__(
@@ -68,8 +65,6 @@ class Scheduler:
         self._is_open = False
         self._deadline_s: float | None = None
 
-    # For any thread
-
     def start(self) -> None:
         """Start the thread; wait until the model is loaded and warm. ValueError: an option cannot be used."""
         started: Future[None] = Future()
@@ -82,7 +77,7 @@ class Scheduler:
             raise
 
     def ask(self, opened: OpenRequest) -> None:
-        """Take a request in. ApiError: there are too many (429), or the server stops or has failed (503)."""
+        """Accept a request. ApiError: there are too many (429), or the server stops or has failed (503)."""
         with self._changed:
             self._require_open(len(self._open))
             opened.on_record = self._on_record
@@ -91,7 +86,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def call(self, function: Callable[[Models], T]) -> Future[T]:
-        """Have the thread call a function between two rounds; the future has its result. ApiError: as for `ask`."""
+        """Have the thread call a function between two rounds; return its future. ApiError: as for `ask`."""
         future: Future[T] = Future()
         with self._changed:
             self._require_open(len(self._calls))
@@ -100,7 +95,7 @@ class Scheduler:
         return future
 
     async def count_tokens(self, request: Request) -> int:
-        """How many tokens a prompt has. ApiError: it cannot be made, or there is no such model."""
+        """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
         return await asyncio.wrap_future(self.call(lambda models: models.count_tokens(request)))
 
     @property
@@ -118,14 +113,14 @@ class Scheduler:
             return sum(each.is_running for each in self._open)
 
     def caches(self) -> list[tuple[ModelNames, PrefixCache]]:
-        """The caches of all models that were loaded so far, the present one last."""
+        """The caches of all models loaded so far, the current one last."""
         return [] if self._models is None else self._models.caches()
 
     def store_stats(self) -> dict[str, StoreStats]:
         return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, end all in at most so many seconds, and wait. A second call may shorten the time."""
+        """Refuse new requests, end all within `drain_s` seconds, and wait. A second call may shorten the time."""
         with self._changed:
             self._is_open = False
             deadline_s = time.perf_counter() + drain_s
@@ -140,8 +135,6 @@ class Scheduler:
         if held >= self._options.decode_concurrency + self._options.max_waiting:
             message = f"{held} requests run or wait, and that is all that may; ask again later."
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
-
-    # The thread
 
     def _run(self, started: Future[None]) -> None:
         try:
@@ -165,7 +158,7 @@ class Scheduler:
                 logger.exception("the generation thread died")
         finally:
             self._end_all()
-            # A thread that ends with MLX streams of its own ends the process.
+            # Ending the thread while it owns MLX streams would end the process.
             mx.clear_streams()
 
     def _serve(self, models: Models) -> None:
@@ -190,14 +183,14 @@ class Scheduler:
                 self._open = {each for each in self._open if not each.is_over}
 
     def _wait(self, *, is_busy: bool) -> bool:
-        """Wait until there is something to do; False: nothing is left, and nothing will come."""
+        """Wait until there is something to do. False: nothing is left, and nothing will come."""
         with self._changed:
             if not is_busy:
                 self._changed.wait_for(lambda: self._arrived or self._calls or self._deadline_s is not None)
             return is_busy or bool(self._arrived or self._calls) or self._deadline_s is None
 
     def _run_call(self, models: Models) -> None:
-        """Run one call: one a round, so that a client that counts tokens all the time delays nobody."""
+        """Run one call, only one a round: a client that counts tokens all the time must not delay replies."""
         if self._calls:
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
@@ -207,7 +200,7 @@ class Scheduler:
                     future.set_exception(error)
 
     def _begin(self, models: Models, waiting: deque[tuple[ModelNames, OpenRequest]]) -> None:
-        """Give the model its waiting requests. If the first one waits for another model, load that once all is idle."""
+        """Begin waiting requests. If the first one wants another model, load that when all is idle."""
         for each in [each for each in waiting if each[1].is_cancelled]:
             waiting.remove(each)
             each[1].end("cancelled")
@@ -237,7 +230,7 @@ class Scheduler:
                     each[1].fail(500, f"{type(error).__name__}: {error}")
 
     def _end_all(self) -> None:
-        """Tell everybody who waits that nothing will be answered any more."""
+        """Fail all open requests and calls."""
         with self._changed:
             self._is_open = False
             calls, self._calls = [*self._calls], deque()

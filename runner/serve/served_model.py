@@ -2,14 +2,13 @@
 
 Requests run together in a ParallelGenerator, where each becomes a TokenSequence. Some must run alone, through a
 Session: quantized and exact caches, draft models, layers that sequences cannot share, images, and requests drawn for
-verification. Such a request waits until all running ones have finished, and later ones wait for it: each kind has the
-whole budget.
+verification. Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
 
     begin    Request -> prompt tokens, sampler, stop words; Started; into the queue
-    round    cancelled requests end; the queue's first request starts if it may; all running ones go one step
+    round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
-Cancelling: `round` ends queued requests, passes the flag of running ones to the engine's Ticket, and `_alone_steps`
-looks at it between two chunks and two tokens.
+Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket; `_alone_steps`
+reads it between two chunks and two tokens.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from runner.serve.service import ReplyReader
 
 logger = logging.getLogger(__name__)
 
-#: Bytes bound what runs together, not a count of tokens.
+#: Bytes, not tokens, bound what runs together.
 CAPACITY_TOKENS = 1 << 31
-#: Room reserved for a reply. Few replies use all of `max_tokens`; a longer one asks for more on its way.
+#: Room reserved for a reply. Few replies use all of `max_tokens`; longer ones get more on the way.
 RESERVE_TOKENS = 1024
 #: MLX's seeds are numbers below this.
 SEEDS = 1 << 64
 
 
 class _Prepared(NamedTuple):
-    """A request that is ready to run. `is_stop` wants each token once; `is_alone`: nothing else may run beside it."""
+    """A request that is ready to run. `is_stop` must see each token once; `is_alone`: nothing runs beside it."""
 
     opened: OpenRequest
     prompt: RenderedPrompt
@@ -63,7 +62,7 @@ class _CancelledError(Exception):
 
 
 class ServedModel:
-    """Answers requests with one model: together if `is_parallel`. `cache` outlives this object."""
+    """Answers requests with one model, together if `is_parallel`. `cache` outlives this object."""
 
     def __init__(
         self,
@@ -85,10 +84,10 @@ class ServedModel:
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
-        # In order of arrival: what cannot start before other requests have finished.
+        # In order of arrival: requests that wait until others have finished.
         self._queue: deque[_Prepared] = deque()
         self._draws = random.Random(0)
-        # A model whose layers can all be cut at any token needs no marks, and they cost a rendering each.
+        # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
         fresh = mlx_lm_border.make_prompt_cache(self.model)
         self._is_marked = options.context is not None or any(type(each) is not mlx_lm_border.KVCache for each in fresh)
 
@@ -101,12 +100,12 @@ class ServedModel:
         return self._alone is None and not self._together
 
     def prompt(self, request: Request) -> RenderedPrompt:
-        """The request's prompt in tokens. ApiError: it cannot be made."""
+        """Tokenize the request's prompt. ApiError: it cannot be made."""
         template_args = self._options.chat_template_args
         return prompt_of(request, self.tokenizer, template_args, processor=self.processor, with_marks=self._is_marked)
 
     def round(self) -> None:
-        """Let each running request go one step on."""
+        """Advance each running request by one step."""
         for prepared in [each for each in self._queue if each.opened.is_cancelled]:
             self._queue.remove(prepared)
             prepared.opened.end("cancelled")
@@ -125,7 +124,7 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        """End what runs, and free the model. Computed state stays in the cache."""
+        """End all requests and free the model. Computed state stays in the cache."""
         left = [each.opened for each in self._queue]
         if self._alone is not None:
             opened, steps = self._alone
@@ -140,10 +139,8 @@ class ServedModel:
         self._together.clear()
         self.model = self.draft_model = self._generator = self._alone = None
 
-    # Starting
-
     def begin(self, opened: OpenRequest) -> None:
-        """Take a request in. ApiError, or ValueError of mlx-lm's functions: something is wrong with it."""
+        """Accept a request. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
         request, tokenizer = opened.request, self.tokenizer
         prompt = self.prompt(request)
         prompt_tokens, longest = len(prompt.tokens), self.context_length
@@ -175,7 +172,7 @@ class ServedModel:
             opened.put(Started(prompt_tokens, reader))
 
     def _advance(self) -> None:
-        """Start what may run beside the running requests."""
+        """Start queued requests that may run now."""
         while self._queue and self._alone is None:
             prepared = self._queue[0]
             if self._generator is not None and not prepared.is_alone:
@@ -187,7 +184,7 @@ class ServedModel:
             self._queue.popleft()
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
-        """Note what the cache has of the prompt, and why not more."""
+        """Record what the cache has of the prompt, and why not more."""
         found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
         record.cached_tokens, record.matched_tokens = found.resumable_tokens, found.matched_tokens
         record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
@@ -202,13 +199,11 @@ class ServedModel:
         opened.add(Token(text, id, logprob, tuple(TopToken(**each) for each in likeliest), reason, stop_word))
 
     def _stop_word(self, opened: OpenRequest, last: int) -> str | None:
-        """The stop word that the reply ends with; the longest of several."""
+        """The longest stop word that the reply ends with."""
         tokens, encode = [*opened.tokens, last], self.tokenizer.encode
         words = [(encode(word, add_special_tokens=False), word) for word in opened.request.stop_words]
         ends = [(len(ids), word) for ids, word in words if ids == tokens[-len(ids) :]]
         return max(ends, default=(0, None), key=lambda end: end[0])[1]
-
-    # Together
 
     def _new_generator(self) -> ParallelGenerator:
         options = self._options
@@ -223,7 +218,7 @@ class ServedModel:
         )
 
     def _start_together(self, prepared: _Prepared, generator: ParallelGenerator) -> None:
-        """Hand a request to the generator. If it cannot be served, that request fails."""
+        """Submit a request to the generator. If it cannot be served, it fails."""
         opened, prompt = prepared.opened, prepared.prompt
         try:
             self._foresee(opened, prompt)
@@ -254,7 +249,7 @@ class ServedModel:
                 ticket.cancel()
         try:
             pieces = self._generator.round()
-        except Exception as error:  # The error of a single request would have ended that request alone.
+        except Exception as error:  # not of a single request: that would have ended alone
             logger.exception("a round of many requests failed; all of them end")
             self._generator.close()
             for opened in self._together.values():
@@ -269,9 +264,8 @@ class ServedModel:
         opened, done = self._together[ticket], piece.completion
         opened.record.matched_tokens, opened.record.reason = ticket.matched_tokens, ticket.reason
         if piece.token is not None and not opened.is_over:
-            reason: FinishReason | None = None
-            if done is not None and (done.done_reason == "stop" or done.done_reason == "length"):
-                reason = done.done_reason
+            ended = None if done is None else done.done_reason
+            reason: FinishReason | None = ended if ended == "stop" or ended == "length" else None
             assert piece.logprob is not None, ticket
             try:
                 self._add_token(opened, piece.text, piece.token, piece.logprob, piece.logprobs, reason)
@@ -287,8 +281,6 @@ class ServedModel:
         else:
             opened.end(done.done_reason, done.note)
 
-    # Alone
-
     def _step_alone(self, opened: OpenRequest, steps: Iterator[None]) -> None:
         try:
             if next(steps, opened) is None:
@@ -298,7 +290,7 @@ class ServedModel:
         self._alone = None
 
     def _alone_steps(self, prepared: _Prepared) -> Iterator[None]:
-        """Serve a request, a token between two yields. However it ends, what was computed is stored."""
+        """Serve a request, one token between two yields. However it ends, its state is stored."""
         opened, prompt = prepared.opened, prepared.prompt
 
         def progress(done_tokens: int, prompt_tokens: int) -> None:
@@ -341,11 +333,8 @@ class ServedModel:
         opened.end(outcome or "cancelled")
 
 
-# Sampling: mlx-lm's samplers and logits processors, and seeds ---------------------------------------------------------
-
-
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
-    """mlx-lm's sampler; None: the likeliest token. ApiError, ValueError: what mlx-lm would refuse at each token."""
+    """mlx-lm's sampler; None: greedy. ApiError, ValueError: a field that mlx-lm would refuse at each token."""
     if request.temperature == 0:
         return None
     if request.top_k >= vocabulary_length:
@@ -357,7 +346,7 @@ def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Samp
 
 
 def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsProcessor]:
-    """mlx-lm's logits processors. ApiError, ValueError: an id that is no token, or a penalty that mlx-lm refuses."""
+    """mlx-lm's logits processors. ApiError, ValueError: an id is no token, or mlx-lm refuses a penalty."""
     for token in request.logit_bias or ():
         if not 0 <= token < vocabulary_length:
             raise ApiError(400, f"logit_bias names token {token}; wanted 0 to {vocabulary_length - 1}.")
@@ -367,10 +356,10 @@ def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsPr
 
 
 class SeededSampler:
-    """Samples as `sampler` does after mx.random.seed(seed) in a process with no other requests.
+    """Samples as `sampler` does after mx.random.seed(seed), undisturbed by other requests. ValueError: a wrong seed.
 
-    MLX has one random state per thread. Each call sets the request's own and then restores that of the others, which
-    waits for what was drawn before. ValueError: the seed is not in [0, 2**64).
+    MLX has one random state per thread. Each call sets the request's own state, then restores the other, which waits
+    for what was drawn before.
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:
