@@ -74,7 +74,6 @@ class AdmissionQueue:
 
     @property
     def stepping(self) -> list[TokenSequence]:
-        """The requests in the next step."""
         return [each for each in self.running if each.is_stepping]
 
     def next(self, group: Group) -> TokenSequence | None:
@@ -87,7 +86,6 @@ class AdmissionQueue:
         return None
 
     def next_chunk(self, prefilling: Sequence[TokenSequence]) -> TokenSequence:
-        """The request that gets the next chunk of prefill."""
         first = min(prefilling, key=lambda each: each.ticket.number)
         shortest = min(prefilling, key=lambda each: (each.row.prompt_left, each.ticket.number))
         chosen = first if self._first_comes_next else shortest
@@ -116,7 +114,6 @@ class AdmissionQueue:
                 sequences.remove(sequence)
 
     def _fits(self, sequence: TokenSequence, group: Group) -> bool:
-        """Whether tokens and bytes suffice for it and for what running requests hold and will still take."""
         if not self.running:
             return True
         ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
@@ -132,7 +129,6 @@ class AdmissionQueue:
         return later > 0 and later > group.sharable_tokens(sequence.keys, sequence.namespace)
 
     def _later(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> int:
-        """How many tokens of its prompt the others will have evaluated during their prefill."""
         rows = [each.row for each in others if each.namespace == sequence.namespace]
         return max((group.sharable_later(sequence.keys, row, self._step_size) for row in rows), default=0)
 
@@ -277,7 +273,6 @@ class Engine:
         return sequence in self._queue.running and not sequence.is_stepping and sequence.failure is None
 
     def _tell_progress(self, sequences: Iterable[TokenSequence]) -> None:
-        """Report the progress of these prompts; end those that failed."""
         for sequence in sequences:
             if sequence not in self._queue.running:
                 continue
@@ -295,7 +290,6 @@ class Engine:
                 self.fail(sequence, error)
 
     def _continuing(self, stepping: list[TokenSequence]) -> list[TokenSequence]:
-        """The requests in the next step. A conversation that fills its context is shifted for it."""
         window, continuing = self._window, []
         for sequence in stepping:
             if sequence not in self._queue.running or sequence.reply.left == len(sequence.unread):

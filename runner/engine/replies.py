@@ -106,8 +106,8 @@ class Reply:
     def __init__(
         self,
         tokenizer: Any,
-        *,
         max_tokens: int,
+        *,
         stop_tokens: StopTokens | None,
         prompt_tokens: int,
         arrived_at_s: float | None = None,
@@ -151,7 +151,6 @@ class Reply:
         return Piece(segment + self._last_text(), token, logprobs, logprob, self._complete(reason))
 
     def end(self, reason: DoneReason, *, note: str | None = None, error: Exception | None = None) -> Piece:
-        """End the reply without another token."""
         try:
             text = self._last_text() if self.tokens else ""
         except Exception:
@@ -277,9 +276,8 @@ def generate(
     """
     require_count("step_size", step_size, "tokens")
     remaining = run.remaining
-    prompt_tokens = run.cached_tokens + len(remaining)
-    limits: Any = {"max_tokens": max_tokens, "stop_tokens": stop_tokens}
-    reply = Reply(tokenizer, **limits, prompt_tokens=prompt_tokens, arrived_at_s=arrived_at_s)
+    length = run.cached_tokens + len(remaining)
+    reply = Reply(tokenizer, max_tokens, stop_tokens=stop_tokens, prompt_tokens=length, arrived_at_s=arrived_at_s)
 
     def chunk_done(offset: int, length: int) -> None:
         mx.clear_cache()
@@ -303,7 +301,7 @@ def generate(
             reply.cached_tokens = run.cached_tokens
             piece = reply.add(token, logprobs, cancelled)
             if len(reply.tokens) == 1 and on_progress is not None:
-                on_progress(prompt_tokens, prompt_tokens)
+                on_progress(length, length)
             yield piece
             if piece.completion is not None:
                 return

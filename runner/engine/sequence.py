@@ -70,7 +70,6 @@ class Outline:
 
     @property
     def limit(self) -> int:
-        """Everything from this offset on stays."""
         opening = min(OPENING_TOKENS, self.length - self.ends[-1]) if self.ends else 0
         return max(self.head, self.length - max(opening, 1))
 
@@ -162,8 +161,6 @@ class Predictions:
 
 
 class Sampled(NamedTuple):
-    """One row of Predictions."""
-
     of: Predictions
     row: int
 
@@ -218,7 +215,6 @@ class TokenSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the whole prompt is evaluated."""
         return self.last is not None
 
     @property
@@ -254,7 +250,6 @@ class TokenSequence:
         self.dropped += length
 
     def shift(self, length: int) -> None:
-        """Note that `length` tokens behind the head were removed from the row during the reply."""
         self.drop(length)
         self.reply.shifted_tokens += length
 

@@ -1,10 +1,9 @@
 """Routes of the cache: metrics, the page and its state, the tree, and what an admin may do to the cache.
 
-Routes that only read counters and trees run on a thread of their own, beside generation. Routes that evaluate, evict or
-render a prompt run on the generation thread, between two rounds. `runner.serve.middleware` decides who may call them.
+Routes that only read counters and trees run on another thread, beside generation. Routes that evaluate, evict or render
+a prompt run on the generation thread, between two rounds. `runner.serve.middleware` decides who may call them.
 
-The page at /cache holds no data, so a browser loads it without a key; its script sends the key in a header. The page's
-policy admits only its own style, script and requests.
+The page at /cache holds no data, so a browser loads it without a key; its script sends the key in a header.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
+from runner.serve.bodies import Count
 from runner.serve.metrics import CONTENT_TYPE, Watch, cut, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from runner.serve.served_model import ServedModel
 
 T = TypeVar("T")
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 #: Nodes of a tree that the page shows; the others are only counted.
 SHOWN_NODES = 2000
@@ -68,12 +67,11 @@ def cache_page() -> tuple[str, dict[str, str]]:
 def page_state(
     watched: Scheduler, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
 ) -> dict[str, Any]:
-    """What the page shows, as JSON values.
+    """What the page shows, as JSON values. Only with `show_text`, errors too, which may quote a prompt.
 
     Args:
-        model: whose tree to show, as in `models`; without such a cache, the present model's.
-        seen: the version of the tree that the page has; if that is the present version, `tree` is None.
-        show_text: show errors too, which may quote a prompt.
+        model: whose tree to show, as in `models`; without such a cache, the current model's.
+        seen: the version of the tree that the page has; if that is current, `tree` is None.
     """
     held = read_caches(watched, lambda cache: (cache, cache.stats))
     models = [title(names) for names, _ in held]
@@ -96,18 +94,15 @@ def page_state(
 
 
 def stores_words(stores: Mapping[str, StoreStats], brought_tokens: int) -> list[str]:
-    """Lines about the stores: what they hold, what they read and wrote, and what went wrong."""
     lines = [line for tier, stats in stores.items() for line in _store_words(tier, stats)]
     return [*lines, f"Since the start {tokens_words(brought_tokens)} were brought back."] if lines else []
 
 
 def _store_words(tier: str, stats: StoreStats) -> list[str]:
     files = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
-    held = f"{bytes_words(stats.stored_bytes)} of {bytes_words(stats.budget_bytes)}"
-    if not stats.budget_bytes:
-        held = f"{bytes_words(stats.stored_bytes)}, as far as is known"
+    of = f" of {bytes_words(stats.budget_bytes)}" if stats.budget_bytes else ", as far as is known"
     lines = [
-        f"{tier.capitalize()}: {files}, {held}.",
+        f"{tier.capitalize()}: {files}, {bytes_words(stats.stored_bytes)}{of}.",
         f"Since the start: {bytes_words(stats.read_bytes)} read, {bytes_words(stats.written_bytes)} written, "
         f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
     ]
@@ -150,7 +145,7 @@ def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any
 
 
 class ReclaimBody(BaseModel):
-    """POST /cache/reclaim: the bytes that all caches may hold together afterwards."""
+    """POST /cache/reclaim: the most bytes that all caches may hold together afterwards."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -158,18 +153,18 @@ class ReclaimBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """POST /cache/explain: one of tokens, prompt and messages. What says more of them is as in OpenAI's routes."""
+    """POST /cache/explain: one of tokens, prompt and messages. Other fields are those of OpenAI's routes."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str = DEFAULT
-    tokens: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    tokens: Annotated[list[Count], Field(min_length=1)] | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     namespace: str = ""
 
     def request(self, options: ServeOptions) -> Request:
-        """Return the Request of this body, without a prompt if it has tokens. ApiError: a field is wrong."""
+        """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
         body = self.model_dump(exclude_none=True)
@@ -178,14 +173,14 @@ class PromptBody(BaseModel):
         return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
 
     def checked_tokens(self, loaded: ServedModel) -> list[int]:
-        """The body's tokens, if it has some. ValueError: the model does not know one."""
+        """Return the body's tokens, if any. ValueError: the model does not know one."""
         if self.tokens:
             checked_prompt(self.tokens, None, (), vocabulary_size(loaded.model))
         return self.tokens or []
 
 
 class WarmBody(PromptBody):
-    """POST /cache/warm: what is to be prefilled. With a name or a time it is pinned."""
+    """POST /cache/warm: the prompt to prefill. With a name or a time it is pinned."""
 
     name: Annotated[str, Field(min_length=1)] | None = None
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None

@@ -177,7 +177,6 @@ def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _content_of(blocks: Sequence[Any], prefix: str = "") -> str | list[dict[str, Any]]:
-    """Text, or a list of parts if there are images."""
     if not any(isinstance(block, Image) for block in blocks):
         return prefix + _text_of(blocks)
     parts: list[dict[str, Any]] = [{"type": "text", "text": prefix}] if prefix else []
@@ -222,8 +221,6 @@ class ThinkingChoice(Checked):
 
 
 class OutputConfig(Checked):
-    """A format is refused."""
-
     format: None = None
 
 
@@ -241,14 +238,12 @@ class AnthropicPromptBody(Checked):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        """Check a body. ApiError: a field is missing or wrong."""
         checked = cls.checked({name: value for name, value in body.items() if value is not None})
         if checked.messages[-1].role == "assistant":
             raise ApiError(400, "the last one is the assistant's; a reply cannot go on from it.", param="messages")
         return checked
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
-        """Return the Request of this body; `options` have the defaults."""
         system = [block for block in self.system if not block.text.startswith(_BILLING_HEADER)]
         turns = [SystemTurn(role="system", content=system)] if system else []
         messages, ends = zip(*messages_of([*turns, *self.messages]), strict=True)

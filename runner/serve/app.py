@@ -45,9 +45,7 @@ def assemble_app(
 ) -> FastAPI:
     """Return the application around any backend, with these routes of the cache.
 
-    Args:
-        prompt_length: tokens of a request's prompt; may raise ApiError.
-        count: called with the route and the status of each HTTP request.
+    `prompt_length` counts a request's prompt tokens; `count` gets the route and status of each HTTP request.
     """
     app = FastAPI(
         title="radixcache",
@@ -68,7 +66,6 @@ def assemble_app(
 
 
 def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]) -> FastAPI:
-    """Put the middleware around an application; returns it."""
     keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
     # The last one is outermost.
     app.add_middleware(BodyLimit, max_mib=options.max_body_mib)

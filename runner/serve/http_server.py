@@ -107,8 +107,6 @@ class HttpServer(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A client's connection, with the time limits of `patience_s`."""
-
     def __init__(self, *args: Any, patience_s: Mapping[str, float], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._patience_s = patience_s

@@ -1,10 +1,9 @@
-"""Watch: what the server tells about itself: a log line per request, `GET /metrics`, and figures for its page.
+"""Watch: what the server reports about itself: a log line per request, `GET /metrics`, and figures for its page.
 
-The tables below name each metric of the server once, with its help. Metrics of caches come from
-PrefixCache.snapshot_stats(), read when somebody scrapes, with labels for the model; `radixcache_store_` begins those of
-the stores (disk, Redis), which all caches share.
+The tables below have each metric of the server. A scrape adds those of each cache, from PrefixCache.snapshot_stats(),
+with labels for the model, and those of the stores (disk, Redis), which begin with `radixcache_store_`.
 
-Any thread may call this. Never imports MLX. It reads only counters of caches, whose lock is held briefly.
+Any thread may call this. Never imports MLX. It reads only counters of caches and holds their lock briefly.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ HISTOGRAMS = {
     "inter_token": ("From one token of a reply to the next.", TOKEN_SECONDS),
 }
 
-# Otherwise each counter has a gauge beside it with its time of creation, which is that of the process.
+# No gauges with the creation time of each counter.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def read_caches(watched: Scheduler, read: Callable[[PrefixCache], T]) -> list[tuple[ModelNames, T]]:
-    """What `read` finds in each open cache, the present one last."""
+    """Return the result of `read` for each open cache, the current one last."""
     found = []
     for names, cache in watched.caches():
-        with suppress(CacheClosedError):  # the server goes on, or stops, meanwhile
+        with suppress(CacheClosedError):
             found.append((names, read(cache)))
     return found
 
@@ -104,7 +103,7 @@ class Watch(Collector):
         self._cause = "pressure"
 
     def attach(self, watched: Scheduler) -> None:
-        """Say whose caches and queues these are; once, before the first request."""
+        """Set whose caches and queues to read; once, before the first request."""
         self._watched = watched
         self._registry.register(self)
 
@@ -118,7 +117,7 @@ class Watch(Collector):
             self._counters["evictions"].labels(event.detail["state"], cause).inc()
 
     def on_record(self, record: RequestRecord) -> None:
-        """Log and count a request that is over."""
+        """Log and count a request that has ended."""
         logger.info("%s", in_a_line(record))
         self._counters["replies"].labels(record.outcome).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
@@ -126,14 +125,10 @@ class Watch(Collector):
         self._counters["generated_tokens"].inc(record.completion_tokens)
         for reason, tokens in record.short_tokens.items():
             self._counters["shortfall_tokens"].labels(reason).inc(tokens)
-        for name, values_ms in (
-            ("queue", (record.queue_ms,)),
-            ("time_to_first_token", (record.ttft_ms,)),
-            ("inter_token", record.gaps_ms),
-        ):
-            for value_ms in values_ms:
-                if value_ms is not None:
-                    self._histograms[name].observe(value_ms / 1e3)
+        timed = [("queue", record.queue_ms), ("time_to_first_token", record.ttft_ms)]
+        for name, value_ms in (*timed, *(("inter_token", gap_ms) for gap_ms in record.gaps_ms)):
+            if value_ms is not None:
+                self._histograms[name].observe(value_ms / 1e3)
         held = [stats for _, stats in read_caches(self._watched, lambda cache: cache.stats)] if self._watched else []
         live_bytes, paged_bytes = sum(each.live_bytes for each in held), sum(each.paged_bytes for each in held)
         budget_bytes = max((each.budget_bytes for each in held), default=0)
@@ -145,7 +140,7 @@ class Watch(Collector):
 
     @contextmanager
     def evicting(self, cause: str) -> Iterator[None]:
-        """Count evictions of the generation thread under this cause, and not as pressure on the budget."""
+        """Count evictions of the generation thread under this cause instead of "pressure"."""
         self._cause = cause
         try:
             yield
@@ -153,12 +148,12 @@ class Watch(Collector):
             self._cause = "pressure"
 
     def ended(self) -> list[tuple[float, RequestRecord]]:
-        """The last requests that ended, the latest first, and when, in seconds since 1970."""
+        """The last ended requests, the latest first, each with its end in seconds since 1970."""
         with self._lock:
             return list(reversed(self._ended))
 
     def points(self) -> list[Point]:
-        """What the caches held at the ends of requests, the latest last."""
+        """The last points, the latest last."""
         with self._lock:
             return list(self._points)
 
@@ -166,7 +161,7 @@ class Watch(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Read, at the moment of a scrape, the queues, the caches by their models' names, and the stores."""
+        """Read the queues, the caches and the stores, at a scrape."""
         watched = self._watched
         assert watched is not None, "attach registers it"
         yield GaugeMetricFamily("radixcache_serve_waiting_requests", "Requests that wait for room.", watched.waiting)
@@ -181,7 +176,6 @@ class Watch(Collector):
 
 
 def in_a_line(record: RequestRecord) -> str:
-    """The log line of a request."""
     whose = f" of {record.namespace}" if record.namespace else ""
     short = ", ".join(f"{tokens:,} {reason}" for reason, tokens in record.short_tokens.items())
     why = f" (not: {short})" if short else ""
@@ -189,12 +183,9 @@ def in_a_line(record: RequestRecord) -> str:
         f"{record.id[:8]}{whose} on {cut(record.names.model)!r}: {record.prompt_tokens:,} prompt tokens, "
         f"{record.cached_tokens:,} cached{why}, {record.completion_tokens:,} generated, {record.outcome}"
     )
-    for shown, value in (
-        ("queued {:,.1f} ms", record.queue_ms),
-        ("TTFT {:,.1f} ms", record.ttft_ms),
-        ("{:,.1f} tokens/s", record.tokens_per_s),
-    ):
-        line += "" if value is None else f"; {shown.format(value)}"
+    shown = ("queued {:,.1f} ms", "TTFT {:,.1f} ms", "{:,.1f} tokens/s")
+    for form, value in zip(shown, (record.queue_ms, record.ttft_ms, record.tokens_per_s), strict=True):
+        line += "" if value is None else f"; {form.format(value)}"
     return f"{line}; {cut(record.note)}" if record.note else line
 
 

@@ -4,18 +4,15 @@
     Access      which requests reach a route, and as whom, by the keys of a Keyring
     BodyLimit   a request reaches its route once its whole body is there, and small enough
 
-  A1  A connection over loopback names this machine in its Host header. A web page whose name was made to resolve to
-      this machine (DNS rebinding) cannot do that.
-  A2  With a file of keys, every route but /health needs one of them or the admin's.
-  A3  The admin's routes (/metrics, /cache and below) need the admin's key if there is one. Without one they answer this
-      machine alone, and nobody if every tenant has a namespace.
-  A4  The admin's routes answer no page of another origin, and have no CORS headers.
+  A1  A connection over loopback names this machine in its Host header. A web page whose name resolves to this machine
+      (DNS rebinding) cannot do that.
+  A2  With a file of keys, every route but /health needs one of them or the admin's key.
+  A3  The admin's routes (/metrics, /cache and below) need the admin's key if there is one. Without one they answer only
+      this machine, and nobody if tenants have namespaces.
+  A4  The admin's routes refuse pages of another origin, and have no CORS headers.
 
-With a proxy on this machine, every client looks local. A proxy that says so in a header is recognized; only an admin's
-key is safe.
-
-A client that sends slowly holds a connection, which `runner.serve.http_server` closes in time, and what it has sent.
-The bodies of all open requests together are bounded too.
+Behind a proxy on this machine, every client looks local. Proxies that add a header are recognized; only an admin's key
+is safe. The bodies of all open requests are bounded together.
 """
 
 from __future__ import annotations
@@ -64,13 +61,9 @@ ANYONE = Tenant("")
 class Keyring:
     """The keys of a server. A line of a file has a name, which logs and metrics may show, and a secret key.
 
-    Args:
-        tenants: file of keys that open every route but the admin's; None: these need no key.
-        admin: file with the one key that opens every route; None: there is no such key.
-        is_namespaced: give each tenant a namespace. The admin has the nameless one.
-
-    Raises:
-        KeyFileError: a file cannot be read, a line is no name and key, or two lines have a name or a key in common.
+    `tenants` has the keys for all routes but the admin's; without the file these routes are open. `admin` has one key,
+    for all routes. With `is_namespaced`, each tenant has a namespace; the admin has the nameless one. KeyFileError: a
+    file cannot be read, a line is not a name and a key, or two lines share a name or a key.
     """
 
     def __init__(self, tenants: Path | None, admin: Path | None, *, is_namespaced: bool = False) -> None:
@@ -87,7 +80,7 @@ class Keyring:
             self._add(where, key, Tenant(name, is_admin=True))
 
     def holder(self, presented: Iterable[str]) -> Tenant | None:
-        """Who holds one of these keys; None: nobody. Takes the same time for all keys of one length."""
+        """Who holds one of these keys. Takes the same time for all keys of one length."""
         found = None
         for candidate in presented:
             for key, tenant in self._holders.items():
@@ -104,7 +97,7 @@ class Keyring:
 
 
 def _read_key_file(path: Path) -> list[tuple[str, str, str]]:
-    """For each key of a file: the line it stands on, its name, the key."""
+    """For each key of a file: its line, its name, the key."""
     try:
         text = path.read_text(encoding="ascii")
         mode = path.stat().st_mode
@@ -131,7 +124,7 @@ def is_admin_path(path: str) -> bool:
 
 
 class Access:
-    """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`; raises ApiError for the others."""
+    """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`. ApiError: refused."""
 
     def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
         self._app, self._keyring, self._host = app, keyring, host
@@ -145,7 +138,7 @@ class Access:
             if is_admin_path(path):
                 self._require_own_origin(headers)
                 if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
-                    # A browser sends no key with the page itself. The page holds no data, and asks for the key.
+                    # A browser sends no key with the page, which holds no data and asks for the key.
                     return await self._app(scope, receive, _as_unauthorized(send))
             if tenant is None and self._keyring.needs_key and path != OPEN:
                 raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
@@ -187,12 +180,11 @@ class Access:
 def _keys(headers: Headers) -> list[str]:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
-    # One of each: a head has room for thousands, and each is compared with every key.
+    # At most one of each: every key is compared with each of them.
     return [*given, headers.get("x-api-key", "")]
 
 
 def _split_name(host: str) -> str:
-    """The name or address in a Host header, without the port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -215,7 +207,7 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Hands requests to `app` with their bodies in one piece; drops clients that leave before. ApiError: too large."""
+    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too large."""
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
         self._app, self._max_mib = app, max_mib
@@ -282,14 +274,14 @@ class Frame:
 
         try:
             if cors and scope["method"] == "OPTIONS":
-                # A browser's preflight for a request from another page; it has no key.
+                # A browser's preflight has no key.
                 await Response(status_code=204)(scope, receive, framed)
             else:
                 await self._app(scope, received, framed)
         except Exception as error:
             if status is not None:
                 raise
-            # If a connection is closed with unread data in it, it is reset before the client has read the error.
+            # Closing with unread data would reset the connection before the client has read the error.
             is_last = headers.get("connection", "").lower() == "close" or scope["http_version"] == "1.0"
             while is_last and not is_whole:
                 await received()
@@ -310,7 +302,7 @@ class Frame:
 
 
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the form of the API whose route was called."""
+    """Write an error in the form of the API whose route was called."""
     is_anthropic = scope["path"].startswith("/v1/messages")
     response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
     response.headers.update(headers or {})

@@ -110,8 +110,6 @@ def _entry(value: Any, number: int, where: str) -> WarmEntry:
 
 
 class _CachedModel(NamedTuple):
-    """The part of a model that stays while others run."""
-
     cache: PrefixCache
     fingerprint: Fingerprint
     is_parallel: bool
@@ -243,7 +241,6 @@ class Models:
             tokenizer.chat_template = tokenizer.default_chat_template
 
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _CachedModel:
-        """Make a cache that holds no weights, from copies of empty mlx-lm caches."""
         options = self._options
         empty = mlx_lm_border.make_prompt_cache(loaded.model)
         if draft is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -139,8 +139,6 @@ class OpenAIBody(Checked):
 
 
 class CompletionBody(OpenAIBody):
-    """The body of POST /v1/completions."""
-
     prompt: str
     best_of: Literal[1] = 1
     echo: Literal[False] = False
@@ -148,8 +146,6 @@ class CompletionBody(OpenAIBody):
 
 
 class ChatBody(OpenAIBody):
-    """The body of POST /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[Tool] = Field(default_factory=list)
     role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
@@ -179,7 +175,6 @@ def _check_message(message: dict[str, Any], at: str) -> None:
 
 
 def _check_function(tool: Any, at: str) -> None:
-    """Check a tool, or a call of one."""
     function = tool.get("function") if isinstance(tool, dict) else None
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     _require(is_named, f"{at}.function", "an object with a name")
@@ -204,7 +199,6 @@ class OpenAIReply:
     include_usage: bool = False
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for the whole reply. ApiError: it failed."""
         deltas = [part async for part in self.reply if isinstance(part, Delta)]
         delta = Delta(
             "".join(delta.text for delta in deltas),
@@ -255,7 +249,7 @@ class OpenAIReply:
         }
 
     def _finish_reason(self) -> str | None:
-        """None until it is over."""
+        """Return None until the reply has ended."""
         reply = self.reply
         return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
@@ -271,7 +265,7 @@ class OpenAIReply:
 
     def _logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         if self.request.top_logprobs > 0:
-            tops = [[_finite(asdict(top)) for top in token.top_tokens] for token in tokens]
+            tops = [[_finite(top) for top in token.top_tokens] for token in tokens]
             return [{**top[0], "top_logprobs": top} if top else {} for top in tops]
         if self.request.logprobs:
             return [_finite({"id": token.id, "logprob": token.logprob}) for token in tokens]

@@ -87,13 +87,6 @@ Outcome: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
-class TopToken:
-    id: int
-    token: str
-    logprob: float
-
-
-@dataclass(frozen=True)
 class Started:
     """The prompt is tokenized. `reader`: the ReplyReader for its sampled tokens."""
 
@@ -111,12 +104,12 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Token:
-    """One sampled token, the `text` that it completes, and the `stop_word` if it completes one."""
+    """One sampled token, with the text and stop word that it completes. `top_tokens`: id, token, logprob of each."""
 
     text: str
     id: int
     logprob: float
-    top_tokens: tuple[TopToken, ...]
+    top_tokens: tuple[dict[str, Any], ...]
     finish_reason: FinishReason | None
     stop_word: str | None = None
 
@@ -216,7 +209,6 @@ class OpenRequest:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was admitted and has not ended."""
         return self.record.queue_ms is not None and not self.is_over
 
     def progress(self, done_tokens: int, prompt_tokens: int) -> None:
@@ -286,7 +278,6 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def in_openai_form(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

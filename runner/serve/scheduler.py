@@ -230,7 +230,6 @@ class Scheduler:
                     each[1].fail(500, f"{type(error).__name__}: {error}")
 
     def _end_all(self) -> None:
-        """Fail all open requests and calls."""
         with self._changed:
             self._is_open = False
             calls, self._calls = [*self._calls], deque()

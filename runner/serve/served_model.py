@@ -33,7 +33,7 @@ from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, embedder, prompt_of
-from runner.serve.request import ApiError, FinishReason, ModelNames, OpenRequest, Request, Started, Token, TopToken
+from runner.serve.request import ApiError, FinishReason, ModelNames, OpenRequest, Request, Started, Token
 from runner.serve.service import ReplyReader
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,6 @@ class ServedModel:
         return prompt_of(request, self.tokenizer, template_args, processor=self.processor, with_marks=self._is_marked)
 
     def round(self) -> None:
-        """Advance each running request by one step."""
         for prepared in [each for each in self._queue if each.opened.is_cancelled]:
             self._queue.remove(prepared)
             prepared.opened.end("cancelled")
@@ -125,14 +124,13 @@ class ServedModel:
 
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
-        left = [each.opened for each in self._queue]
+        left = [*self._together.values(), *(each.opened for each in self._queue)]
         if self._alone is not None:
             opened, steps = self._alone
             steps.close()  # type: ignore[attr-defined]
             left.insert(0, opened)
         if self._generator is not None:
             self._generator.close()
-            left[:0] = self._together.values()
         for opened in left:
             opened.end("cancelled")
         self._queue.clear()
@@ -141,9 +139,9 @@ class ServedModel:
 
     def begin(self, opened: OpenRequest) -> None:
         """Accept a request. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
-        request, tokenizer = opened.request, self.tokenizer
+        request, tokenizer, longest = opened.request, self.tokenizer, self.context_length
         prompt = self.prompt(request)
-        prompt_tokens, longest = len(prompt.tokens), self.context_length
+        prompt_tokens = len(prompt.tokens)
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:
             raise ApiError(400, "a draft model cannot draft replies to images; ask with draft_model null.")
@@ -172,7 +170,6 @@ class ServedModel:
             opened.put(Started(prompt_tokens, reader))
 
     def _advance(self) -> None:
-        """Start queued requests that may run now."""
         while self._queue and self._alone is None:
             prepared = self._queue[0]
             if self._generator is not None and not prepared.is_alone:
@@ -184,7 +181,6 @@ class ServedModel:
             self._queue.popleft()
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
-        """Record what the cache has of the prompt, and why not more."""
         found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
         record.cached_tokens, record.matched_tokens = found.resumable_tokens, found.matched_tokens
         record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
@@ -196,7 +192,7 @@ class ServedModel:
         """Put a sampled token. `logprobs` (V,) are those of all tokens, evaluated."""
         likeliest = mlx_lm_border.top_logprobs(logprobs, opened.request.top_logprobs, self.tokenizer)
         stop_word = self._stop_word(opened, id) if reason == "stop" else None
-        opened.add(Token(text, id, logprob, tuple(TopToken(**each) for each in likeliest), reason, stop_word))
+        opened.add(Token(text, id, logprob, likeliest, reason, stop_word))
 
     def _stop_word(self, opened: OpenRequest, last: int) -> str | None:
         """The longest stop word that the reply ends with."""
@@ -218,7 +214,6 @@ class ServedModel:
         )
 
     def _start_together(self, prepared: _Prepared, generator: ParallelGenerator) -> None:
-        """Submit a request to the generator. If it cannot be served, it fails."""
         opened, prompt = prepared.opened, prepared.prompt
         try:
             self._foresee(opened, prompt)

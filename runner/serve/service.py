@@ -204,7 +204,6 @@ class _Mailbox:
         self._is_woken = False
 
     def put(self, queue: asyncio.Queue[ReplyEvent], event: ReplyEvent) -> None:
-        """Send an event to its queue; any thread. RuntimeError: the loop is closed."""
         self._events.append((queue, event))
         if not self._is_woken:
             self._is_woken = True

@@ -22,9 +22,6 @@ def new_generator(loaded, model=None, **more):
     return ParallelGenerator(cache, model or loaded.model, loaded.tokenizer, **options)
 
 
-# Arguments
-
-
 @pytest.mark.parametrize(
     ("options", "found"),
     [
@@ -98,9 +95,6 @@ def test_closing_twice_is_fine_and_ends_an_iteration(tiny):
     assert generator.group.is_closed
     with pytest.raises(ValueError, match="closed"):
         generator.submit(PROMPT, max_tokens=1)
-
-
-# Compiled mode
 
 
 def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs_and_on_between_iterations(tiny):

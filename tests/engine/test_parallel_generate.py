@@ -122,9 +122,6 @@ def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     return lambda logprobs: mx.array([next(script)])
 
 
-# Together
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_replies_are_those_of_one_at_a_time_and_the_system_prompt_is_evaluated_once(kind: str) -> None:
     loaded = load(kind)
@@ -248,9 +245,6 @@ def test_the_readme_serves_two_requests_together(llama: LoadedModel, capsys: pyt
     assert {shifted for _, shifted in ends} == {"0"}
 
 
-# Joining and leaving
-
-
 def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: LoadedModel) -> None:
     found: list[Ticket] = []
     with new_generator(llama, new_cache(llama)) as generator:
@@ -297,9 +291,6 @@ def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedMode
     assert cache.stats.live_bytes == cache.stats.paged_bytes == 0
 
 
-# Cancelling
-
-
 def cancelled_at(loaded: LoadedModel, at: int) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
@@ -325,9 +316,6 @@ def test_what_is_cancelled_before_it_ran_evaluates_nothing(llama: LoadedModel) -
         require_alone(llama, tickets[:1], PROMPTS[:1])
     assert done(tickets[1]).done_reason == "cancelled"
     assert [(piece.text, piece.token) for piece in pieces[tickets[1]]] == [("", None)]
-
-
-# Sharing what is being prefilled
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
@@ -396,9 +384,6 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(first).done_reason == "cancelled"
     require_alone(llama, [second], [PROMPTS[2]])
     assert done(second).cached_tokens == STEP_SIZE
-
-
-# Failing
 
 
 def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any]) -> Exception:
@@ -608,9 +593,6 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
     require_right_tree(poisoned, cache, PROMPTS[:3])
 
 
-# Room
-
-
 def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
     with new_generator(llama, new_cache(llama), max_rows=2) as generator:
         tickets = [submit(generator, prompt) for prompt in PROMPTS]
@@ -662,9 +644,6 @@ def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(lla
     assert ended == [never, behind, first]
     assert isinstance(done(never).error, BudgetFullError)
     assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
-
-
-# Whatever happens
 
 
 @settings(max_examples=10, deadline=None)

@@ -6,7 +6,6 @@ import io
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from mlx_lm.server import APIHandler, GenerationContext, Response
@@ -31,10 +30,7 @@ def stock_answer(
         has_tool_calling=True, has_thinking=True, tool_parser=tool_parser, text_sm=machine, initial_state=initial_state,
         prompt=[0] * prompt_tokens, prompt_cache_count=cached_tokens,
     )  # fmt: skip
-    responses = [
-        Response(step.text, step.id, step.logprob, step.finish_reason, tuple(asdict(top) for top in step.top_tokens))
-        for step in steps
-    ]
+    responses = [Response(step.text, step.id, step.logprob, step.finish_reason, step.top_tokens) for step in steps]
     raw = json.dumps(body).encode()
     handler = _Handler()
     handler.path, handler.headers, handler.rfile = path, {"Content-Length": len(raw)}, io.BytesIO(raw)

@@ -108,9 +108,6 @@ def require_refused(path: str, answer: tuple[int, bytes]) -> Any:
     return error
 
 
-# One at a time --------------------------------------------------------------------------------------------------------
-
-
 def documented_fields(abused: Abused) -> Iterator[tuple[str, str]]:
     """Each route with a body, and each field that its document names."""
     document = abused.json("GET", "/openapi.json")
@@ -150,9 +147,6 @@ def test_wrong_keys_are_refused_without_being_told_a_right_one(abused: Abused) -
         require_refused("/metrics", (status, body))
         assert status == 401
         assert not [right for right in (KEY, ADMIN) if right.encode() in body]
-
-
-# All at once ----------------------------------------------------------------------------------------------------------
 
 
 class Attempt(NamedTuple):

@@ -70,9 +70,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-# Keys -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"Authorization": ANN}, {"x-api-key": "ann"}])
 @pytest.mark.parametrize("path", [*OPEN_TO_KEYS, *ADMINS, "/nowhere"])
 def test_with_a_key_file_no_route_answers_without_a_key(serve: Serve, path: str, headers: dict[str, str]) -> None:
@@ -106,9 +103,6 @@ def test_a_key_is_taken_from_either_header_and_names_its_holder(
 ) -> None:
     answer = serve(tenants=True).get("/v1/models", headers=headers)
     assert answer.json() == {"name": name, "namespace": "", "is_admin": False}
-
-
-# The admin's routes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ADMINS)
@@ -150,9 +144,6 @@ def test_without_an_admins_key_its_routes_answer_the_machine_itself(
 def test_tenants_apart_from_each_other_never_see_the_admins_routes(serve: Serve) -> None:
     client = serve(tenants=True, by="key")
     assert [client.get(path, headers=bearer(ANN)).status_code for path in ADMINS] == [403, 403, 403]
-
-
-# Browsers -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [*OPEN_TO_KEYS, *ADMINS, "/health"])
@@ -206,9 +197,6 @@ def test_pages_of_allowed_origins_may_read_replies_and_errors(
         assert reply.headers["access-control-allow-headers"] == "*, Authorization"
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("DELETE", "/v1/models", 405), ("GET", "/v1/broken", 500), ("GET", "/docs", 404)],
@@ -228,9 +216,6 @@ def test_every_request_is_counted_under_its_route(serve: Serve) -> None:
         client.get(path, headers=headers)
     client.get("/nowhere", headers=bearer(ANN))
     assert counted == [("/v1/models", 200), ("other", 401), ("/v1/broken", 500), ("other", 401), ("other", 404)]
-
-
-# Key files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,6 @@ def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(api_key="k", base_url="http://test", http_client=http_client, max_retries=0)
 
 
-# What a reply looks like.
-
-
 def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> None:
     runs = ScriptedRuns(*HELLO)
     response = post(runs, BODY)
@@ -179,9 +176,6 @@ def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
     error = {"type": "api_error", "message": "the model broke."}
     assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
     assert events[-1] == {"type": "error", "error": error}
-
-
-# The real client.
 
 
 def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> None:

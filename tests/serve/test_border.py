@@ -56,9 +56,6 @@ def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: 
     assert fields(getattr(mlx_lm_border, name)) == parameters
 
 
-# Sampling
-
-
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
     likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
     plain = Request(ModelNames(), 1)
@@ -73,9 +70,6 @@ def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedM
         logits = processor(mx.array([1, 1, 2]), logits)
     assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
     assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=plain)) == []
-
-
-# Stops and states
 
 
 def test_stop_sequences_end_with_their_last_token_and_with_an_end_of_turn(tiny: LoadedModel) -> None:
@@ -107,9 +101,6 @@ def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptur
     assert call["type"] == "function"
     assert isinstance(call["id"], str)
     assert "cut short" in caplog.text
-
-
-# Prompts
 
 
 def asked(**more: Any) -> Request:

@@ -118,9 +118,6 @@ def error_of(reply: tuple[int, bytes]) -> tuple[int, str]:
     return reply[0], error["message"]
 
 
-# Clients that keep it waiting -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_a_client_that_never_ends_a_head_is_given_up(sent: bytes) -> None:
     routes = Routes()
@@ -192,9 +189,6 @@ def test_what_is_sent_in_pieces_waits_for_no_acknowledgement() -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-# Clients that send what cannot be read --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -216,8 +210,7 @@ def test_what_is_no_request_is_refused_with_a_reason(sent: bytes, status: int) -
 
 
 @pytest.mark.parametrize(
-    "head",
-    [POST.replace(b" 3", b" %d" % (MIB + 1)), POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked")],
+    "head", [POST.replace(b" 3", b" %d" % (MIB + 1)), POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked")]
 )
 def test_a_client_whose_body_is_too_large_is_told_and_may_ask_again(head: bytes) -> None:
     """The rest of the body is read and thrown away; without that most clients would never see the answer."""
@@ -239,9 +232,6 @@ def test_a_client_is_where_it_connects_from_whatever_its_headers_say() -> None:
         served.connect(GET.replace(b"Host", b"X-Forwarded-For: 192.0.2.1\r\nHost")) as client,
     ):
         assert read_reply(client) == b"127.0.0.1"
-
-
-# The end --------------------------------------------------------------------------------------------------------------
 
 
 def test_replies_that_run_when_the_server_is_to_end_are_finished() -> None:

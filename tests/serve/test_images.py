@@ -74,9 +74,6 @@ def expected(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes)
     return [each.token for each in said]
 
 
-# Replies
-
-
 @pytest.mark.parametrize("options", [{"prefill_step_size": 8}, {"exact": True}])
 def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(
     loaded: LoadedModel, folder: str, options: dict[str, Any]
@@ -134,9 +131,6 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
     assert len(inside) >= 3
 
 
-# Routes
-
-
 @pytest.fixture
 def client(folder: str, looked: list[int]) -> Iterator[TestClient]:
     options = ServeOptions(model=folder, budget_bytes=64 << 20)
@@ -172,9 +166,6 @@ def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loade
     assert explained["resumable_tokens"] == prompt_tokens - 1
     warmed = client.post("/cache/warm", json={"messages": asking(ONE)})
     assert (warmed.status_code, warmed.json()["error"]["message"]) == (400, "a prompt with images cannot be warmed.")
-
-
-# What is refused
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -50,9 +50,6 @@ def save_adapter(folder: Path) -> Path:
     return folder
 
 
-# Names
-
-
 def test_names_stand_for_what_they_stand_for_in_mlx_lm_server() -> None:
     models = Models(ServeOptions(model="m", adapter_path="a", draft_model="d"))
     assert models.key_of(ModelNames()) == ModelNames("m", "a", "d")
@@ -68,9 +65,6 @@ def test_without_a_model_of_its_own_the_server_answers_those_who_name_one() -> N
         assert (failure.status, "started without --model" in failure.message) == (404, True)
         assert Waiting(thread, names=LLAMA).record.completion_tokens > 0
         assert thread.is_healthy
-
-
-# Switching
 
 
 def test_coming_back_to_a_model_finds_its_prefixes_and_those_of_no_other() -> None:
@@ -166,9 +160,6 @@ def test_a_model_whose_files_changed_starts_with_an_empty_cache(
             before.check()
 
 
-# What is loaded, and how
-
-
 def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone(tmp_path: Path) -> None:
     folder, adapter = write_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
     with running(model=None) as thread:
@@ -195,9 +186,6 @@ def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_lo
     assert models.current.key == LLAMA
     with pytest.raises(ApiError):
         models.count_tokens(Request(ModelNames("nothing"), 5, prompt="a"))
-
-
-# Files
 
 
 def test_a_trace_has_the_requests_of_the_servers_own_model(tmp_path: Path) -> None:

@@ -37,9 +37,6 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
     assert (done, rest) == ("data: [DONE]", "")
 
 
-# Streams
-
-
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
     runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), PrefillProgress(20, PROMPT_TOKENS), said("x", finish="stop"))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
@@ -75,9 +72,6 @@ def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
         answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
     body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert body["choices"][0]["logprobs"]["content"] == [{"id": 7, "logprob": -9999.0}]
-
-
-# Clients that leave
 
 
 async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked: bool = True) -> None:
@@ -124,9 +118,6 @@ def test_a_request_beyond_its_time_is_ended():
             return (await asking).json()  # type: ignore[no-any-return]
 
     assert asyncio.run(ask())["choices"][0]["message"]["content"] == "x"
-
-
-# Models and health
 
 
 class Repository:

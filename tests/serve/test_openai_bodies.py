@@ -25,9 +25,6 @@ def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
     return runs.opened[0].request
 
 
-# What is asked for
-
-
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
     wanted = Request(
         ModelNames(), 33, messages=[USER], temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, logit_bias={},

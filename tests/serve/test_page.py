@@ -88,9 +88,6 @@ def large_tree(users: int) -> Any:
     return cache
 
 
-# Without a browser
-
-
 def test_its_policy_lets_in_its_own_script_and_style_and_no_other_request() -> None:
     content, headers = cache_page()
     policy = headers["Content-Security-Policy"]
@@ -152,9 +149,6 @@ def test_the_disk_is_told_of_in_words_and_only_where_there_is_one() -> None:
         "Since the start: 1.0 MiB read, 6.0 MiB written, 1.0 MiB evicted. To be written: 0 bytes.",
         "Calls that failed: 31 not asked, 2 timed out.",
     ]
-
-
-# In a browser
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
-from runner.serve.request import Ended, OpenRequest, Started, Token, TopToken
+from runner.serve.request import Ended, OpenRequest, Started, Token
 from runner.serve.service import ReplyReader
 from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
@@ -54,9 +54,10 @@ class SpokenRuns(ScriptedRuns):
 
 
 def steps_of(texts: Sequence[str], finish: str | None) -> list[Token]:
+    other = {"id": 9, "token": "x", "logprob": -9.0}
     return [
-        Token(text, index, -index / 8, (TopToken(index, text, -index / 8), TopToken(9, "x", -9.0)), None)
-        for index, text in enumerate(texts)
+        Token(text, at, -at / 8, ({"id": at, "token": text, "logprob": -at / 8}, other), None)
+        for at, text in enumerate(texts)
     ] + [Token("" if finish == "stop" else "<", 7, -0.5, (), finish)]  # type: ignore[arg-type]
 
 

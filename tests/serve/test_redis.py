@@ -47,9 +47,7 @@ def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
     assert "Redis: not reached" in logs[1]
 
 
-def test_a_url_that_is_none_is_one_line_that_does_not_quote_it(
-    command: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_a_url_that_is_none_is_one_line_that_does_not_quote_it(command: Callable[..., tuple[int, str, str]]) -> None:
     code, output, errors = command("serve", "--model", "tiny", "--port", "0", "--redis", f"me:{PASSWORD}@host")
     assert code == 2
     assert "wanted redis://, rediss:// or unix://" in errors.splitlines()[-1]

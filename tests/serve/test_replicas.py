@@ -62,9 +62,6 @@ def digests(tokens: Any, namespace: str = "") -> list[int]:
     return chain_digests(tokens, root_digest("tiny", namespace, SECRET))
 
 
-# What is told ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_told_is_what_prompts_are_looked_up_by_wherever_edges_part() -> None:
     shared, one, other = range(300), range(1000, 1700), range(5000, 5400)
     edges = [Edge("", -1, keys(shared)), Edge("", 0, keys(one)), Edge("", 0, keys(other))]
@@ -86,9 +83,6 @@ def test_changes_alone_are_told_and_no_more_digests_than_may_be() -> None:
     # Shorter prefixes before longer ones.
     edge = Edge("", -1, keys(range(5000)))
     assert DigestChanges("tiny", SECRET, max_digests=7).update([edge])[0] == digests(edge.keys)[:7]
-
-
-# Where requests go ----------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -185,8 +179,6 @@ def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -
         places.append(board.place(routed(3, keys(range(70, 80))), {"a", "b"}) == first)
     assert places == [True, False]
 
-
-# The way of a request -------------------------------------------------------------------------------------------------
 
 ASKED = Request(ModelNames(), 5, prompt="A river")
 STARTED, STEP = Started(7, None), Token("x", 5, -0.1, (), None)
@@ -292,9 +284,6 @@ def test_a_prompt_is_in_digests_before_anybody_answers_it_and_what_cannot_be_mad
     prompts.close()
 
 
-# What is put together -------------------------------------------------------------------------------------------------
-
-
 class Answering:
     """Replicas `a` and `b`, which answer admins from a script; `c` does not answer."""
 
@@ -366,9 +355,6 @@ def test_an_application_is_called_without_a_server() -> None:
     assert (reply.status, reply.media_type) == (200, "application/json")
     assert json.loads(reply.body) == {"what": "warm", "more": 3, "a": 1}
     assert asyncio.run(call_app(app, AdminRequest("GET", "/nowhere"))).status == 404
-
-
-# What is asked for ----------------------------------------------------------------------------------------------------
 
 
 def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:

@@ -37,9 +37,6 @@ def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -
     return tokens
 
 
-# Answers
-
-
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
 def test_eight_at_once_say_what_mlx_lm_says_to_each_alone(kind: str) -> None:
     loaded = load_model(f"tiny:{kind}")
@@ -92,8 +89,8 @@ def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: Lo
         assert step.id == token
         assert step.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
         best = mx.argsort(-logprobs)[:3].tolist()
-        assert sorted(top.id for top in step.top_tokens) == sorted(best)
-        assert {top.id: top.logprob for top in step.top_tokens}[token] == pytest.approx(step.logprob, abs=1e-4)
+        assert sorted(top["id"] for top in step.top_tokens) == sorted(best)
+        assert {top["id"]: top["logprob"] for top in step.top_tokens}[token] == pytest.approx(step.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}])
@@ -108,13 +105,7 @@ def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, o
     with running(**options) as thread:
         for _ in range(2):  # the second time from the cache
             found = Waiting(
-                thread,
-                prompt=LONG,
-                seed=3,
-                temperature=0.8,
-                top_p=0.9,
-                logit_bias={5: 2.0},
-                repetition_penalty=1.3,
+                thread, prompt=LONG, seed=3, temperature=0.8, top_p=0.9, logit_bias={5: 2.0}, repetition_penalty=1.3
             )
             beside = Waiting(thread, prompt=PROMPTS[1], temperature=1.0)
             assert (found.tokens, found.text) == expected
@@ -140,9 +131,7 @@ def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Sche
 def test_of_two_stop_words_that_end_a_reply_the_longer_is_named() -> None:
     opened = OpenRequest(Request(ModelNames(), 8, stop_words=["b", "ab"]), lambda _: None)
     opened.tokens = [ord("a")]
-    served = SimpleNamespace(
-        tokenizer=SimpleNamespace(encode=lambda word, add_special_tokens: [*word.encode()]),
-    )
+    served = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda word, add_special_tokens: [*word.encode()]))
     assert ServedModel._stop_word(served, opened, ord("b")) == "ab"
 
 
@@ -154,9 +143,6 @@ def test_the_queue_time_of_a_record_is_in_milliseconds_since_arrival() -> None:
     opened.end("cancelled")
     assert records[0].queue_ms is not None
     assert 5_000 <= records[0].queue_ms < 5_000_000
-
-
-# One at a time
 
 
 def test_a_quantized_cache_answers_one_at_a_time_as_mlx_lm_does_from_the_first_token_on() -> None:

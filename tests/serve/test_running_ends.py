@@ -13,16 +13,7 @@ import pytest
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
 from runner.serve import served_model
-from runner.serve.request import (
-    ApiError,
-    Ended,
-    Failed,
-    ModelNames,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Token,
-)
+from runner.serve.request import ApiError, Ended, Failed, ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Token
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, running
@@ -39,9 +30,6 @@ def cancel_at(kind: type[ReplyEvent], count: int) -> Callable[[OpenRequest, Repl
             opened.cancel()
 
     return on_answer
-
-
-# Ends
 
 
 def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_computed(either: Scheduler) -> None:
@@ -114,9 +102,6 @@ def test_a_second_stop_shortens_the_time() -> None:
         thread.stop(0)
         first.join()
         assert waiting.record.outcome == "cancelled"
-
-
-# Failures
 
 
 @pytest.mark.parametrize(
@@ -235,9 +220,6 @@ def test_who_comes_when_all_places_are_taken_is_turned_away_and_the_others_are_s
         held.set()
         assert all(waiting.record.completion_tokens for waiting in asked)
         Waiting(thread).end()
-
-
-# Calls, and starting
 
 
 def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Scheduler) -> None:

@@ -35,9 +35,6 @@ def events(reply: httpx2.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
@@ -102,9 +99,6 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
     assert theirs.keys() <= ours.keys()
     # The first has no effect; the second cannot be honoured, as what is shared is quantized from the start.
     assert {name for name in theirs if ours[name] != theirs[name]} == {"prompt_cache_size", "quantized_kv_start"}
-
-
-# How it ends ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:
