@@ -12,10 +12,11 @@ PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 # The interpreter for .venv; empty: the first one found that is new enough.
 PYTHON ?=
 
+SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay serve test test-slow mutants lint bench bench-policies architectures clean openblas browser redis
+.PHONY: help replay serve test test-slow package-test mutants lint bench bench-policies architectures clean openblas browser redis
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,11 +38,21 @@ test-slow: $(INSTALLED) openblas browser redis ## run the slow tests
 mutants: $(INSTALLED) openblas redis ## break the code in one place after the other, and see which test finds out
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(INSTALLED) ## check style, formatting, types and import rules
+lint: $(INSTALLED) ## check style, formatting, types, import rules, workflows and the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	@$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	@$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	@$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	@$(SCHEMA) vendor.citation-file-format --force-filetype yaml CITATION.cff
+	@$(BIN)/zizmor --offline --quiet .
+	@$(BIN)/hadolint Dockerfile
+
+package-test: $(INSTALLED) openblas ## build wheel and sdist, install each into a fresh environment, and try it there
+	@$(BIN)/python -m tests.package $(ARGS)
 
 bench: $(INSTALLED) openblas ## run every benchmark in turn (ARGS=--publish replaces the figures in benchmarks/results)
 	@set -e; for file in benchmarks/bench_*.py; do \
