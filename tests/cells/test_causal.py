@@ -15,7 +15,7 @@ from benchmarks.architectures.catalogue import CUT_SENSITIVE, distinct_models
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable
 from radixcache.errors import UnsupportedCacheError
-from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, WINDOW_LENGTH, build, kind_of, tiny_model
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, build, kind_of, tiny_model
 from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, words
 
 #: What cannot run on cells, and the word of the error that says why.
@@ -116,21 +116,6 @@ def test_the_trial_tells_wrong_positions_in_every_dtype(kind: str, dtype: mx.Dty
         assert causal.steps_together(model) == (kind not in ONE_BY_ONE)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "recurrent_gemma"])
-def test_windows_are_shorter_than_the_sequences_and_their_chunks(kind: str) -> None:
-    rows = Rows(shared_model(kind), capacity=8 * WINDOW_LENGTH)
-    rows.join(1, words(1, WINDOW_LENGTH // 2))
-    rows.join(2, words(2, 5))
-    rows.prefill(1, words(3, 2 * WINDOW_LENGTH + 3))  # a chunk longer than the window, in cells out of order
-    for token in range(WINDOW_LENGTH + 2):
-        rows.step({2: token, 1: token + 50})
-    rows.prefill(2, words(4, WINDOW_LENGTH))
-    rows.step({1: 7, 2: 9})
-
-    assert rows.error <= ROUNDING
-    rows.check()
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_one_sequence_with_cells_out_of_order_runs_the_trial_before_it_is_wrong(kind: str) -> None:
     rows = Rows(tiny_model(kind), capacity=64)
@@ -143,36 +128,6 @@ def test_one_sequence_with_cells_out_of_order_runs_the_trial_before_it_is_wrong(
 
     assert rows.error <= ROUNDING
     assert len(rows.causal.table.ranges(1)) > 2
-
-
-@pytest.mark.parametrize("kind", ["falcon_h1", "rwkv7"])
-def test_recurrent_state_follows_those_who_leave_join_and_share_between_steps(kind: str) -> None:
-    rows = Rows(shared_model(kind), capacity=160)
-    for sequence in range(3):
-        rows.join(sequence, words(sequence, 6 + sequence))
-    rows.step({0: 1, 1: 2, 2: 3})
-    rows.share(1, 10, rows.causal.length(1))  # out of the joined state
-    rows.step({1: 5})
-    rows.step({10: 4})
-    rows.step({2: 6, 10: 7, 0: 8})
-    rows.leave(0)
-    rows.step({2: 9, 10: 10})
-    rows.prefill(10, words(5, 4))
-    rows.step({10: 11, 2: 12, 1: 13})
-
-    assert rows.error <= ROUNDING
-    rows.check()
-
-
-def test_rows_of_states_that_cannot_be_joined_run_one_by_one() -> None:
-    rows = Rows(shared_model("longcat_flash_ngram"), capacity=64)
-    rows.join(1, [5])
-    rows.join(2, [5, 3, 7, 2])
-    for token in range(4):
-        rows.step({1: token, 2: token + 3})
-
-    assert rows.error <= ROUNDING
-    rows.check()
 
 
 def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_behind_it() -> None:
@@ -212,26 +167,20 @@ def test_logits_of_tokens_that_no_one_has_read_yet_are_right_several_steps_deep(
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "falcon_h1"])
 def test_an_overflow_in_one_sequence_stays_its_own(kind: str) -> None:
-    model = shared_model(kind)
-    with overflow_at(model, 200):
-        overflow_beside_others(Rows(model, capacity=64))
-
-
-def overflow_beside_others(rows: Rows) -> None:
-    clean = [token % 200 for token in words(1, 9)]
-    rows.join(1, clean)
-    rows.causal.add(2)
-    lost = rows.causal.prefill(rows.model, 2, [5, 200, 7])
-    assert not np.isfinite(np.array(lost[0, -1])).any()
-    for token in range(4):
-        logits = rows.causal.step(rows.model, [2, 1], [token, token])
-        assert not np.isfinite(np.array(logits[0])).any()  # as it would be alone
-        rows.note(1, [token], logits[1])
-    rows.causal.free(2)
-    rows.join(3, clean[:5])  # into cells that were its, and beside them
-    rows.step({1: 3, 3: 4})
-
-    assert rows.error <= ROUNDING
+    rows, clean = Rows(shared_model(kind), capacity=64), [token % 200 for token in words(1, 9)]
+    with overflow_at(rows.model, 200):
+        rows.join(1, clean)
+        rows.causal.add(2)
+        lost = rows.causal.prefill(rows.model, 2, [5, 200, 7])
+        assert not np.isfinite(np.array(lost[0, -1])).any()
+        for token in range(4):
+            logits = rows.causal.step(rows.model, [2, 1], [token, token])
+            assert not np.isfinite(np.array(logits[0])).any()  # as it would be alone
+            rows.note(1, [token], logits[1])
+        rows.causal.free(2)
+        rows.join(3, clean[:5])  # into cells of sequence 2, and beside them
+        rows.step({1: 3, 3: 4})
+        assert rows.error <= ROUNDING
 
 
 def timeline(rows: Rows) -> int:
@@ -295,30 +244,11 @@ def overflow_at(model: Any, token: int) -> Iterator[None]:
             layer.__class__ = nn.Embedding
 
 
-def test_a_model_is_tried_once_for_all_caches_that_are_made_for_it() -> None:
-    model, calls = tiny_model("llama"), 0
-    real = type(model).__call__
-
-    class Counting(type(model)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **more: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return real(self, *args, **more)
-
-    model.__class__ = Counting
-    assert CausalCache(model, capacity=64).steps_together(model)
-    assert calls > 0
-    calls = 0
-    assert CausalCache(model, capacity=64).steps_together(model)
-    assert calls == 0
-
-
 def stepped(kind: str) -> Rows:
     """Sequences 1 and 2, which have made a step together, and 3, which has not."""
     rows = Rows(shared_model(kind), capacity=40)
-    rows.join(1, words(1, 5))
-    rows.join(2, words(2, 7))
-    rows.join(3, words(3, 4))
+    for sequence, length in ((1, 5), (2, 7), (3, 4)):
+        rows.join(sequence, words(sequence, length))
     rows.step({1: 1, 2: 2})
     return rows
 
@@ -329,24 +259,17 @@ def cut_buffer(causal: CausalCache, name: str) -> None:
     setattr(layer, name, getattr(layer, name)[..., : causal.table.used - 1, :])
 
 
-def set_joined(causal: CausalCache, *sequences: int) -> None:
-    causal._states._joined = sequences
-
-
 BREAKS: dict[str, tuple[str, Callable[[CausalCache], object]]] = {
     "K1: a sequence without state": ("lfm2", lambda c: c._states.free(3)),
     "K2: keys end before the last cell": ("llama", lambda c: cut_buffer(c, "keys")),
     "K2: values end before the last cell": ("llama", lambda c: cut_buffer(c, "values")),
-    "K2: more cells than the table": (
-        "llama",
-        lambda c: setattr(c._cells[0], "keys", mx.zeros((1, 1, 41, 1))),
-    ),
+    "K2: more cells than the table": ("llama", lambda c: setattr(c._cells[0], "keys", mx.zeros((1, 1, 41, 1)))),
     "K3: nobody is tainted": ("llama", lambda c: c._tainted.update({9: 0})),
     "K3: from before the start": ("llama", lambda c: c._tainted.update({1: -1})),
     "K3: from the end": ("llama", lambda c: c._tainted.update({1: c.length(1)})),
-    "CS1: nobody is joined": ("lfm2", lambda c: set_joined(c, 1, 9)),
-    "CS1: one is joined twice": ("lfm2", lambda c: set_joined(c, 1, 1)),
-    "CS1: a row that nobody has": ("lfm2", lambda c: set_joined(c, 1)),
+    "CS1: nobody is joined": ("lfm2", lambda c: setattr(c._states, "_joined", (1, 9))),
+    "CS1: one is joined twice": ("lfm2", lambda c: setattr(c._states, "_joined", (1, 1))),
+    "CS1: a row that nobody has": ("lfm2", lambda c: setattr(c._states, "_joined", (1,))),
     "CS2: a state is held twice": ("lfm2", lambda c: c._states._own[2][0].cache.__setitem__(0, mx.zeros((1,)))),
 }
 

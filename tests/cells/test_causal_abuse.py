@@ -44,42 +44,27 @@ Call = Callable[[CausalCache, Any], object]
 NONSENSE: dict[str, tuple[Call, str]] = {
     "add twice": (lambda c, m: c.add(1), "there already"),
     "free unknown": (lambda c, m: c.free(9), "no sequence 9"),
-    "length of unknown": (lambda c, m: c.length(9), "no sequence 9"),
     "step unknown": (lambda c, m: c.step(m, [1, 9], [1, 2]), "no sequence 9"),
-    "step alone unknown": (lambda c, m: c.step(m, [9], [1]), "no sequence 9"),
     "step one without tokens": (lambda c, m: c.step(m, [1, 3], [1, 2]), "no tokens yet"),
     "step twice": (lambda c, m: c.step(m, [1, 2, 1], [1, 2, 3]), "twice"),
     "step nobody": (lambda c, m: c.step(m, [], []), "empty"),
     "step nobody lazily": (lambda c, m: c.step(m, [], mx.array([], dtype=mx.int32)), "at least one"),
     "too few tokens": (lambda c, m: c.step(m, [1, 2], [1]), "one each"),
     "too many tokens": (lambda c, m: c.step(m, [1, 2], mx.array([[1, 2], [3, 4]])), "one each"),
-    "tokens in a row": (lambda c, m: c.step(m, [1, 2], mx.array([[1, 2]])), "one each"),
-    "a scalar": (lambda c, m: c.step(m, [1], mx.array(1)), "one each"),
     "logits for tokens": (lambda c, m: c.step(m, [1, 2], mx.array([0.5, 2.0])), "wanted integers"),
-    "truths for tokens": (lambda c, m: c.step(m, [1, 2], mx.array([True, False])), "wanted integers"),
     "text for tokens": (lambda c, m: c.step(m, [1, 2], "ab"), "encode the text"),
     "step past the vocabulary": (lambda c, m: c.step(m, [1, 2], [1, VOCABULARY_LENGTH]), "wanted a token id"),
-    "step below it": (lambda c, m: c.step(m, [1, 2], [1, -1]), "wanted a token id"),
-    "prefill unknown": (lambda c, m: c.prefill(m, 9, [1]), "no sequence 9"),
     "prefill nothing": (lambda c, m: c.prefill(m, 3, []), "empty"),
     "prefill rows": (lambda c, m: c.prefill(m, 3, mx.array([[1, 2]])), "dimensions"),
     "prefill fractions": (lambda c, m: c.prefill(m, 3, [0.5]), "integer"),
-    "prefill past the vocabulary": (lambda c, m: c.prefill(m, 3, [VOCABULARY_LENGTH]), "wanted a token id"),
     "prefill more than capacity": (lambda c, m: c.prefill(m, 3, [1] * (CAPACITY + 1)), "never fits"),
-    "share of unknown": (lambda c, m: c.copy_prefix(9, 3, 0), "no sequence 9"),
-    "share to unknown": (lambda c, m: c.copy_prefix(1, 9, 10), "no sequence 9"),
     "share to one with tokens": (lambda c, m: c.copy_prefix(1, 2, 10), "has 8 tokens"),
     "remove of unknown": (lambda c, m: c.remove(m, 9, 0, 1), "no sequence 9"),
-    "room for nothing": (lambda c, m: c.defragment(0), "wanted 1 to"),
     "room for too much": (lambda c, m: c.defragment(CAPACITY + 1), "wanted 1 to"),
 }
 SPANS = {
     "share more than there is": (lambda c, m: c.copy_prefix(1, 3, 11), "no prefix of 11"),
-    "share less than nothing": (lambda c, m: c.copy_prefix(1, 3, -1), "no prefix of -1"),
     "remove behind the end": (lambda c, m: c.remove(m, 1, 8, 11), "not in there"),
-    "remove before the start": (lambda c, m: c.remove(m, 1, -1, 2), "not in there"),
-    "remove backwards": (lambda c, m: c.remove(m, 1, 5, 4), "not in there"),
-    "remove from nothing": (lambda c, m: c.remove(m, 3, 0, 1), "not in there"),
 }
 
 
@@ -137,15 +122,9 @@ class Fuse:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        ("llama", KeyboardInterrupt()),
-        ("llama_sliding", RuntimeError("layer")),
-        ("falcon_h1", RuntimeError("layer")),
-    ],
-    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+    ("kind", "error"), [("llama", KeyboardInterrupt), ("llama_sliding", RuntimeError), ("falcon_h1", RuntimeError)]
 )
-def test_a_pass_that_fails_in_any_layer_leaves_no_trace(kind: str, error: BaseException) -> None:
+def test_a_pass_that_fails_in_any_layer_leaves_no_trace(kind: str, error: type[BaseException]) -> None:
     model = tiny_model(kind)
     for layer in model.layers:
         rows = busy(model)
@@ -157,8 +136,8 @@ def test_a_pass_that_fails_in_any_layer_leaves_no_trace(kind: str, error: BaseEx
             lambda rows=rows: rows.causal.prefill(rows.model, 3, words(4, 6)),
             lambda rows=rows: rows.causal.prefill(rows.model, 1, words(4, 6)),
         ):
-            failing.fail(1, error)
-            with pytest.raises(type(error)):
+            failing.fail(1, error())
+            with pytest.raises(error):
                 call()
             assert {**inside.table_fields(rows.causal.table), "_stamp": None} == {**before, "_stamp": None}
         unharmed(rows)

@@ -1,4 +1,4 @@
-"""CellTable, case by case: the picture in its file, shared shifts, masks, what it refuses, and defragmentation."""
+"""CellTable, case by case: the picture in its file, shared shifts, what it refuses, and defragmentation."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import pickle
 from collections.abc import Callable
 from itertools import combinations
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.base import create_causal_mask
 
 from radixcache import CacheFullError
 from radixcache.cells.table import CellPlan, CellTable, pack
 from tests import inside
-
-
-def defragmented(table: CellTable, room: int | None = None) -> CellPlan:
-    """Plan a defragmentation and apply it at once."""
-    plan = table.plan_defragment(room)
-    table.apply(plan)
-    return plan
 
 
 def table_with(capacity: int, *tokens: int) -> CellTable:
@@ -48,7 +39,9 @@ def test_the_picture_at_the_top_of_the_file_is_what_happens() -> None:
     assert (picture(table), batch.start, [row.begin for row in batch.rows]) == ("***112..", 4, [4, 3])
     assert table.free(1) == 2
     assert picture(table) == "222..2.."
-    assert defragmented(table, 4).moves == ((5, 3, 1),)
+    plan = table.plan_defragment(4)
+    table.apply(plan)
+    assert plan.moves == ((5, 3, 1),)
     assert picture(table) == "2222...."
     assert table.cells(2).tolist() == [0, 1, 2, 3]
     table.check()
@@ -68,30 +61,6 @@ def test_a_shared_tail_is_copied_before_it_is_shifted_and_stays_with_the_others(
     table.check()
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize(("before", "tokens"), [(0, 7), (5, 1), (9, 7)])
-def test_the_mask_of_one_sequence_in_a_row_is_that_of_mlx_lm(before: int, tokens: int, window: int | None) -> None:
-    table = table_with(20, before)
-    batch = table.append([(1, tokens)])
-    start, stop = table.span(batch, window=window)
-    expected = np.array(create_causal_mask(tokens, before, window_size=window).astype(mx.int32), dtype=bool)
-    assert np.array_equal(table.mask(batch, window=window), expected[:, start:stop])
-    assert not expected[:, :start].any()
-    assert stop == before + tokens
-
-
-def test_rows_of_a_batch_do_not_see_each_other_except_what_they_share() -> None:
-    table = table_with(12, 3, 2, 0)
-    table.copy_prefix(1, 3, 2)
-    batch = table.append([(3, 2), (1, 1)])
-    assert table.span(batch) == (0, 8)
-    assert table.mask(batch).astype(int).tolist() == [
-        [1, 1, 0, 0, 0, 1, 0, 0],
-        [1, 1, 0, 0, 0, 1, 1, 0],
-        [1, 1, 1, 0, 0, 0, 0, 1],
-    ]
-
-
 def test_a_batch_outlives_a_row_that_came_or_went_beside_it_but_not_its_own_cells() -> None:
     table = table_with(12, 2, 3)
     batch = table.append([(1, 2)])
@@ -100,7 +69,7 @@ def test_a_batch_outlives_a_row_that_came_or_went_beside_it_but_not_its_own_cell
     table.add(7)
     assert np.array_equal(table.mask(batch), mask)
     assert table.span(batch) == span
-    defragmented(table)
+    table.apply(table.plan_defragment())
     with pytest.raises(ValueError, match="the cells of sequence 1 in this batch have been moved"):
         table.mask(batch)
     batch = table.append([(1, 1)])
@@ -163,14 +132,11 @@ CELLS = 7
 Occupied = frozenset[int]
 
 
-def occupied_table(occupied: Occupied, capacity: int = CELLS) -> CellTable:
+def occupied_table(occupied: Occupied) -> CellTable:
     """A table in which exactly these cells are used, each by a sequence of its own."""
-    table = CellTable(capacity)
-    for cell in range(capacity):
-        table.add(cell)
-        table.append([(cell, 1)])
-    for cell in set(range(capacity)) - occupied:
-        table.free(cell)
+    table = table_with(CELLS, *[1] * CELLS)
+    for cell in set(range(CELLS)) - occupied:
+        table.free(cell + 1)
     return table
 
 
@@ -199,10 +165,6 @@ def fewest_moved(used: int, room: int | None) -> dict[Occupied, int]:
     return distance
 
 
-def moved_cells(plan: CellPlan) -> int:
-    return sum(move.length for move in plan.moves)
-
-
 def carried_out(occupied: Occupied, plan: CellPlan) -> Occupied:
     after = set(occupied)
     for source, target, length in plan.moves:
@@ -220,7 +182,7 @@ def test_no_plan_moves_fewer_cells_in_any_table_of_seven(used: int) -> None:
         assert len(distance) == len(list(combinations(range(CELLS), used)))
         for occupied, fewest in distance.items():
             plan = occupied_table(occupied).plan_defragment(room)
-            assert moved_cells(plan) == fewest, (sorted(occupied), room, plan)
+            assert sum(move.length for move in plan.moves) == fewest, (sorted(occupied), room, plan)
             assert has_room(carried_out(occupied, plan), room), (sorted(occupied), room, plan)
 
 
@@ -232,23 +194,3 @@ def test_the_longest_run_goes_to_the_smallest_hole_that_takes_it_whole() -> None
     sources = np.array([30, 40, 41, 50, 51, 52], dtype=np.int32)
     holes = np.array([0, 1, 5, 6, 7, 8], dtype=np.int32)
     assert pack(sources, holes) == ((30, 8, 1), (40, 0, 2), (50, 5, 3))
-
-
-def test_shared_cells_move_once_for_all_who_share_them() -> None:
-    table = CellTable(6)
-    for name in (1, 2, 3):
-        table.add(name)
-    table.append([(1, 2)])
-    table.append([(2, 2)])
-    table.copy_prefix(2, 3, 2)
-    table.free(1)
-    plan = defragmented(table)
-    assert plan.moves == ((2, 0, 2),)
-    assert table.cells(2).tolist() == table.cells(3).tolist() == [0, 1]
-    table.check()
-
-
-def test_of_equally_cheap_places_the_last_is_taken_and_a_compact_table_stays_as_it_is() -> None:
-    assert occupied_table(frozenset({0, 3, 6}), 8).plan_defragment(3).moves == ((6, 4, 1),)
-    assert occupied_table(frozenset({0, 1, 2})).plan_defragment().moves == ()
-    assert occupied_table(frozenset({6})).plan_defragment(6).moves == ()
