@@ -64,6 +64,23 @@ def arrays(seed: int, rows: int, tokens: int, heads: int, group: int, scale: flo
     return queries, tails, [(normal(1, heads, 3 + n, 16), normal(1, heads, 3 + n, 8)) for n in range(segments)]
 
 
+def cascaded(
+    queries: np.ndarray,
+    tails: tuple[np.ndarray, ...],
+    segments: list[tuple[np.ndarray, np.ndarray]],
+    readers: list[tuple[int, ...] | None],
+    *,
+    mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    scale: float = 0.25,
+) -> np.ndarray:
+    """What `cascade` gives of these arrays."""
+    given = {name: mx.array(array) for name, array in (("mask", mask), ("sinks", sinks)) if array is not None}
+    pairs = [(mx.array(keys), mx.array(values)) for keys, values in segments]
+    known = Readers(len(queries), readers)
+    return np.array(cascade(mx.array(queries), *map(mx.array, tails), known, pairs, scale=scale, **given))
+
+
 @pytest.mark.parametrize("readers", LEVELS)
 @pytest.mark.parametrize(("heads", "group"), [(2, 3), (3, 1)])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -73,22 +90,14 @@ def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
     queries, tails, segments = arrays(1, ROWS, 1, heads, group, 1.0, len(readers))
     padding = np.arange(7) >= np.array([0, 3, 6, 2, 0])[:, None, None]
     sinks = np.linspace(-1, 2, heads * group).astype(np.float32) if with_sinks else None
-    found = cascade(
-        mx.array(queries),
-        *map(mx.array, tails),
-        Readers(ROWS, readers),
-        [(mx.array(keys), mx.array(values)) for keys, values in segments],
-        scale=16**-0.5,
-        mask=mx.array(padding)[:, None],
-        sinks=None if sinks is None else mx.array(sinks),
-    )
+    found = cascaded(queries, tails, segments, readers, mask=padding[:, None], sinks=sinks, scale=16**-0.5)
     wanted = everything(queries, tails, segments, readers, padding, sinks)
     assert found.shape == wanted.shape
-    assert np.abs(np.array(found) - wanted).max() < 2e-6
+    assert np.abs(found - wanted).max() < 2e-6
     # Of who reads what much depends.
     if readers and readers != [None]:
         others = everything(queries, tails, segments, [(0,)] * len(readers), padding, sinks)
-        assert np.abs(np.array(found) - others).max() > 1e-2
+        assert np.abs(found - others).max() > 1e-2
 
 
 @pytest.mark.parametrize("fewest_powers", [0, 4096])
@@ -102,33 +111,18 @@ def test_one_row_alone_gets_what_one_softmax_over_all_parts_gives(
     queries, tails, segments = arrays(8, 1, 1, heads, group, 3.0, segments_read)
     seen = np.arange(7)[None, None] >= 2
     sinks = np.linspace(-1, 2, heads * group).astype(np.float32) if with_sinks else None
-    found = cascade(
-        mx.array(queries),
-        *map(mx.array, tails),
-        Readers(1, [None] * segments_read),
-        [(mx.array(keys), mx.array(values)) for keys, values in segments],
-        scale=0.25,
-        mask=mx.array(seen)[:, None],
-        sinks=None if sinks is None else mx.array(sinks),
-    )
+    found = cascaded(queries, tails, segments, [None] * segments_read, mask=seen[:, None], sinks=sinks)
     wanted = everything(queries, tails, segments, [None] * segments_read, seen, sinks)
     assert found.shape == wanted.shape
-    assert np.abs(np.array(found) - wanted).max() < 1e-5
+    assert np.abs(found - wanted).max() < 1e-5
 
 
 def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them() -> None:
     queries, tails, segments = arrays(2, 1, 4, 2, 2, 1.0, 2)
     causal = np.tril(np.ones((4, 7), dtype=bool), 3)
-    found = cascade(
-        mx.array(queries),
-        *map(mx.array, tails),
-        Readers(1, [None, None]),
-        [(mx.array(keys), mx.array(values)) for keys, values in segments],
-        scale=0.25,
-        mask=mx.array(causal),
-    )
+    found = cascaded(queries, tails, segments, [None, None], mask=causal)
     wanted = everything(queries, tails, segments, [None, None], causal[None], None)
-    assert np.abs(np.array(found) - wanted).max() < 2e-6
+    assert np.abs(found - wanted).max() < 2e-6
 
 
 def test_so_many_tokens_that_they_are_attended_in_blocks_see_no_token_before_its_time() -> None:
@@ -141,15 +135,8 @@ def test_so_many_tokens_that_they_are_attended_in_blocks_see_no_token_before_its
     padding = np.arange(columns) >= np.array([0, 3])[:, None, None]
     seen = np.tril(np.ones((tokens, columns), dtype=bool), columns - tokens) & padding
     for mask, of_each in ((seen[:, None], seen), (seen[0], seen[[0, 0]])):  # one for each row, and one for all
-        found = cascade(
-            mx.array(queries),
-            *map(mx.array, tails),
-            Readers(2, readers),
-            [(mx.array(keys), mx.array(values)) for keys, values in segments],
-            scale=0.25,
-            mask=mx.array(mask),
-        )
-        assert np.abs(np.array(found) - everything(queries, tails, segments, readers, of_each, None)).max() < 5e-6
+        found = cascaded(queries, tails, segments, readers, mask=mask)
+        assert np.abs(found - everything(queries, tails, segments, readers, of_each, None)).max() < 5e-6
 
 
 @settings(max_examples=20, deadline=None)
@@ -160,14 +147,8 @@ def test_scores_of_any_size_in_any_part_do_not_overflow(seed: int, scale: float,
     (segments[where][0] if where < 2 else tails[0])[...] *= scale
     readers: list[tuple[int, ...] | None] = [None, (0, 2)]
     everybody = np.ones((3, 1, 7), dtype=bool)
-    found = cascade(
-        mx.array(queries),
-        *map(mx.array, tails),
-        Readers(3, readers),
-        [(mx.array(keys), mx.array(values)) for keys, values in segments],
-        scale=0.25,
-    )
-    assert np.abs(np.array(found) - everything(queries, tails, segments, readers, everybody, None)).max() < 1e-5
+    found = cascaded(queries, tails, segments, readers)
+    assert np.abs(found - everything(queries, tails, segments, readers, everybody, None)).max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -382,47 +382,6 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
     cache.check()
 
 
-def test_a_shifted_row_goes_on_stores_what_is_in_front_of_the_shift_and_leaves_other_rows_alone() -> None:
-    model = shared_model("gemma3_text")
-    cache = PrefixCache(model, checkpoint_interval=16)
-    with cache.begin_many(capacity=512) as group:
-        one = group.admit(PROMPTS[0])
-        prefilled(group, model, one)
-        two = group.admit([*PROMPTS[0], 1])
-        logits = prefilled(group, model, two)
-        group.remove(model, one, 30, 50)
-        checked(cache, group)
-        assert (one.position, one.known_tokens, one.clean_tokens) == (80, 80, 30)
-        group.step(model, [one], [3])
-        # Nobody takes up what was moved.
-        late = group.admit([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4])
-        assert late.cached_tokens == 30
-        decoded(group, model, [two], [logits], 2)
-        two.close()
-        late.close()
-        checked(cache, group)
-    assert cache.explain([*PROMPTS[0][:30], *PROMPTS[0][50:], 3, 4]).matched_tokens == 30
-    assert cache.explain([*PROMPTS[0], 1, 2]).matched_tokens >= len(PROMPTS[0]) + 1
-    cache.check()
-
-
-def test_a_rewind_is_no_taint_and_what_was_rewound_is_not_stored() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    with cache.begin_many([PROMPTS[0]], capacity=256) as group:
-        (row,) = group.rows
-        logits = prefilled(group, model, row)
-        said = decoded(group, model, [row], [logits], 4)[0]
-        group.remove(model, row, 101, 104)
-        assert (row.position, row.known_tokens) == (101, 101)
-        found = group.step(model, [row], [5])[0, -1]
-        assert error(found, cold(model, [*PROMPTS[0], said[0], 5])) < ROUNDING
-        checked(cache, group)
-    assert cache.explain([*PROMPTS[0], *said, 1]).matched_tokens == 101
-    assert cache.explain([*PROMPTS[0], said[0], 5, 1]).matched_tokens == 102
-    cache.check()
-
-
 def test_a_window_that_has_gone_round_is_not_rewound() -> None:
     model = shared_model("gemma3_text")
     cache = PrefixCache(model)
