@@ -145,26 +145,6 @@ def test_a_sequence_is_tainted_from_its_first_gap_on_and_so_is_who_shares_cells_
     causal.check()
 
 
-def test_logits_of_tokens_that_no_one_has_read_yet_are_right_several_steps_deep() -> None:
-    model = shared_model("llama")
-    rows = Rows(model, capacity=128)
-    for sequence in range(3):
-        rows.join(sequence, words(sequence, 10 + sequence))
-    tokens, lazy = mx.array([1, 2, 3]), []
-    for _ in range(6):
-        logits = rows.causal.step(model, [0, 1, 2], tokens)
-        tokens = mx.argmax(logits[:, -1], axis=-1)
-        mx.async_eval(tokens)
-        lazy.append((tokens, logits))
-    fed = [[1, 2, 3], *(step.tolist() for step, _ in lazy[:-1])]
-    for ids, (_, logits) in zip(fed, lazy, strict=True):
-        for row in range(3):
-            rows.note(row, [ids[row]], logits[row])
-
-    assert rows.error <= ROUNDING
-    rows.check()
-
-
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "falcon_h1"])
 def test_an_overflow_in_one_sequence_stays_its_own(kind: str) -> None:
     rows, clean = Rows(shared_model(kind), capacity=64), [token % 200 for token in words(1, 9)]

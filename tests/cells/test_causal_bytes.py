@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from radixcache.cells.causal import CausalCache, _found
+from radixcache.cells.causal import CausalCache
 from runner.models.tiny import build, kind_of
 from tests.cells.causal_rows import words
 
@@ -169,12 +169,3 @@ def test_the_trial_leaves_nothing_behind() -> None:
 
     assert abs(memory) < 1_024
     assert mx.random.uniform(shape=(4,)).tolist() == expected
-
-
-def test_what_was_found_out_goes_with_the_model() -> None:
-    before, model = set(_found), build(kind_of("llama"))
-    CausalCache(model, capacity=64).steps_together(model)
-    assert len(_found.keys() - before) == 1
-    del model
-    gc.collect()
-    assert _found.keys() <= before

@@ -106,39 +106,6 @@ def test_a_sequence_in_order_gets_the_kind_of_mask_that_it_gets_from_mlx_lm(
         np.testing.assert_array_equal(np.array(mine), np.array(theirs))
 
 
-@pytest.mark.parametrize("rows", [[(1, 5)], [(1, 1)], [(2, 1), (1, 1)]])
-def test_what_is_fetched_is_what_was_written_at_those_cells(rows: list[tuple[int, int]]) -> None:
-    table = in_pieces()
-    layer = CellLayer(CELLS)
-    layer.write(0, filled(range(20)), -filled(range(20)))
-    batch = table.append(rows)
-    layer.enter(CellPass(table, batch))
-    assert np.array(layer.offset).tolist() == [row.begin for row in batch.rows] or layer.offset == batch.rows[0].begin
-    new = mx.concatenate([filled(range(100, 100 + rows[0][1]))] * len(rows))
-    new = new + mx.arange(len(rows))[:, None, None, None] * 10
-
-    keys, values = layer.update_and_fetch(new, -new)
-
-    start, stop = CellPass(table, batch).span(None)
-    held = list(range(20))
-    for cell in range(batch.start, batch.start + batch.length):
-        held[cell:] = held[cell:] or [0]
-        held += [0] * (cell + 1 - len(held))
-        at = cell - batch.start
-        held[cell] = 100 + (at if len(rows) == 1 else 10 * at)
-    expected = np.array(mx.broadcast_to(filled(held[start:stop]), (len(rows), HEADS, stop - start, SIZE)))
-    np.testing.assert_array_equal(np.array(keys), expected)
-    np.testing.assert_array_equal(np.array(values), -expected)
-    after = [row.begin + row.length for row in batch.rows]
-    assert np.array(layer.offset).reshape(-1).tolist() == after
-
-
-def filled(numbers: Any) -> mx.array:
-    """Keys (1, HEADS, T, SIZE) that are all the number of their token."""
-    column = mx.array(list(numbers), dtype=mx.float32)[None, None, :, None]
-    return mx.broadcast_to(column, (1, HEADS, column.shape[2], SIZE))
-
-
 @pytest.mark.parametrize(("bad", "dtype"), [(float("nan"), mx.float32), (-float("inf"), mx.float16)])
 def test_a_value_that_is_not_finite_marks_its_token_and_no_other(bad: float, dtype: mx.Dtype) -> None:
     keys, values = mx.ones((1, HEADS, 3, SIZE), dtype=dtype), mx.ones((1, HEADS, 3, SIZE), dtype=dtype)

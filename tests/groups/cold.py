@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from radixcache import PrefixCache
 from runner.models.tiny import tiny_model
 
 #: Relative error of logits: rounding, and what no rounding explains.
@@ -25,6 +26,20 @@ def shared_model(kind: str) -> Any:
     model = tiny_model(kind)
     _answers[id(model)] = {}
     return model
+
+
+def opened(kind: str, **more: Any) -> tuple[Any, PrefixCache]:
+    """The shared model of a kind, and a cache for it."""
+    model = shared_model(kind)
+    return model, PrefixCache(model, **more)
+
+
+def resumed(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> int:
+    """Where a session resumes on a prompt; its answer is a cold run's."""
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        assert error(session.step(model, prompt[-1:])[0, -1], cold(model, prompt)) < ROUNDING
+    return session.cached_tokens
 
 
 def cold(model: Any, prompt: Sequence[int]) -> mx.array:

@@ -37,7 +37,7 @@ from radixcache.errors import ShiftError
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from tests import inside
-from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, shared_model
+from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, opened, resumed, shared_model
 from tests.sessions.test_failures import Fuse, fused, raising
 from tests.whole.test_exact import tokens
 
@@ -95,8 +95,7 @@ def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     stored(cache, model, PROMPTS[0], marks=[70])
     prompts = [[*PROMPTS[0], 1], *PROMPTS[1:]]
     with cache.begin_many(prompts, capacity=512) as group:
@@ -113,17 +112,13 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
     cache.check()
     for prompt, replies in zip(prompts, said, strict=True):
         told = [*prompt, *replies]
-        with cache.begin([*told, 7]) as session:
-            assert session.cached_tokens == len(told)
-            session.prefill(model)
-            assert error(session.step(model, [7])[0, -1], cold(model, [*told, 7])) < ROUNDING
+        assert resumed(cache, model, [*told, 7]) == len(told)
         cache.check()
 
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "mamba2"])
 def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     first, second = [*SYSTEM, *tokens(5, 23)], [*tokens(6, 40), *tokens(7, 30)]
     with cache.begin_many(capacity=512) as group:
         one, two = group.admit(first, marks=[70]), group.admit(second, marks=[11, 40])
@@ -147,15 +142,11 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
     cache.check()
     # Marks let others resume there.
     for prompt, mark in ((first, 70), (second, 40)):
-        with cache.begin([*prompt[:mark], 9, 9]) as session:
-            assert session.cached_tokens == mark
-            session.prefill(model)
-            assert error(session.step(model, [9])[0, -1], cold(model, [*prompt[:mark], 9, 9])) < ROUNDING
+        assert resumed(cache, model, [*prompt[:mark], 9, 9]) == mark
 
 
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     prompt = tokens(1, 40)
     image = np.array(prompt, dtype=np.int64)
     image[10] += 1 << 40
@@ -170,8 +161,7 @@ def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
 
 
 def test_the_readmes_example_runs_and_stores_both_rows() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (code,) = (
         block.split("```")[0] for block in text.split("```python\n") if "cache.begin_many(" in block.split("```")[0]
@@ -217,8 +207,7 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
 
 
 def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     with cache.begin_many([PROMPTS[2]], capacity=128) as group:
         (first,) = group.rows
         (said,) = decoded(group, model, [first], [prefilled(group, model, first)], 6)
@@ -236,8 +225,7 @@ def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_l
 
 @pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma"])
 def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model, checkpoint_interval=4096)
+    model, cache = opened(kind, checkpoint_interval=4096)
     prompt = tokens(1, 60)
     with cache.begin_many([prompt], capacity=512) as group:
         (first,) = group.rows
@@ -262,8 +250,7 @@ def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
 
 def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_none_of_them() -> None:
     """A row restored at 140 has no window in front of 124; one that parts from it at 60 takes it from the tree."""
-    model = shared_model("gemma3_text")
-    cache = PrefixCache(model, checkpoint_interval=4096)
+    model, cache = opened("gemma3_text", checkpoint_interval=4096)
     prompt = tokens(1, 140)
     stored(cache, model, prompt, marks=[100])
     with cache.begin_many([[*prompt, 1]], capacity=512) as group:
@@ -318,8 +305,7 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
 
 
 def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     stored(cache, model, PROMPTS[0])
     keys = np.array(PROMPTS[0], dtype=np.int64)
     with cache.begin_many([[*PROMPTS[0], 1]], capacity=512) as group:
@@ -346,8 +332,7 @@ def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
 
 
 def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     with cache.begin_many([PROMPTS[0], PROMPTS[1]], capacity=512) as group:
         one, two = group.rows
         for row in (one, two):
@@ -368,23 +353,18 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "jamba"])
 def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_known(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model, checkpoint_interval=4096)
+    model, cache = opened(kind, checkpoint_interval=4096)
     prompt = tokens(1, 100)
     with cache.begin_many(capacity=512) as group:
         row = group.admit(prompt, marks=[40])
         prefilled(group, model, row)
         row._tainted = 60
-    with cache.begin([*prompt, 1]) as session:
-        assert session.cached_tokens == session.matched_tokens == (40 if inside.layout(cache).has_states else 60)
-        session.prefill(model)
-        assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
+    assert resumed(cache, model, [*prompt, 1]) == (40 if inside.layout(cache).has_states else 60)
     cache.check()
 
 
 def test_a_window_that_has_gone_round_is_not_rewound() -> None:
-    model = shared_model("gemma3_text")
-    cache = PrefixCache(model)
+    model, cache = opened("gemma3_text")
     stored(cache, model, PROMPTS[0])
     with cache.begin_many([[*PROMPTS[0], 1, 2, 3]], capacity=256) as group:
         (row,) = group.rows
@@ -448,8 +428,7 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
 
 
 def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     with cache.begin_many([tokens(1, 30)], capacity=256) as group:
         logits = group.prefill(model, group.rows[0])
         held = active_bytes()
@@ -479,8 +458,7 @@ def test_one_ledger_for_two_caches_counts_what_rows_hold() -> None:
 
 
 def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numbers() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     stored(cache, model, PROMPTS[0])
     token_bytes = inside.layout(cache).token_bytes
     budget = 900 * token_bytes
@@ -539,8 +517,7 @@ def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -
 
 
 def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     stored(cache, model, PROMPTS[0])
     with cache.begin_many([PROMPTS[2]], capacity=60) as group:
         (row,) = group.rows
@@ -586,8 +563,7 @@ class Failing:
 def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
     kind: str, error_class: type[BaseException]
 ) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     failing = Failing(model, 4, error_class)
     prompt = tokens(1, 90)
     group = cache.begin_many([prompt], capacity=256)
@@ -601,10 +577,7 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
         loop()
     cache.check()
     assert group.is_closed
-    with cache.begin([*prompt, 1]) as session:
-        assert session.cached_tokens == 60
-        session.prefill(model)
-        assert error(session.step(model, [1])[0, -1], cold(model, [*prompt, 1])) < ROUNDING
+    assert resumed(cache, model, [*prompt, 1]) == 60
     with pytest.raises(SessionClosedError, match="group is closed"):
         group.admit(prompt)
 
@@ -614,8 +587,7 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
 def test_a_model_that_raises_in_any_chunk_leaves_the_row_where_it_was_and_the_group_goes_on(
     kind: str, after: bool
 ) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     stored(cache, model, PROMPTS[0], marks=[70])
     with cache.begin_many(PROMPTS[1:], capacity=512) as group:
         rows, found = group.rows, [mx.array(0), mx.array(0)]
@@ -636,8 +608,7 @@ def test_a_model_that_raises_in_any_chunk_leaves_the_row_where_it_was_and_the_gr
 
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     stored(cache, model, PROMPTS[0])
     group = cache.begin_many([PROMPTS[2], PROMPTS[1]], capacity=512)
     with group:
@@ -670,8 +641,7 @@ def raise_natively() -> None:
 def test_a_copy_out_of_the_tails_is_tried_again_once_and_one_that_fails_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch, failures: int, close: str
 ) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     group = cache.begin_many(PROMPTS[:2], capacity=512)
     for row in group.rows:
         prefilled(group, model, row)
@@ -703,8 +673,7 @@ def test_a_copy_out_of_the_tails_is_tried_again_once_and_one_that_fails_leaks_no
 
 
 def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     group = cache.begin_many([PROMPTS[0]], capacity=256)
     row = group.rows[0]
     prefilled(group, model, row)
@@ -731,8 +700,7 @@ def test_a_group_that_nobody_closed_is_stored_and_its_bytes_are_given_back() -> 
 def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     monkeypatch.setattr(Group, "__del__", lambda self: None)
     other = cache.begin_many(capacity=64)
     requests = [
@@ -764,8 +732,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("exact_allocations", "uncollected")
 def test_what_rows_held_is_free_once_the_cache_is_empty() -> None:
-    model = shared_model("falcon_h1")
-    cache = PrefixCache(model)
+    model, cache = opened("falcon_h1")
 
     def serve() -> None:
         with cache.begin_many([], capacity=400) as group:
@@ -786,8 +753,7 @@ def test_what_rows_held_is_free_once_the_cache_is_empty() -> None:
 
 
 def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stands_on_it() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     sessions: list[Session] = []
 
     def begin_elsewhere() -> None:
@@ -834,8 +800,7 @@ def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:
 
 
 def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
-    model: Any = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     prompt, wrong = PROMPTS[2], PROMPTS[2][24] + 1
     refused: list[tuple[str, Any]] = [
         *(("capacity is", partial(cache.begin_many, capacity=each)) for each in (0, -1, 1.5, True, None)),

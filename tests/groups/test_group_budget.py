@@ -10,7 +10,7 @@ import pytest
 from radixcache import BudgetFullError, Group, PrefixCache
 from radixcache.groups.group import FIRST_TOKENS
 from tests import inside
-from tests.groups.cold import shared_model
+from tests.groups.cold import opened, shared_model
 from tests.prompts import tokens
 
 
@@ -62,22 +62,6 @@ def test_rows_with_a_state_of_their_own_are_refused_before_they_are_over_the_bud
         group.prefill(model, group.rows[-1])
         group.check()
     assert held_bytes(cache) <= cache.stats.budget_bytes
-    cache.check()
-
-
-def test_a_restored_or_shared_state_is_asked_for_as_well() -> None:
-    model: Any = shared_model("mamba")
-    each = row_bytes(model, 8)
-    cache = known(model, 7 * each // 2)
-    with cache.begin_many([tokens(1, 40)], capacity=400) as group:
-        group.prefill(model, group.rows[0], 39)
-        # What they share is in the tree from now on.
-        shared = group.admit(tokens(1, 40))
-        assert shared.cached_tokens == 39
-        with pytest.raises(BudgetFullError):
-            group.admit(tokens(1, 40))
-        assert held_bytes(cache) <= cache.stats.budget_bytes
-        group.check()
     cache.check()
 
 
@@ -152,8 +136,7 @@ def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_
 
 
 def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None:
-    model: Any = shared_model("qwen3_next")
-    cache = PrefixCache(model, budget_bytes=1 << 20)
+    model, cache = opened("qwen3_next", budget_bytes=1 << 20)
     with cache.begin_many([tokens(1, 20)], capacity=10_000) as group:
         assert group.refusal_of(5_000) is None
         group.prefill(model, group.rows[0])

@@ -10,7 +10,7 @@ import pytest
 
 from radixcache import Group, PrefixCache, Row
 from tests import inside
-from tests.groups.cold import shared_model
+from tests.groups.cold import opened, shared_model
 from tests.prompts import tokens
 
 PROMPT = tokens(1, 60)
@@ -72,8 +72,7 @@ def test_rows_of_two_namespaces_step_together_and_say_what_each_says_alone(model
 
 
 def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, budget_bytes=64 << 20)
+    model, cache = opened("llama", budget_bytes=64 << 20)
     for namespace in ("ann", "ben"):
         cache.warm(model, PROMPT, namespace)
     with cache.begin_many(capacity=1000) as group:

@@ -12,7 +12,7 @@ from radixcache import Group, PrefixCache
 from radixcache.groups.passes import Way
 from radixcache.groups.row import Row
 from tests import inside
-from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
 from tests.groups.test_begin_many import decoded, stored
 from tests.groups.test_ways import WAYS
 from tests.whole.test_exact import tokens
@@ -50,9 +50,8 @@ SLOW = [pytest.param(kind, None, marks=pytest.mark.slow) for kind in WAYS if kin
 
 @pytest.mark.parametrize(("kind", "chunk"), [*((kind, None) for kind in FAST), ("gemma3_text", 16), *SLOW])
 def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, chunk: int | None) -> None:
-    model = shared_model(kind)
+    model, cache = opened(kind)
     counting = Counting(model)
-    cache = PrefixCache(model)
     stored(cache, model, SYSTEM)
     with cache.begin_many(PROMPTS, capacity=600, segment_bytes=0) as group:
         found = through(group, counting, group.rows, chunk)
@@ -72,8 +71,7 @@ def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, ch
 
 @pytest.mark.parametrize(("kind", "position"), [("llama_sliding", 29), ("gemma3_text", 20), ("qwen3_next", 29)])
 def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position: int) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     prompts = [tokens(index, 30) for index in (2, 3, 4)]
     prompts[1][29] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
     with cache.begin_many(prompts, capacity=600) as group:
@@ -93,8 +91,7 @@ def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position
 
 
 def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, budget_bytes=450 * 3072)
+    model, cache = opened("llama", budget_bytes=450 * 3072)
     prompts = [tokens(2, 300), *(tokens(index, 20) for index in (3, 4))]
     stored(cache, model, tokens(9, 5))
     cache.clear()

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from radixcache import Group, PrefixCache
+from radixcache import Group
 from radixcache.core import Core
 from radixcache.groups.batch import Batch
 from radixcache.groups.row import Row
 from radixcache.groups.tails import GROWTH_COLUMNS
-from tests.groups.cold import ROUNDING, cold, cold_last, error, shared_model
+from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
 from tests.groups.test_begin_many import stored
 from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting, tokens
 from tests.groups.test_ways import TOGETHER
@@ -71,8 +71,7 @@ def talking(
     kind: str, prompts: Any, *, budget_bytes: int = 1 << 30, stores: bool = False, segment_bytes: int | None = None
 ) -> Iterator[Talk]:
     """A group of these rows; at the end its answers and bytes are checked. `stores`: SYSTEM is in the tree before."""
-    model = shared_model(kind)
-    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    model, cache = opened(kind, budget_bytes=budget_bytes)
     if stores:
         stored(cache, model, SYSTEM)
     with cache.begin_many(prompts, capacity=6000, segment_bytes=segment_bytes) as group:

@@ -9,10 +9,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, Row
-from radixcache.groups.tails import GROWTH_COLUMNS
 from runner.models.tiny import tiny_model
 from tests import inside
-from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
 from tests.groups.test_begin_many import Failing, checked, decoded, prefilled, stored
 from tests.whole.test_exact import tokens
 
@@ -34,8 +33,7 @@ SLOW = [pytest.param(kind, 0, marks=pytest.mark.slow) for kind in ("gemma3_text"
 
 @pytest.mark.parametrize(("kind", "segment_bytes"), [("llama", 0), ("gemma3_text", None), *SLOW])
 def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, segment_bytes: int | None) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     with cache.begin_many(capacity=2000, segment_bytes=segment_bytes) as group:
         running: list[tuple[Row, mx.array]] = []
         for number, prompt in enumerate(three_levels()):
@@ -60,32 +58,9 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
     cache.check()
 
 
-def test_what_eight_users_share_is_held_once() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    system, users, own = tokens(1, 600), 8, 30
-    with cache.begin_many(capacity=3000) as group:
-        rows = [group.admit([*system, *tokens(10 + user, own)]) for user in range(users)]
-        logits = [prefilled(group, model, row, 256) for row in rows]
-        group.step(model, rows, mx.argmax(mx.stack(logits), axis=-1))
-        token_bytes = inside.layout(cache).token_bytes
-        held = cache.stats.live_bytes + cache.stats.paged_bytes
-        room = users * GROWTH_COLUMNS * token_bytes
-        assert held - room <= 1.05 * (600 + users * own) * token_bytes
-        assert [in_place(row) for row in rows] == [600] * users
-        # Here and there two go on with the same token.
-        assert 0 <= 600 + users * (own + 1) - group.used_tokens < users
-        assert 0 <= cache.stats.hit_tokens - (users - 1) * 600 < users
-        # It is in the tree while all of them are there.
-        assert cache.explain([*system, 1]).resumable_tokens == 600
-        checked(cache, group)
-    cache.check()
-
-
 def test_nothing_takes_away_what_rows_read() -> None:
     """Neither the budget, nor a session that has the same live, nor one that parts in the middle of it."""
-    model = shared_model("llama")
-    cache = PrefixCache(model)
+    model, cache = opened("llama")
     prompt = tokens(1, 90)
     stored(cache, model, prompt)
     with cache.begin_many([[*prompt, 1], [*prompt, 2]], capacity=400, segment_bytes=0) as group:
@@ -113,8 +88,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     prompt = tokens(1, 80)
     stored(cache, model, prompt, marks=[50])
     with cache.begin_many([[*prompt, 1], [*prompt[:50], 2]], capacity=400, segment_bytes=0) as group:
@@ -138,8 +112,7 @@ def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_aw
 @pytest.mark.parametrize(("kind", "segment_bytes"), [("llama", 0), ("gemma3_text", 0), ("llama_sliding", None)])
 def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: str, segment_bytes: int | None) -> None:
     """Keys behind the gap are those that the same tokens would have had at their new places, but for what they saw."""
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     prompt = tokens(1, 100)
     stored(cache, model, prompt[:80], marks=[60])
     with cache.begin_many([prompt, [*prompt[:80], 1]], capacity=800, segment_bytes=segment_bytes) as group:
@@ -165,8 +138,7 @@ def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: s
 
 @pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("jamba", 1)])
 def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     prompts = [tokens(1, 20), tokens(2, 13), tokens(3, 9)]
     with cache.begin_many(prompts, capacity=200) as group:
         logits = [prefilled(group, model, row) for row in group.rows]
@@ -183,8 +155,7 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
 
 
 def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_as_far_as_is_known() -> None:
-    model = shared_model("gemma3_text")
-    cache = PrefixCache(model)
+    model, cache = opened("gemma3_text")
     with cache.begin_many(capacity=400) as group:
         rows = [group.admit(tokens(number, 40), marks=[30]) for number in (1, 2, 3)]
         logits = [prefilled(group, model, row) for row in rows]

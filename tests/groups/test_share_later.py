@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixcache import PrefixCache
 from radixcache.layers.layout import Layout, LiveStateError
-from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.cold import ROUNDING, cold, error, opened
 from tests.groups.test_begin_many import checked, decoded, prefilled
 from tests.whole.test_exact import tokens
 
@@ -20,8 +19,7 @@ PROMPTS = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> None:
-    model = shared_model(kind)
-    cache = PrefixCache(model)
+    model, cache = opened(kind)
     with cache.begin_many(PROMPTS, capacity=256) as group:
         assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
         logits = [prefilled(group, model, row) for row in group.rows]
@@ -41,8 +39,7 @@ def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> N
 
 
 def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
-    model = shared_model("qwen3_next")
-    cache = PrefixCache(model)
+    model, cache = opened("qwen3_next")
     with cache.begin_many(capacity=256) as group:
         rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
         logits = [prefilled(group, model, row) for row in rows]
@@ -56,8 +53,7 @@ def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
 
 
 def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -> None:
-    model = shared_model("mamba")
-    cache = PrefixCache(model)
+    _, cache = opened("mamba")
     with cache.begin_many([PROMPTS[0]], capacity=256) as group:
         (row,) = group.rows
         keys = np.asarray(PROMPTS[1], dtype=np.int64)
@@ -67,8 +63,7 @@ def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -
 
 
 def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared_model("mamba")
-    cache = PrefixCache(model)
+    model, cache = opened("mamba")
     with cache.begin_many(capacity=256) as group:
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])
         prefilled(group, model, first)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache import Event, EventKind, Ledger, PrefixCache, Reason, Session, StatsSnapshot
+from radixcache import Event, EventKind, Ledger, PrefixCache, Session, StatsSnapshot
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
@@ -20,6 +19,18 @@ from tests.walks.spelling import SpellingModel
 from tests.whole.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
 
 PROMPT = tokens(11, 70)
+
+
+def served(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> Session:
+    """A session that has prefilled a prompt, closed."""
+    with cache.begin(prompt, **more) as session:
+        session.prefill(model)
+    return session
+
+
+def verifying(model: Any, **more: Any) -> PrefixCache:
+    """A cache that verifies each request."""
+    return PrefixCache(model, verify=1.0, step_size=STEP, **more)
 
 
 # Verification in exact mode
@@ -106,53 +117,17 @@ def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone()
     cache.check()
 
 
-def test_in_exact_mode_tails_of_a_quarantined_path_are_not_matched_and_cost_nothing() -> None:
-    model = tiny_model("llama")
-    cache = exact_cache(model, verify=1.0)
-    serve(cache, model, PROMPT)
-    assert cache.explain([*PROMPT, 1]).matched_tokens == len(PROMPT)
-    spoil_live(cache, 0, 20)
-    with pytest.warns(RuntimeWarning, match="cold prefill"):
-        serve(cache, model, PROMPT)
-    before = cache.stats.off_grid_tokens
-    explained = cache.explain([*PROMPT, 1])
-    assert explained.matched_tokens <= 20
-    assert [gap.reason for gap in explained.gaps][-1] == Reason.QUARANTINED
-    with cache.begin([*PROMPT, 1]) as session:
-        assert (session.matched_tokens, session.cached_tokens) == (explained.matched_tokens, 16)
-    assert cache.stats.off_grid_tokens - before == explained.matched_tokens - 16
-
-
-def test_a_leaf_that_lost_its_tail_is_not_matched_with_what_followed_its_former_end() -> None:
-    model = SpellingModel(["kv"])
-    with inside.settings(trim_tokens=4):
-        cache = PrefixCache(model, exact=True, step_size=4, budget_bytes=1 << 20)
-    with cache.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 9]) as session:
-        session.prefill(model)
-    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8, 9, 0]).matched_tokens == 9
-    cache.reclaim(6 * inside.layout(cache).token_bytes)
-    assert [node.end for node in inside.nodes(cache)] == [4]
-    # Nobody ever asked for 9 behind the first four.
-    other = [1, 2, 3, 4, 9, 9, 9]
-    explained = cache.explain(other)
-    assert (explained.matched_tokens, [gap.reason for gap in explained.gaps]) == (4, [Reason.NEVER_STORED])
-    with cache.begin(other) as session:
-        assert (session.matched_tokens, session.cached_tokens, session.reason) == (4, 4, None)
-    assert cache.stats.off_grid_tokens == 0
-
-
 # Pins and warming
 
 
 def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
     """A cache in which PROMPT is quarantined from token 20 on."""
     model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP, **more)
+    cache = verifying(model, **more)
     for _ in range(2):
         if inside.nodes(cache):
             spoil_live(cache, 0, 20)
-        with cache.begin(PROMPT) as session:
-            session.prefill(model)
+        served(cache, model, PROMPT)
     return model, cache
 
 
@@ -163,7 +138,16 @@ def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_s
     assert cache.stats.quarantined == 1
     before = cache.stats.requests
     start = 16 if exact else 20
-    for call in pin_and_warm(cache, lambda *_, **__: pytest.fail("evaluated in vain")):
+
+    def unused(*_: Any, **__: Any) -> Any:
+        pytest.fail("evaluated in vain")
+
+    for call in (
+        lambda: cache.pin(PROMPT),
+        lambda: cache.pin(PROMPT, name="a"),
+        lambda: cache.warm(unused, PROMPT),
+        lambda: cache.warm(unused, PROMPT, name="a"),
+    ):
         with pytest.raises(ValueError, match=f"tokens are stored; from offset {start} on they are quarantined.*clear_"):
             call()
     assert (cache.stats.requests, cache.names()) == (before, {})
@@ -174,18 +158,9 @@ def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_s
     cache.check()
 
 
-def pin_and_warm(cache: PrefixCache, model: Any) -> list[Callable[[], object]]:
-    return [
-        lambda: cache.pin(PROMPT),
-        lambda: cache.pin(PROMPT, name="a"),
-        lambda: cache.warm(model, PROMPT),
-        lambda: cache.warm(model, PROMPT, name="a"),
-    ]
-
-
 def test_warming_that_finds_the_state_wrong_says_so() -> None:
     model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    cache = verifying(model)
     cache.warm(model, PROMPT)
     spoil_live(cache, 0, 20)
     with (
@@ -201,11 +176,9 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     model = SpellingModel(["kv"])
     cache = PrefixCache(model, exact=True, step_size=4)
     eight, nine = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    with cache.begin(eight) as session:
-        session.prefill(model)
+    served(cache, model, eight)
     cache.pin(eight)  # keeps 4
-    with cache.begin(nine) as session:
-        session.prefill(model)
+    served(cache, model, nine)
     cache.pin(nine)  # keeps 8
     cache.unpin(eight)
     assert cache.stats.pinned_bytes == 8 * inside.layout(cache).token_bytes
@@ -215,42 +188,13 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     assert cache.stats.pinned_bytes == 0
     # Twice the same tokens, the last chunk stored in between: the newer pin goes first.
     cache.clear()
-    with cache.begin(eight) as session:
-        session.prefill(model)
+    served(cache, model, eight)
     cache.pin(eight)
     cache.warm(model, eight)
     cache.pin(eight)
     cache.unpin(eight)
     assert cache.stats.pinned_bytes == 4 * inside.layout(cache).token_bytes
     cache.unpin(eight)
-    assert cache.stats.pinned_bytes == 0
-    cache.check()
-
-
-@pytest.mark.parametrize("length", [3, 4, 9])
-def test_in_exact_mode_what_was_warmed_is_named_resumed_and_unpinned_by_its_tokens(length: int) -> None:
-    model = SpellingModel(["kv", "arrays"])
-    cache = PrefixCache(model, exact=True, step_size=4, verify=1.0)
-    prefix = list(range(1, length + 1))
-    if length < 4:
-        with pytest.raises(ValueError, match="no whole chunk of 4"):
-            cache.warm(model, prefix, name="a")
-        return
-    kept = length // 4 * 4
-    cache.warm(model, prefix, name="a")
-    assert cache.warm(model, prefix, name="b", ttl_requests=1) == 0
-    assert {name: pin.tokens for name, pin in cache.names().items()} == {"a": kept, "b": kept}
-    cache.reclaim(0)
-    assert cache.explain([*prefix, 7]).resumable_tokens == kept
-    with cache.begin([*prefix, 7]) as session:
-        # One of them ends with this request.
-        assert list(cache.names()) == ["a"]
-        assert session.cached_tokens == kept
-        cache.unpin(prefix)
-        cache.reclaim(0)
-        cache.check()
-        session.prefill(model)
-        assert session.mismatch is None
     assert cache.stats.pinned_bytes == 0
     cache.check()
 
@@ -297,7 +241,7 @@ def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the
 @pytest.mark.filterwarnings("ignore:state restored")
 def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fall() -> None:
     model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP)
+    cache = verifying(model)
     seen: list[StatsSnapshot] = []
 
     def looking(ids: Any, cache_list: Any) -> Any:
@@ -307,8 +251,7 @@ def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fal
     for _ in range(2):
         if inside.nodes(cache):
             spoil_live(cache, 0, 20)
-        with cache.begin(PROMPT) as session:
-            session.prefill(lambda ids, cache: looking(ids, cache))
+        served(cache, lambda ids, cache: looking(ids, cache), PROMPT)
     cache.clear_quarantine()
     seen.append(cache.snapshot_stats())
     for name in ("quarantined", "verify_bytes"):
@@ -324,9 +267,8 @@ def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fal
 
 def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> None:
     model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP)
-    with cache.begin(PROMPT) as session:
-        session.prefill(model)
+    cache = verifying(model)
+    served(cache, model, PROMPT)
     leaf = inside.paths(cache)[0].caches[-1]
     leaf.keys = mx.where(mx.arange(leaf.keys.shape[2])[:, None] == 20, mx.nan, leaf.keys)
     mx.eval(leaf.keys)
@@ -377,8 +319,7 @@ def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int,
     model = tiny_model("llama")
     cache = PrefixCache(model, verify=1.0, exact=True, step_size=STEP)
     for _ in range(2):
-        with cache.begin(PROMPT) as session:
-            session.prefill(model)
+        served(cache, model, PROMPT)
 
     def unbooked() -> int:
         gc.collect()
@@ -396,8 +337,7 @@ def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int,
         return logits
 
     def request() -> None:
-        with cache.begin([*PROMPT, 1, 2]) as session:
-            session.prefill(failing)
+        served(cache, failing, [*PROMPT, 1, 2])
 
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
@@ -416,14 +356,12 @@ def test_all_memory_is_accounted_for_while_and_after_a_check_breaks_off(at: int,
 def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_taken_out() -> None:
     model = tiny_model("llama")
     told: list[Event] = []
-    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
+    cache = verifying(model, on_event=told.append)
     for namespace in ("other", "tenant"):
-        with cache.begin(PROMPT, namespace=namespace) as session:
-            session.prefill(model)
+        served(cache, model, PROMPT, namespace=namespace)
     spoil_live(cache, 0, 20)
     told.clear()
-    with cache.begin([*PROMPT, 1], namespace="tenant") as session:
-        session.prefill(model)
+    session = served(cache, model, [*PROMPT, 1], namespace="tenant")
     kinds = [event.kind for event in told if event.kind in ("resumed", "evicted", "quarantined", "stored")]
     assert kinds == ["resumed", "evicted", "quarantined"]
     taken_out, found = (event for event in told if event.kind in (EventKind.EVICTED, EventKind.QUARANTINED))
@@ -436,42 +374,11 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
 
 
 @pytest.mark.filterwarnings("ignore:state restored")
-@pytest.mark.parametrize("kind", ["nemotron_h"])
-def test_what_was_found_wrong_is_told_from_what_had_to_go(kind: str) -> None:
-    model = tiny_model(kind)
-    told: list[Event] = []
-    cache = PrefixCache(model, verify=1.0, step_size=STEP, on_event=told.append)
-    branches = [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5, 6]]
-    for prompt in branches:
-        with cache.begin(prompt) as session:
-            session.prefill(model)
-    spoil_live(cache, 0, 20)
-    told.clear()
-    with cache.begin([*branches[1], 1]) as session:
-        session.prefill(model)
-        mismatch = session.mismatch
-    start = mismatch.quarantined_from
-    assert start <= 20
-    evicted = [event for event in told if event.kind == "evicted" and event.detail["state"] == "tokens"]
-    gone = [event for event in evicted if event.detail["was_wrong"]]
-    assert all(event.end <= start for event in evicted if event not in gone)
-    # What the two share, and the ends of both.
-    assert sum(event.end - event.start for event in gone) == len(PROMPT) - start + 2 * 2
-    assert [(gap.reason, gap.tick) for gap in cache.explain(branches[0]).gaps][-1] == (Reason.QUARANTINED, None)
-    cache.clear_quarantine()
-    for prompt in branches:
-        gaps = [gap for gap in cache.explain(prompt).gaps if start < gap.end < len(prompt)]
-        assert {(gap.reason, gap.tick) for gap in gaps} == {(Reason.QUARANTINED, mismatch.tick)}
-        assert f"found wrong and taken out at tick {mismatch.tick}" in str(gaps[0])
-
-
-@pytest.mark.filterwarnings("ignore:state restored")
 def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
     model = tiny_model("llama")
-    cache = PrefixCache(model, verify=1.0, step_size=STEP, live_slots=2)
+    cache = verifying(model, live_slots=2)
     for namespace in ("mine", "hidden"):
-        with cache.begin(PROMPT, namespace=namespace) as session:
-            session.prefill(model)
+        served(cache, model, PROMPT, namespace=namespace)
 
     def told() -> tuple[object, object]:
         return cache.explain([*PROMPT, 1], "mine"), cache.snapshot_stats("mine").exposition()
