@@ -44,19 +44,19 @@ SEGMENT_TOKENS = 512
 
 
 class Adapter(Protocol):
-    """Operations on one leaf cache object of one class."""
+    """Operations on a leaf of one class."""
 
     is_point: bool  # point state or a window; False: span state
     is_window: bool  # a window, whose adapter is a `WindowAdapter`
 
     def is_empty(self, cache: Any) -> bool:
-        """Whether the object was never written."""
+        """Whether it was never written."""
 
     def offset(self, cache: Any) -> int | None:
         """Tokens the state stands for; None when the class does not know."""
 
     def buffers(self, cache: Any) -> list[mx.array]:
-        """The live arrays. Never hold them across a forward pass."""
+        """The live arrays, until the next forward pass."""
 
     def spare_nbytes(self, cache: Any) -> int:
         """Bytes of the buffers that the state does not need."""
@@ -83,23 +83,23 @@ class Adapter(Protocol):
         """Drop all arrays and return to offset 0."""
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Make room for `capacity_tokens` in all, or shrink to that; no effect on classes without spare room.
+        """Grow or shrink to `capacity_tokens` in all; no effect on classes without spare room.
 
-        An empty cache takes its shapes from the snapshot `like`. With `wait` the new buffers are evaluated before they
-        replace the old ones, which a failed allocation leaves as they were.
+        An empty cache takes its shapes from the snapshot `like`. With `wait`, the new buffers are evaluated before they
+        replace the old ones, so a failed allocation changes nothing.
         """
 
     def capacity(self, cache: Any) -> int:
         """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""
 
     def own(self, cache: Any) -> list[mx.array]:
-        """Replace arrays that may be views of activations by owned copies; return the copies, unevaluated."""
+        """Replace arrays that may be views of activations by owned, unevaluated copies, and return these."""
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        """What roll_back needs to undo a forward pass of `tokens` tokens that has not started yet."""
+        """What roll_back needs to undo the next forward pass, of `tokens` tokens."""
 
     def roll_back(self, cache: Any, held: Any) -> bool:
-        """Undo the forward pass; False when that is not possible and the state must not be used."""
+        """Undo the forward pass; False: that is not possible, and the state must not be used."""
 
 
 @dataclass(slots=True, eq=False)

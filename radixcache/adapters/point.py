@@ -22,7 +22,7 @@ from radixcache.errors import UnsupportedCacheError
 
 @dataclass(slots=True)
 class PointSnapshot:
-    """The whole state of one layer at offset `end`, as its adapter's `state` returned it."""
+    """The whole state of one layer at offset `end`, as `PointAdapter.state` returns it."""
 
     end: int
     state: Any
@@ -40,7 +40,7 @@ class PointSnapshot:
 
 
 class PointAdapter(ABC):
-    """Base of the adapters of point state. But for windows, a snapshot can be restored at its own offset only."""
+    """Base of the adapters of point state. Except for windows, a snapshot is restored only at its own offset."""
 
     is_point, is_window = True, False
 
@@ -178,12 +178,11 @@ class LayerAdapter(PointAdapter):
 
 
 class ProbedAdapter(PointAdapter):
-    """The adapter of last resort: a class without an adapter is point state if it proves that this is safe.
+    """Treats a class without an adapter as point state, if that is proven to be safe.
 
-    The class *itself* must define a `state` property with a setter; mlx-lm's base class gives every subclass an empty
-    one, which does not count. Its first state must survive a round trip: copied into a fresh object made without
-    `__init__`, it brings back everything that the object holds. Otherwise it is an UnsupportedCacheError, before any
-    state of it was stored.
+    The class *itself* must define a `state` property with a setter; that of mlx-lm's base class does not count. The
+    first state must survive a round trip: copied into an object made without `__init__`, it restores all attributes.
+    Otherwise UnsupportedCacheError is raised before any state is stored.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The adapter of each mlx-lm cache class, and the leaves of a list of caches. A class without one is an error.
 
-A CacheList holds other caches of any kind, side by side. Its `from_state` (mlx-lm 0.32.2) makes a list of its tuple and
-loses what the classes hold outside `state`. So the leaves in it are restored in place, and the list itself never is.
+A CacheList holds other caches of any kind, side by side. Its `from_state` (mlx-lm 0.32.2) loses what classes hold
+outside `state`, so its leaves are restored in place.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def adapter_for(cache: Any, layer: int = 0) -> Adapter:
 def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
-    # Called several times per decoded token: nearly always there is nothing to unfold.
+    # Called several times per decoded token, nearly always without a CacheList.
     if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
         return flat
     return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]

@@ -1,12 +1,11 @@
 """SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2; the adapter of KVCache as it is.
 
-A snapshot is a row of segments, at first on a fixed grid of SEGMENT_TOKENS, so that cutting one, joining two and
-dropping a tail touch one segment, not the whole edge:
+A snapshot is a row of segments, at first on a grid of SEGMENT_TOKENS, so that a cut, a join or a trim copies one
+segment:
 
     [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
 
-Where attention reads a snapshot in place, few long segments are faster than many short ones: `join` makes one of them.
-Page-in writes the segments into the live buffers in place; page-out copies them out.
+Attention that reads a snapshot in place is faster on a long segment than on many short ones: `join` makes one of them.
 
 Source: mlx_lm.models.cache, mlx-lm 0.32.2.
 """
@@ -49,14 +48,14 @@ class SpanSnapshot:
         return list(pairwise(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start)))
 
     def join(self) -> None:
-        """Make one segment of all, evaluated."""
+        """Make one evaluated segment of all."""
         if len(self.segments) > 1:
             segment = tuple(mx.concatenate(list(arrays), axis=2) for arrays in zip(*self.segments, strict=True))
             mx.eval(segment)
             self.segments = [segment]
 
     def split(self, at: int) -> tuple[SpanSnapshot | None, SpanSnapshot | None]:
-        """Cut into the tokens before an offset and those from it on. Consumes the snapshot."""
+        """Cut at an offset. Consumes the snapshot."""
         if at <= self.start:
             return None, self
         if at >= self.end:
@@ -91,7 +90,7 @@ class SpanSnapshot:
         return SpanSnapshot(self.start, lower.end, segments)
 
     def parts(self, start: int, end: int) -> Iterator[tuple[int, int, Segment]]:
-        """The tokens in [start, end), a segment at a time: offsets [first, last) and the arrays, cut to them."""
+        """The tokens in [start, end), a segment at a time: offsets [first, last) and the arrays of these tokens."""
         for (low, high), segment in zip(self.bounds, self.segments, strict=True):
             first, last = max(low, start), min(high, end)
             if (first, last) == (low, high):
@@ -123,9 +122,9 @@ class KeysAndValues:
 
 
 class SpanAdapter(KeysAndValues):
-    """KVCache: it grows when `offset + T` exceeds the capacity and never looks beyond `offset`.
+    """KVCache: it grows when `offset + T` exceeds the capacity, and never reads beyond `offset`.
 
-    So any capacity is fine, and a rewind is a smaller offset. Subclasses store their buffers elsewhere.
+    So any capacity is valid, and a rewind is a smaller offset.
     """
 
     is_point, is_window = False, False
@@ -280,11 +279,9 @@ def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[
 
 
 def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
-    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated.
-
-    The rows of several heads do not lie together, so that `mx.contiguous` has to copy: two operations instead of four.
-    """
+    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated."""
     part = buffer[..., start:end, :]
+    # Rows of several heads are not contiguous, so `mx.contiguous` copies: two operations instead of four.
     if math.prod(buffer.shape[:-2]) > 1 and end - start < buffer.shape[-2]:
         return mx.contiguous(part)
     return owned(part)
@@ -293,8 +290,8 @@ def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
 def owned(array: mx.array) -> mx.array:
     """Return a copy of `array` (any shape and dtype) in a buffer of its own, unevaluated.
 
-    A slice holds its whole parent alive, and `mx.contiguous` returns its input when the slice covers it, or nearly so.
-    Joining two pieces always writes a fresh buffer of exactly the result's size.
+    A slice keeps its parent's buffer alive, and `mx.contiguous` returns a slice of nearly all of its input as it is.
+    Joining two pieces always writes a new buffer of the result's size.
     """
     if array.size == 0:
         return mx.zeros(array.shape, dtype=array.dtype)

@@ -1,7 +1,7 @@
 """WindowAdapter: base of the adapters of classes that hold the last part of a sequence.
 
-The live state is compact or a ring, and loses what has left the window. Stored are spans of tokens as of full
-attention, copied out while the buffers have them, with gaps where nothing needs them:
+The live state is compact or a ring, and loses tokens that leave the window. Stored are spans of tokens, copied out
+while the buffers have them, with gaps where no resume point needs them:
 
     tree    [0, 512)      [1200, 2000)           resumes at any offset up to 512, and from 1,712 to 2,000, with a
     live              [1500, 2012)               window of 512
@@ -25,7 +25,7 @@ from radixcache.adapters.span import KeysAndValues, SpanSnapshot, owned, segment
 
 
 class WindowAdapter(KeysAndValues, PointAdapter):
-    """Subclasses say what the buffers hold and where, and where the class notes that."""
+    """Subclasses define which tokens the buffers hold, and where."""
 
     is_window = True
 
@@ -37,15 +37,15 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     @abstractmethod
     def places(self, cache: Any, start: int, end: int) -> list[Range]:
-        """Where in the buffers the tokens [start, end) are, all of one range that is held."""
+        """Where in the buffers the tokens [start, end) of one held range are."""
 
     @abstractmethod
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
-        """Give the cache buffers (or None twice) whose first `filled` tokens are the state at `offset`."""
+        """Set the buffers (or None twice), whose first `filled` tokens are the state at `offset`."""
 
     @abstractmethod
     def is_whole(self, cache: Any) -> bool:
-        """Whether nothing was lost yet, so that the state can be rewound."""
+        """Whether no token is lost yet, so that the state can be rewound."""
 
     def filled(self, cache: Any) -> int:
         """Tokens of the state."""
@@ -101,11 +101,11 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     def own(self, cache: Any) -> list[mx.array]:
         if not self.is_empty(cache) and tokens_in(self.held(cache)) == cache.offset:
-            return self._compact(cache)  # while no token is lost, the buffers may be those of the first forward pass
+            return self._compact(cache)  # the buffers may be those of the first forward pass
         return self.shrink(cache)
 
     def shrink(self, cache: Any) -> list[mx.array]:
-        """As `own`, for buffers that are the class's: copy them where more than a growth step is spare."""
+        """As `own`, for buffers that the class made: copy them if more than a growth step is spare."""
         if self.is_empty(cache) or cache.keys.shape[2] - self.filled(cache) <= cache.step:
             return []
         return self._compact(cache)
@@ -133,7 +133,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return [join(_cut(b, places)) for b in self.buffers(cache)]
 
     def _compact(self, cache: Any) -> list[mx.array]:
-        """Replace the buffers by owned ones that hold the state alone; return these."""
+        """Replace the buffers by owned ones without spare room; return these."""
         self.put(cache, self._state(cache, _owned), cache.offset)
         return self.buffers(cache)
 
@@ -146,7 +146,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
 
 def is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
-    """Whether it is the adapter of a window. An adapter that a user registered may lack `is_window`."""
+    """Whether it is the adapter of a window. A user's adapter may lack `is_window`."""
     return getattr(adapter, "is_window", False)
 
 
@@ -158,8 +158,7 @@ class RotatingKVAdapter(WindowAdapter):
         [ keep | oldest .. newest ]            `_idx` at the end: temporal order
         [ keep | newer .. newest | oldest .. ] `_idx` inside: the ring has gone round
 
-    After a batched write of T tokens it holds up to max_size + T - 1 of them; the next write cuts it back. Nothing was
-    lost while `offset <= max_size`.
+    A batched write of T tokens leaves up to max_size + T - 1 of them; the next write cuts it back.
     """
 
     def window(self, cache: Any) -> Window:
@@ -178,7 +177,7 @@ class RotatingKVAdapter(WindowAdapter):
     def places(self, cache: Any, start: int, end: int) -> list[Range]:
         index, keep, held = cache._idx, cache.keep, cache.keys.shape[2]
         if start >= keep:
-            # In temporal order the buffer begins with the first `keep` tokens, and ends with the last token.
+            # In temporal order the buffer has the first `keep` tokens, then the last ones.
             first, last = (at - cache.offset + self._count(cache) for at in (start, end))
         else:
             first, last = start, end
@@ -206,7 +205,7 @@ class RotatingKVAdapter(WindowAdapter):
 
     def hold(self, cache: Any, tokens: int) -> Any:
         if tokens > 1 or cache.keys is None or cache.keys.shape[2] > cache.max_size:
-            # The next write makes new arrays, so holding the old ones costs no copy.
+            # The next write makes new arrays, so these need no copy.
             return (cache.keys, cache.values), cache.offset, cache._idx
         return (None, cache.offset, cache.offset) if cache.offset < cache.max_size else None
 
@@ -245,12 +244,11 @@ class ChunkedKVAdapter(WindowAdapter):
     def capacity(self, cache: Any) -> int:
         if cache.keys is None:
             return 0
-        # Beyond the chunk size the model cuts the front before every update, which makes new arrays.
+        # Beyond the chunk size the model cuts the front before each update, which makes new arrays.
         return int(max(cache.offset, cache.start_position + min(cache.keys.shape[2], cache.chunk_size)))
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        # A single-token write goes into the buffer in place, and holding it would copy the whole chunk for each token;
-        # unless the front is about to be cut, which makes new arrays.
+        # A single token is written in place, and a held buffer would be copied for it. Cutting the front replaces it.
         filled = cache.offset - cache.start_position
         is_replaced = tokens > 1 or cache.keys is None or filled > cache.chunk_size
         return (cache.keys, cache.values) if is_replaced else None, cache.offset, filled

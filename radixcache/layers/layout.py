@@ -1,17 +1,17 @@
 """Layout: all layers of a model's live cache as one.
 
-A model's cache is a list with an object per layer. A layer may have none (None), hold several (CacheList) or never use
-its own. The leaves are the objects that hold state. Generators replace objects and models reassign arrays, so each call
-walks the leaves. The layout stores only what does not change: shapes, bytes, and which leaves are in use.
+A model's cache is a list with an object per layer. A layer may have none (None), several (CacheList) or one that it
+never uses. The leaves are the objects that hold state. Generators replace objects and models reassign arrays, so each
+call walks the leaves. The layout stores only what does not change: shapes, bytes, and which leaves are in use.
 
 Leaves of one class with equal windows and shapes are a stack: they always stand at the same offset, and one snapshot
-with arrays (S, H, T, D) holds the state of all S. It stands under the first leaf of the stack.
+with arrays (S, H, T, D) under the first leaf holds the state of all S.
 
 Invariants:
 
   L1  All state that the layout hands out is evaluated, so that any thread may use it.
-  L2  State that was part of a failed evaluation is given up: on some back ends an evaluation raises once, and reading
-      the same arrays again returns the wrong content without an error.
+  L2  State of a failed evaluation is dropped: on some back ends an evaluation raises once, and later reads of the same
+      arrays return wrong content without an error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from radixcache.adapters.contract import (
-    NEVER,
-    Adapter,
-    Checkpoint,
-    Range,
-    Spans,
-    Window,
-    WindowSnapshot,
-)
+from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.window import WindowAdapter, is_windowed
 from radixcache.errors import RadixCacheError, SnapshotError
@@ -43,18 +35,18 @@ from radixcache.tokens import token_ids
 
 #: What MLX raises for a failed evaluation or allocation.
 NATIVE_ERRORS = (RuntimeError, MemoryError)
-#: Arrays are evaluated together up to this many bytes, which may be held twice while they are copied.
+#: Copies are evaluated together up to this many bytes, which are held twice meanwhile.
 TOGETHER_BYTES = 32 << 20
 
 Leaf = tuple[Any, Adapter]
 
 
 class LiveStateError(RadixCacheError):
-    """Writing into the live buffers failed half way. Their content must not be used."""
+    """A write into live buffers failed half way. Their content must not be used."""
 
 
 class Layout:
-    """Operations on live caches: lists of mlx-lm cache objects, which `factory` makes with the same classes every time.
+    """Operations on live caches: lists of mlx-lm cache objects that `factory` makes, with the same classes each time.
 
     Attributes:
         is_quantized: KVCache layers are quantized from offset 0, as `kv_bits` and `kv_group_size` say.
@@ -74,8 +66,7 @@ class Layout:
         self.is_quantized = kv_bits is not None
         self._leaf_classes: list[type] = []
         self._leaf_adapters: list[Adapter] = []
-        # The classes, where each cache is a leaf.
-        self._flat_classes: list[type] | None = None
+        self._flat_classes: list[type] | None = None  # the classes if each cache is a leaf
         pairs = self.leaves(self.fresh())
         self.leaf_count = len(pairs)
         self._adapters = [adapter for _, adapter in pairs]
@@ -90,13 +81,13 @@ class Layout:
     # What is known of the model
 
     def fresh(self) -> list[Any]:
-        """A new, empty live cache."""
+        """A new live cache."""
         return [cache if self._kv_bits is None else self._quantized(cache) for cache in self._factory()]
 
     def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
         """Each leaf with its adapter, in order."""
         classes = list(map(type, caches))
-        if classes == self._flat_classes:  # nearly always: no layer without a cache, and none with several
+        if classes == self._flat_classes:  # nearly always
             return list(zip(caches, self._leaf_adapters, strict=True))
         flat = leaves(caches)
         leaf_classes = list(map(type, flat))
@@ -108,7 +99,7 @@ class Layout:
 
     @property
     def is_known(self) -> bool:
-        """Whether a complete forward pass was seen, which shows the size of the state."""
+        """Whether a complete forward pass was seen."""
         return self._in_use is not None
 
     def is_in_use(self, leaf: int) -> bool:
@@ -116,7 +107,7 @@ class Layout:
         return self._in_use is not None and self._in_use[leaf]
 
     def leaf_bytes(self, leaf: int) -> int:
-        """Bytes of a token in a leaf with a time axis, of the whole state in a leaf without; 0 before it is known."""
+        """Bytes of a token in a leaf with a time axis, else of the whole state; 0 before it is known."""
         return sum(math.prod(shape) * dtype.size for *shape, dtype in self.shapes[leaf] or ())
 
     def window_bytes(self, window: Window) -> int:
@@ -154,7 +145,7 @@ class Layout:
 
     def _note_use(self, in_use: Sequence[bool]) -> None:
         """Derive the kinds of state and the stacks from the leaves in use. Older stacks stay as they are."""
-        # First and last leaf in use without an offset; None: not worked out yet.
+        # The first and last leaf in use without an offset; None: unknown yet.
         self._blind: tuple[int, ...] | None = None
         used = [(a, window) for a, window, its in zip(self._adapters, self._windows, in_use, strict=True) if its]
         self.has_states = any(adapter.is_point and window is None for adapter, window in used)
@@ -177,9 +168,9 @@ class Layout:
     # The live caches
 
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None:
-        """Smallest and largest offset over the leaves in use; None when no leaf in use knows its offset.
+        """Smallest and largest offset of the leaves in use; None: no leaf in use knows its offset.
 
-        An empty leaf stands at 0, unless it is known to be unused, or `trusted` says so before a pass was seen.
+        An empty leaf in use stands at 0. Before a pass was seen, `trusted` means that empty leaves are not in use.
         """
         pairs = self.leaves(caches)
         empty = [adapter.is_empty(cache) for cache, adapter in pairs]
@@ -194,7 +185,7 @@ class Layout:
         return (min(known), max(known)) if known else None
 
     def first_offset(self, caches: Sequence[Any]) -> int | None:
-        """Offset of the first leaf in use that knows it. All agree unless a forward pass broke off."""
+        """Offset of the first leaf in use that knows it. All agree unless a forward pass failed."""
         known = (adapter.offset(cache) for cache, adapter in self.leaves(caches) if not adapter.is_empty(cache))
         return next((offset for offset in known if offset is not None), None)
 
@@ -205,10 +196,7 @@ class Layout:
         return [array for cache, adapter in self.leaves(caches) for array in adapter.buffers(cache)]
 
     def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]:
-        """The array objects of the first and the last leaf in use that have no offset; empty if all have one.
-
-        New objects show that a forward pass ran unseen.
-        """
+        """The arrays of the first and last leaf in use without an offset. New objects show an unseen forward pass."""
         if self._blind == ():
             return []
         pairs = self.leaves(caches)
@@ -219,7 +207,6 @@ class Layout:
         return [adapter.buffers(cache) for cache, adapter in (pairs[index] for index in self._blind)]
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        """Bytes of all live buffers, spare capacity included."""
         return sum(array.nbytes for array in self.arrays(caches))
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
@@ -230,11 +217,10 @@ class Layout:
         return min((a.capacity(cache) for cache, a in self.leaves(caches) if not a.is_empty(cache)), default=0)
 
     def span_capacity(self, caches: Sequence[Any]) -> int:
-        """Tokens that the span buffers hold; NEVER when there are none that grow."""
+        """Tokens that the span buffers can hold; NEVER if none of them grows."""
         return min((adapter.capacity(cache) for cache, adapter in self._span_leaves(caches)), default=NEVER)
 
     def uses_points(self, caches: Sequence[Any]) -> bool:
-        """Whether some point leaf of these caches holds state."""
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
 
     def evaluate(self, caches: Sequence[Any]) -> None:
@@ -242,9 +228,9 @@ class Layout:
         mx.eval(self.arrays(caches))
 
     def own(self, caches: Sequence[Any], *, was_empty: bool = True, wait: bool = True) -> None:
-        """Replace live arrays that may be views of activations by owned copies, and evaluate all if `wait`.
+        """Replace live arrays that may be views of activations by owned copies; `wait`: evaluate all.
 
-        `was_empty`: the first forward pass of these caches may have run since they were last owned.
+        `was_empty`: these caches may have had their first forward pass since the last call.
         """
         if wait:
             self.evaluate(caches)
@@ -258,30 +244,29 @@ class Layout:
             mx.eval(copies)
 
     def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
-        """What `roll_back` needs to undo a forward pass of so many tokens that is about to start."""
+        """What `roll_back` needs to undo the next forward pass, of so many tokens."""
         return [adapter.hold(cache, tokens) for cache, adapter in self.leaves(caches)]
 
     def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
-        """Undo a forward pass that broke off. Returns False if the state of some layer is lost."""
+        """Undo a failed forward pass in every layer. False: the state of some layer is lost."""
         pairs = zip(self.leaves(caches), held, strict=True)
-        # Every layer is rolled back, also after one that could not be.
         return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
-        """Whether live state at `offset` can move back to `target` without a snapshot."""
+        """Whether live state at `offset` can go back to `target` without a snapshot."""
         if target >= offset:
             return target == offset
         return all(a.is_empty(cache) or a.can_rewind(cache, target) for cache, a in self.leaves(caches))
 
     def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None:
-        """Move all leaves from `offset` back to `target`, where `can_rewind` is true."""
+        """Move all leaves from `offset` back to `target`, if `can_rewind` is true."""
         if target < offset:
             for cache, adapter in self.leaves(caches):
                 moved = adapter.is_empty(cache) or adapter.restore(cache, None, target)
                 assert moved, (type(cache).__name__, offset, target)
 
     def rewind_spans(self, caches: Sequence[Any], target: int) -> None:
-        """Move the span leaves back to `target` and leave the point leaves where they are."""
+        """Move only the span leaves back to `target`."""
         for cache, adapter in self._span_leaves(caches):
             moved = adapter.restore(cache, None, target)
             assert moved, (type(cache).__name__, target)
@@ -291,7 +276,7 @@ class Layout:
     ) -> None:
         """Set the capacity of the span buffers, one leaf at a time, so that at most one leaf is held twice.
 
-        Empty leaves take their shapes from `like`. With `wait` each leaf is evaluated, and windows shrink too.
+        Empty leaves take their shapes from `like`. `wait`: evaluate each leaf, and shrink windows too.
         """
         for index, (cache, adapter) in enumerate(self.leaves(caches)):
             if wait or not adapter.is_point:
@@ -299,13 +284,13 @@ class Layout:
                 adapter.reserve(cache, capacity_tokens, shaped, wait)
 
     def empty(self, caches: Sequence[Any]) -> None:
-        """Free all state, in the cache objects themselves."""
+        """Free all state in the cache objects."""
         self._empty_points(caches)
         for cache, adapter in self._span_leaves(caches):
             adapter.free(cache)
 
     def compare(self, caches: Sequence[Any]) -> None:
-        """Raise SnapshotError if foreign caches differ from those of the tree in class, batch, head shape or dtype."""
+        """Raise SnapshotError if foreign caches differ from the tree's in class, batch, head shape or dtype."""
         fresh = self.leaves(self.fresh())
         pairs = self.leaves(caches)
         found, wanted = ([type(c).__name__ for c, _ in side] for side in (pairs, fresh))
@@ -318,7 +303,7 @@ class Layout:
             if batch - {1}:
                 raise SnapshotError(f"layer {layer} ({type(cache).__name__}) has batch {max(batch)}; wanted 1.")
             shapes = adapter.shapes(cache)
-            # Equal, except for arrays that one side does not have yet.
+            # One side may not have an array yet.
             both = zip(shapes, known or shapes, strict=False)
             if len(shapes) != len(known or shapes) or any(a != b and ("none",) not in (a, b) for a, b in both):
                 raise SnapshotError(f"layer {layer} has shapes {shapes}; the tree holds {known}.")
@@ -335,7 +320,7 @@ class Layout:
         return self.spans_of(snapshots, start, end)
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
-        """`page_out` of each [start, end), and empty the span leaves on the way, one at a time."""
+        """`page_out` of each [start, end), which empties the span leaves one at a time."""
         rows: list[list[Any]] = [[] for _ in cuts]
         for cache, adapter in self.leaves(caches):
             found = [None if adapter.is_point else adapter.snapshot(cache, start, end) for start, end in cuts]
@@ -351,7 +336,7 @@ class Layout:
         return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
-        """Write the tokens that span leaves lack up to `target` into the live buffers. Returns the bytes written."""
+        """Write the tokens up to `target` that span leaves lack into the live buffers. Returns the bytes written."""
         begin = max(spans.start, min((a.offset(c) or 0 for c, a in self._span_leaves(caches)), default=0))
         written: list[mx.array] = []
         for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
@@ -363,7 +348,7 @@ class Layout:
         return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
-        """Cut at offset `at`, strictly inside. Also returns the bytes copied."""
+        """Cut at offset `at`, inside the spans. Also returns the bytes copied."""
         pairs = zip(self._adapters, spans.leaves, strict=True)
         halves = [(None, None) if snapshot is None else adapter.split(snapshot, at) for adapter, snapshot in pairs]
         uppers, lowers = [upper for upper, _ in halves], [lower for _, lower in halves]
@@ -380,7 +365,7 @@ class Layout:
     # Windows
 
     def stored(self, spans: Spans, window: Window) -> list[Range]:
-        """The tokens of which these spans have the state of the leaves with this window, in order."""
+        """The tokens that these spans have of the leaves with this window, in order."""
         snapshot = spans.leaves[self._first_leaf[window]]
         return [] if snapshot is None else snapshot.ranges
 
@@ -394,7 +379,7 @@ class Layout:
         return held
 
     def capture(self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]) -> Spans:
-        """Copy those of the wanted tokens, all in [start, end), that the live windows have."""
+        """Copy the wanted tokens of [start, end) that the live windows have."""
         pairs = self.leaves(caches)
         snapshots: list[WindowSnapshot | None] = [None] * len(pairs)
         for stack in self._stacks:
@@ -404,7 +389,7 @@ class Layout:
         return self.spans_of(snapshots, start, end)
 
     def within(self, spans: Spans, wanted: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
-        """The part of state of windows that lies in the wanted tokens. Also returns the bytes copied."""
+        """The wanted tokens of state of windows. Also returns the bytes copied."""
         cut: list[WindowSnapshot | None] = []
         new: list[mx.array] = []
         for leaf, window in zip(spans.leaves, self._windows, strict=True):
@@ -418,7 +403,7 @@ class Layout:
         return Spans(spans.start, spans.end, cut, nbytes), sum(array.nbytes for array in new)
 
     def with_more(self, spans: Spans, more: Spans) -> Spans:
-        """Join state of windows with that of other tokens of the same edge."""
+        """Join state of windows with state of other tokens of the same edge."""
         both = [
             ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
             for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
@@ -428,7 +413,7 @@ class Layout:
     # Point state
 
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
-        """Copy the state of all point leaves but windows. They stand at `offset`."""
+        """Copy the state of all point leaves but windows, which stand at `offset`."""
         pairs = zip(self.leaves(caches), self._windows, strict=True)
         snapshots = [a.snapshot(c, 0, offset) if a.is_point and window is None else None for (c, a), window in pairs]
         return self.checkpoint_of(snapshots, offset, kind)
@@ -440,9 +425,9 @@ class Layout:
     def restore_points(
         self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
     ) -> None:
-        """Move the point leaves to `target`: windows from `stored`, the others from the checkpoint.
+        """Move the point leaves to `target`: windows from `stored`, all others from the checkpoint.
 
-        LiveStateError: some state is missing, or MLX failed while the caches were written.
+        LiveStateError: state is missing, or a write into the caches failed.
         """
         if target == 0:
             self._empty_points(caches)
@@ -458,7 +443,7 @@ class Layout:
                     raise _incomplete(cache, target)
                 restored.add(index)
             elif adapter.is_point and index not in restored and adapter is not PROBED and not adapter.is_empty(cache):
-                adapter.free(cache)  # it was not in use when the state was stored
+                adapter.free(cache)  # it was not in use when the checkpoint was taken
         _evaluate_written([array for index in restored for array in pairs[index][1].buffers(pairs[index][0])])
 
     # State in a store
@@ -472,7 +457,7 @@ class Layout:
         return stored.point_buffers(checkpoint)
 
     def spans_in(self, buffers: Buffers, start: int, end: int) -> list[Any]:
-        """The span leaves' snapshots of [start, end) in a block, not evaluated. Learns shapes from the block."""
+        """The span leaves' snapshots of [start, end) in a block, not evaluated. Learns the block's shapes."""
         if "shapes" in buffers:
             self.take_over(stored.shapes_in(buffers["shapes"]))
         return stored.spans_in(buffers, start, end, self.leaf_count)
@@ -511,14 +496,14 @@ class Stack(NamedTuple):
     leaves: tuple[int, ...]
 
     def caches(self, pairs: Sequence[Leaf]) -> list[Any]:
-        """The objects of these leaves; empty when some were never written."""
+        """The objects of these leaves; empty: some were never written."""
         found = [pairs[leaf][0] for leaf in self.leaves]
         return [] if any(map(self.adapter.is_empty, found)) else found
 
     def restore(self, pairs: Sequence[Leaf], stored: Sequence[Spans], target: int) -> tuple[int, ...]:
-        """Move these leaves to `target` and return them; return none where no state of them is stored.
+        """Move these leaves to `target` and return them, or none of them if none of their state is stored.
 
-        LiveStateError: some of the tokens needed are not stored; nothing was changed.
+        LiveStateError: some tokens that `target` needs are not stored; nothing was changed.
         """
         snapshots = [found for spans in stored if (found := spans.leaves[self.leaves[0]]) is not None]
         pieces = sorted((piece for each in snapshots for piece in each.pieces), key=lambda piece: piece.start)
@@ -531,7 +516,7 @@ class Stack(NamedTuple):
 
 
 def is_evaluation_failure(error: BaseException | None) -> bool:
-    """Whether an exception may come from a failed evaluation: a native error that no `raise` statement raised."""
+    """Whether an exception may come from a failed evaluation: a native error that no `raise` raised."""
     if not isinstance(error, NATIVE_ERRORS) or error.__traceback__ is None:
         return False
     innermost = error.__traceback__
@@ -542,7 +527,7 @@ def is_evaluation_failure(error: BaseException | None) -> bool:
 
 
 def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
-    """The next token of each row, (N,) or (N, 1), as an array (N, 1). ValueError: other shapes, or no integers."""
+    """The next token of each row, (N,) or (N, 1), as an array (N, 1). ValueError: it has another shape or dtype."""
     ids = tokens if isinstance(tokens, mx.array) else mx.array(token_ids(tokens, vocab_size))
     if not mx.issubdtype(ids.dtype, mx.integer):
         raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")
@@ -556,7 +541,7 @@ def _incomplete(cache: Any, target: int) -> LiveStateError:
 
 
 def _evaluate_written(arrays: list[mx.array]) -> None:
-    """Evaluate live buffers after a write. They cannot be written again if that fails."""
+    """Evaluate live buffers after a write. LiveStateError: that failed."""
     try:
         mx.eval(arrays)
     except NATIVE_ERRORS as error:
@@ -570,7 +555,7 @@ def _evaluated_nbytes(snapshots: list[Any]) -> int:
 
 
 def _new_nbytes(snapshots: list[Any], *before: Spans) -> int:
-    """Bytes of the arrays that were not there before."""
+    """Bytes of the arrays that are not in `before`."""
     known = {id(array) for spans in before for s in spans.leaves if s is not None for array in s.arrays()}
     return sum(array.nbytes for s in snapshots if s is not None for array in s.arrays() if id(array) not in known)
 

@@ -1,20 +1,20 @@
-"""Shift: rotate the keys that RoPE rotated to their positions on, when their tokens move.
+"""Shift: rotate keys that RoPE has rotated, when their tokens move to other positions.
 
-Rotations add up: a key at position p, rotated by d, is the key at p + d. So no token is evaluated again. Where a RoPE
+Rotations add up: a key at position p, rotated by d, is the key at p + d. So no token is evaluated again. If a RoPE
 scales keys before it rotates them (YaRN, longrope), the stored key is scaled already, and a shift only rotates.
 
-A layer's rotation is measured, not looked up: modules hold a RoPE that they do not use, share one, or have another per
-layer. The model evaluates one token alone, at position 0 and again at position 500:
+A layer's rotation is measured: modules may hold a RoPE that they do not use, share one, or have one per layer. The
+model evaluates one token alone, at position 0 and at position 500:
 
-    it sees itself alone           attention returns its value, whatever query and key are
-    so hidden states are the same  unless positions come in elsewhere: then values differ, and the model is refused
+    it sees only itself            attention returns its value, for any query and key
+    so hidden states are the same  or positions enter elsewhere: then values differ, and the model is refused
     so keys differ by a rotation   of a RoPE in the model, or by none; otherwise the layer is refused
 
-Values and keys of later tokens depend on a removed range that they saw. No shift changes that.
+Later tokens that saw a removed range still depend on it. No shift changes that.
 
-Precision: an angle of a radians is good to about a / 2^24 in float32, so keys made 10,000 positions apart differ by
-about 1e-3, shifted or not. In half precision each shift rounds once more, by at most half of the dtype's eps, and a
-pair that turns by less than that does not turn: few shifts by much are better than many by little.
+Precision: float32 has an angle of a radians to about a / 2^24, so keys made 10,000 positions apart differ by about
+1e-3, shifted or not. In half precision each shift rounds by up to half of the dtype's eps, and smaller rotations are
+lost: a few large shifts are better than many small ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from radixcache.errors import ShiftError
 #: Caches of keys and values, one per token.
 _ORDINARY = (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache)
 
-#: Classes whose frequencies never change, and the attribute that has them. The last two rotate without a module for it.
+#: Classes with fixed frequencies, and the attribute that has them. The last two rotate without a RoPE module.
 _FREQUENCIES = {
     "mlx_lm.models.rope_utils.Llama3RoPE": "_freqs",
     "mlx_lm.models.rope_utils.ProportionalRoPE": "_freqs",
@@ -128,7 +128,7 @@ def rotations(model: Any, layers: Sequence[Any]) -> list[Rotation | None]:
 
 
 class _Recorder:
-    """A cache that stands at `offset`, lets a token see itself alone, and records the keys and values of the layer."""
+    """A cache at `offset` that lets a token see only itself, and records keys and values."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -144,7 +144,6 @@ class _Recorder:
         return self.stored[-1]
 
     def arrays(self) -> list[mx.array]:
-        """All keys, and all values."""
         return [mx.concatenate(list(column), axis=2) for column in zip(*self.stored, strict=True)]
 
     def make_mask(self, *_: Any, **__: Any) -> None:
@@ -155,7 +154,7 @@ class _Recorder:
 
 
 def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
-    """Evaluate the token at `offset`. Returns a recorder per layer, empty where a layer has no cache."""
+    """Evaluate the token at `offset`; returns a recorder per layer, empty for a layer without a cache."""
     recorders = [_Recorder(offset) for _ in layers]
     caches = [None if layer is None else recorder for layer, recorder in zip(layers, recorders, strict=True)]
     model(mx.array([[_TOKEN]]), cache=caches)
@@ -164,7 +163,7 @@ def _record(model: Any, layers: Sequence[Any], offset: int) -> list[_Recorder]:
 
 
 def _rotation_between(before: _Recorder, after: _Recorder, ropes: list[Rotation]) -> Rotation | None:
-    """The rotation between the keys of a layer at both positions. ShiftError: there is none."""
+    """The rotation between a layer's keys at both positions. ShiftError: there is none."""
     (keys, values), (keys_after, values_after) = before.arrays(), after.arrays()
     rotation, keys_fit = _closest(keys, keys_after, [None, *ropes])
     of_values, values_fit = _closest(values, values_after, [None, *ropes])
@@ -180,7 +179,7 @@ def _rotation_between(before: _Recorder, after: _Recorder, ropes: list[Rotation]
 
 
 def _closest(before: mx.array, after: mx.array, candidates: list[Rotation | None]) -> tuple[Rotation | None, bool]:
-    """The candidate that turns `before` into `after` best (None: no rotation), and whether it does up to rounding."""
+    """The candidate that best turns `before` into `after` (None: no rotation), and whether it does up to rounding."""
     errors = {}
     for each in candidates:
         if each is None or each.dims <= before.shape[-1]:
@@ -196,7 +195,7 @@ def _norm(a: mx.array) -> float:
 
 
 def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
-    """The rotations of a model's modules, each once; and all RoPEs in words, with the reason if one has no rotation."""
+    """The different rotations of a model's modules; and all RoPEs in words, with the reason if one has no rotation."""
     ropes: dict[Rotation, None] = {}
     found: dict[str, None] = {}
     for _, module in model.named_modules():

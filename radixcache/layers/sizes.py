@@ -1,11 +1,11 @@
-"""SizedLayout: a layout of sizes instead of arrays, with which a simulator drives the deployed cache.
+"""SizedLayout: a layout of sizes instead of arrays, for simulators.
 
-Tree, slots, paging, budget and policy are those of any PrefixCache. Only the code that copies arrays is replaced, by
-code that adds up their bytes. A key may stand for one token or for a block of them; sizes are per key. Spans can be cut
-anywhere. Windows can be rewound while none of them has wrapped.
+Tree, slots, paging, budget and policy are those of any PrefixCache. Only the code that copies arrays is replaced by
+code that counts their bytes. A key may stand for a token or for a block of tokens; sizes are per key. Spans can be cut
+anywhere. Windows can be rewound until one of them has wrapped.
 
 Live buffers have no spare capacity, so that the bytes held are those of the distinct keys. With `grow_keys` they grow
-as mlx-lm's KVCache does, and a live cache and this one make the same evictions.
+as mlx-lm's KVCache does, and this cache evicts as a real one does.
 """
 
 from __future__ import annotations
@@ -59,12 +59,9 @@ class SizedLayout(Layout):
     def layers_of(self, window: Window) -> int:
         return 1
 
-    # Nothing to do without arrays.
     def learn(self, caches: Sequence[Any]) -> None: ...
     def evaluate(self, caches: Sequence[Any]) -> None: ...
     def release(self) -> None: ...
-
-    # The live caches
 
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int]:
         first = self.first_offset(caches)
@@ -134,8 +131,6 @@ class SizedLayout(Layout):
     def empty(self, caches: Sequence[Any]) -> None:
         caches[0].spans = caches[0].points = caches[0].capacity = 0
 
-    # Spans: one leaf
-
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
         nbytes = (end - start) * self.token_bytes
         return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
@@ -161,8 +156,6 @@ class SizedLayout(Layout):
         joined = [ours.merged(theirs) for ours, theirs in zip(upper.leaves, lower.leaves, strict=True)]
         return self.spans_of(joined, upper.start, lower.end), 0
 
-    # Windows: a leaf each
-
     def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
         points, passed = caches[0].points, max(caches[0].passed, 1)
         return {window: [(max(0, points - window.size - passed + 1), points)] for window in self.windows}
@@ -179,8 +172,6 @@ class SizedLayout(Layout):
         cut = [leaf.within(wanted[window]) for window, leaf in zip(self.windows, spans.leaves, strict=True)]
         return self.spans_of(cut, spans.start, spans.end), 0
 
-    # Point state
-
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
         return Checkpoint(offset, [], self._checkpoint_bytes, kind)
 
@@ -191,8 +182,6 @@ class SizedLayout(Layout):
         self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
     ) -> None:
         caches[0].points, caches[0].passed = target, 0
-
-    # State in a store: sizes too
 
     def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> dict[str, Any]:
         buffers: dict[str, Any] = {"span": SizedPiece(start, end, (end - start) * self.token_bytes)}
@@ -219,7 +208,7 @@ class SizedCache:
     """A live cache: the offsets of its span layers and its point layers.
 
     Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; with 0 they hold exactly their keys.
-    Windows have the last `passed` keys, those of the last forward pass, and the keys that each of them reads.
+    Windows hold the `passed` keys of the last forward pass, and the keys that each of those reads.
     """
 
     grow_keys: int = 0
@@ -231,7 +220,7 @@ class SizedCache:
     def advance(self, keys: int) -> None:
         """A forward pass over that many keys."""
         if self.grow_keys and self.spans + keys > self.capacity:
-            # As KVCache: the filled part stays, to the key, and whole steps follow it.
+            # As KVCache: whole steps follow the keys that are there.
             filled = self.spans if self.spans % self.grow_keys else self.capacity
             self.capacity = filled + -(-keys // self.grow_keys) * self.grow_keys
         self.spans += keys
@@ -239,13 +228,13 @@ class SizedCache:
         self.passed = keys
 
     def reserve(self, capacity: int) -> None:
-        """Give the span buffers room for so many keys, never less than one more than they hold."""
+        """Give the span buffers room for so many keys, at least one more than they hold."""
         if self.grow_keys:
             self.capacity = max(capacity, self.spans + 1)
 
 
 class SizedModel:
-    """Callable like a model whose caches are sized: moves them on by the number of keys it is given."""
+    """Called like a model: advances sized caches by the number of keys."""
 
     def __call__(self, keys: Any, cache: Sequence[SizedCache]) -> None:
         cache[0].advance(int(keys.shape[-1]))

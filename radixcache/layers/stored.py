@@ -5,12 +5,12 @@
     point.LEAF.I            array I of a point layer's state; point.LEAF is JSON: the nest that the arrays belong to
     shapes                  JSON: `Layout.shapes`
 
-An array is copied only where it does not lie in one piece: a store holds the array itself. The arrays of a block are
-made, unevaluated, on the thread that reads it.
+A store holds arrays that are contiguous in memory without a copy. The thread that reads a block makes its arrays,
+unevaluated.
 
-An identity says which weights, cache classes and versions stored state depends on. A digest of weights covers their
-names, shapes and dtypes, and `SAMPLES` elements spread evenly over each array. That is enough to notice fine-tuning,
-merging, quantization and LoRA adapters; reading all bytes would take seconds.
+An identity names the weights, cache classes and versions that state depends on. A digest of weights covers names,
+shapes, dtypes and `SAMPLES` elements spread over each array. Fine-tuning, merging, quantization and LoRA adapters
+change it; reading all bytes would take seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from radixcache.adapters.point import PointSnapshot
 from radixcache.adapters.span import SpanSnapshot
 from radixcache.stores.block import DTYPES, Buffer, Identity
 
-#: Format of the buffers. Another number makes everything that was stored before a miss.
+#: Format of the buffers. With another number, all stored state is a miss.
 STATE_VERSION = 1
 #: Elements of each array of weights in the digest.
 SAMPLES = 64
@@ -42,14 +42,8 @@ Buffers = Mapping[str, Buffer]
 _DTYPE_OF: dict[str, mx.Dtype] = {name: getattr(mx, "bool_" if name == "bool" else name) for name in DTYPES}
 
 
-# Identity
-
-
 def weights_identity(*models: Any, name: str = "") -> Identity:
-    """The identity of models that make state together: their classes, arguments and weights.
-
-    `name` is shown to people; by default it is the type of the first model.
-    """
+    """The identity of models that make state together. `name` is for people; by default the first model's type."""
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc weights")
     for model in models:
         arguments = getattr(model, "args", None)
@@ -66,9 +60,9 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
 def state_identity(
     leaves: Iterable[Any], model: Any, given: Identity | bytes | str | None, *, exact: bool = False
 ) -> Identity:
-    """The identity of a cache's state: of its empty leaves, and of the model's weights unless another is `given`.
+    """The identity of a cache's state: its empty leaves, with the `given` identity or that of the model's weights.
 
-    With `exact` state must be equal to the bit, so MLX's version and the device count too.
+    `exact`: state must be equal to the bit, so MLX's version and the device count too.
     """
     if given is None:
         if model is None:
@@ -78,7 +72,7 @@ def state_identity(
         if not isinstance(given, (bytes, str)) or not given:
             raise ValueError(f"identity is {given!r:.80}; wanted bytes or a str that is not empty, or an Identity.")
         given = Identity(given, "") if isinstance(given, bytes) else Identity(given.encode(), given)
-    # The adapters are made for one minor version of mlx-lm: the next may give its fields another meaning.
+    # The adapters fit one minor version of mlx-lm: the next may give fields another meaning.
     versions: list[Any] = [STATE_VERSION, version("mlx-lm").split(".")[:2]]
     versions += [version("mlx"), str(mx.default_device()), mx.device_info()["device_name"]] if exact else []
     caches = []
@@ -91,18 +85,15 @@ def state_identity(
 
 
 def _update(digest: Any, *parts: bytes) -> None:
-    """Add parts, each behind its length, so that no two sequences of parts are alike."""
+    """Add parts, each after its length, so that different sequences of parts differ."""
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
-
-
-# Into buffers
 
 
 def block_buffers(
     parts: Sequence[Spans], windows: Sequence[Spans], start: int, end: int, shapes: Sequence[Any] | None
 ) -> dict[str, Buffer]:
-    """The tokens [start, end) of spans that follow one another and of state of windows, and a layout's shapes if given.
+    """The tokens [start, end) of successive spans and of windows, and a layout's shapes if given.
 
     TypeError: a snapshot is of a kind that cannot be stored.
     """
@@ -174,9 +165,6 @@ def _packed(tree: Any, arrays: list[mx.array]) -> Any:
     raise TypeError(f"state with a {type(tree).__name__} in it cannot be stored.")
 
 
-# Out of buffers
-
-
 def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
     """Snapshots of the tokens [start, end), one per leaf, not evaluated."""
     leaves: list[Any] = [None] * leaf_count
@@ -212,7 +200,7 @@ def shapes_in(buffer: Buffer) -> list[Any]:
 
 
 def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array, ...]]:
-    """Arrays of one kind by all numbers in their names but the last, which is the order in a group."""
+    """Arrays of one kind by the numbers in their names. The last number is the place in the group."""
     groups: dict[tuple[int, ...], dict[int, mx.array]] = defaultdict(dict)
     depth = 3 if kind == "window" else 2
     for name, buffer in buffers.items():

@@ -1,13 +1,13 @@
-"""Trials: how large an error short runs of a model may show, and what is known of a model.
+"""Trials: the error that short runs of a model may show, and facts about a model.
 
 Restored state comes from forward passes of other lengths than cold state: the same sums in another order, with other
-roundings that later layers carry on. The coarsest dtype of the logits and the caches decides. The largest errors over
-the tiny random models on a CPU (prompts of 40 to 200 tokens, in one pass, in chunks, token by token) were 7e-6 in
-float32, 6e-3 in float16 and 4e-2 in bfloat16. State of another token comes to about 1. In a quantized cache a value at
-the border between two codes may fall to either side; with 2 bits that is as large as a fault.
+roundings. The coarsest dtype of logits and caches decides. The largest errors of tiny random models on a CPU (prompts
+of 40 to 200 tokens, in one pass, in chunks, token by token) were 7e-6 in float32, 6e-3 in float16 and 4e-2 in bfloat16;
+state of another token gives about 1. A quantized cache may round a value to either of two codes; with 2 bits that is as
+large as a fault.
 
-A fixed tolerance, wide enough for a deep bfloat16 model, would let wrong positions pass in a short trial. There
-rounding is measured: how far the same logits move when the model's own caches are filled in other chunks.
+A tolerance wide enough for a deep bfloat16 model lets wrong positions pass in a short trial. So trials measure
+rounding: how far the same logits move when the model's own caches are filled in other chunks.
 """
 
 from __future__ import annotations
