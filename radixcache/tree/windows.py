@@ -27,10 +27,7 @@ class Windows:
     """State of windows on the nodes of one tree. `changed` gets a node and the bytes by which it grew."""
 
     def __init__(
-        self,
-        layout: Layout,
-        copied: Callable[..., tuple[Any, ...] | None],
-        changed: Callable[[StateNode, int], None],
+        self, layout: Layout, copied: Callable[..., tuple[Any, ...] | None], changed: Callable[[StateNode, int], None]
     ) -> None:
         self._layout, self._copied, self._changed = layout, copied, changed
         self.nbytes = 0

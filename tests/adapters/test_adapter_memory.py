@@ -62,10 +62,7 @@ WINDOWS = [
     Case(RING, "gone-round", (3000, *(1,) * 20), False),
     Case(WIDE_CHUNK, "exactly-full", (3072,), False),
 ]
-POINTS = [
-    Case(LARGE_ARRAYS, "batch", (20,), False),
-    Case(LAYER, "singles", (3000, 1), False),
-]
+POINTS = [Case(LARGE_ARRAYS, "batch", (20,), False), Case(LAYER, "singles", (3000, 1), False)]
 #: Layers that write a single token into their buffer in place, and hold megabytes.
 IN_PLACE = [
     Case(KV, "", (3000, 1), True),
@@ -75,10 +72,7 @@ IN_PLACE = [
     Case(WIDE_CHUNK, "", (3000, 1), False),
 ]
 #: Windows whose buffers hold much that they read no more, or little.
-SMALL_WINDOWS = [
-    Case(ROTATING_4, "single", (3000, 1), False),
-    Case(CHUNKED, "trimmed", (3000, 1), False),
-]
+SMALL_WINDOWS = [Case(ROTATING_4, "single", (3000, 1), False), Case(CHUNKED, "trimmed", (3000, 1), False)]
 all_cases = pytest.mark.parametrize("case", SPANS + WINDOWS + SMALL_WINDOWS + POINTS, ids=str)
 token_cases = pytest.mark.parametrize("case", SPANS + WINDOWS, ids=str)
 span_cases = pytest.mark.parametrize("case", SPANS, ids=str)

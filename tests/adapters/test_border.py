@@ -79,10 +79,7 @@ def test_no_model_brings_a_cache_class_that_the_adapters_do_not_know() -> None:
         (ArraysCache(2), {"cache", "left_padding", "lengths"}),
         (ChunkedKVCache(8), {"keys", "values", "offset", "chunk_size", "start_position"}),
         (CacheList(KVCache()), {"caches"}),
-        (
-            LayerCache(8),
-            {"window_size", "offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"},
-        ),
+        (LayerCache(8), {"window_size", "offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"}),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, set) else "",
 )

@@ -21,14 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from radixcache.adapters.contract import (
-    Range,
-    Window,
-    WindowSnapshot,
-    common,
-    missing,
-    tokens_in,
-)
+from radixcache.adapters.contract import Range, Window, WindowSnapshot, common, missing, tokens_in
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import SpanSnapshot, segment_bounds
 from radixcache.adapters.window import WindowAdapter, is_windowed

@@ -186,15 +186,7 @@ def test_a_node_knows_its_path_and_its_prefix(tree: RadixTree[str]) -> None:
 def test_dump_is_one_indented_line_a_node_and_the_same_for_the_same_operations(tree: RadixTree[str]) -> None:
     store(tree, 5, namespace="tenant")
     assert tree.dump(_spelled) == "\n".join(
-        [
-            "namespace ''",
-            "  1 2 3",
-            "    4 5",
-            "    6 7 8",
-            "  9 9",
-            "namespace 'tenant'",
-            "  5",
-        ]
+        ["namespace ''", "  1 2 3", "    4 5", "    6 7 8", "  9 9", "namespace 'tenant'", "  5"]
     )
     assert "Node[3, 5)" in tree.dump()
 
