@@ -75,7 +75,6 @@ IN_PLACE = [
 SMALL_WINDOWS = [Case(ROTATING_4, "single", (3000, 1), False), Case(CHUNKED, "trimmed", (3000, 1), False)]
 all_cases = pytest.mark.parametrize("case", SPANS + WINDOWS + SMALL_WINDOWS + POINTS, ids=str)
 token_cases = pytest.mark.parametrize("case", SPANS + WINDOWS, ids=str)
-span_cases = pytest.mark.parametrize("case", SPANS, ids=str)
 in_place_cases = pytest.mark.parametrize("case", IN_PLACE, ids=str)
 
 
@@ -109,22 +108,6 @@ def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
         mx.eval(snapshot.arrays(), upper.arrays())
         del upper
         _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-
-
-@token_cases
-def test_a_merge_and_a_part_take_the_bytes_they_state(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    adapter, live_bytes = adapter_for(cache), _active_bytes()
-    snapshot = _snapshot(cache, 0, 300)
-    for start, end in ((300, 700), (700, 1024), (1024, 2999)):
-        snapshot = adapter.merge(snapshot, _snapshot(cache, start, end))
-    mx.eval(snapshot.arrays())
-    _assert_bytes(_active_bytes() - live_bytes, snapshot.nbytes, len(snapshot.arrays()))
-    del snapshot
-    part = _snapshot(cache, 2000, 2100)
-    del cache
-    _assert_bytes(_active_bytes() - before, part.nbytes, len(part.arrays()))
 
 
 @token_cases
@@ -217,33 +200,6 @@ def test_a_snapshot_that_was_restored_does_not_make_the_next_write_copy_the_buff
     assert snapshot.end == case.length
 
 
-@all_cases
-def test_a_restored_cache_and_its_snapshot_hold_their_own_bytes(case: Case) -> None:
-    before = _active_bytes()
-    snapshot = _snapshot(_fresh(case), 0, case.length)
-    cache = case.kind.make()
-    adapter = adapter_for(cache)
-    assert adapter.restore(cache, snapshot, case.length)
-    mx.eval(adapter.buffers(cache))
-    live_bytes = sum(b.nbytes for b in adapter.buffers(cache))
-    count = len(snapshot.arrays()) + len(adapter.buffers(cache))
-    _assert_bytes(_active_bytes() - before, snapshot.nbytes + live_bytes, count)
-    del snapshot
-    _assert_bytes(_active_bytes() - before, live_bytes, count)
-
-
-@span_cases
-def test_a_cache_that_gives_up_its_room_owns_what_is_left(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    if case.kind is CONCATENATE:
-        mx.eval(adapter.own(cache))  # it has no room to give up, and its arrays are those of the forward pass
-    adapter.reserve(cache, 0)
-    mx.eval(adapter.buffers(cache))
-    _assert_bytes(_active_bytes() - before, sum(b.nbytes for b in adapter.buffers(cache)), 6)
-
-
 @pytest.mark.parametrize("case", [case for case in IN_PLACE if not case.kind.is_point], ids=str)
 def test_paging_in_writes_only_what_is_missing(case: Case) -> None:
     cache = _fresh(case)
@@ -267,19 +223,6 @@ def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> N
 
 
 # Arrays that a forward pass leaves
-
-
-@all_cases
-def test_after_owning_its_arrays_a_cache_takes_the_bytes_that_its_arrays_state(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    mx.eval(adapter.own(cache))
-    buffers = adapter.buffers(cache)
-    stated = sum(b.nbytes for b in buffers)
-    count = len(buffers)
-    del buffers
-    _assert_bytes(_active_bytes() - before, stated, count)
 
 
 @all_cases

@@ -165,18 +165,6 @@ def test_a_state_is_made_of_pieces_that_overlap_if_they_begin_in_order(
     assert attended(cache) == (needed(layer.window, offset) if is_there else [])
 
 
-@pytest.mark.parametrize("layer", [rotating(520, 3), chunked(520)], ids=lambda layer: layer.name)
-@pytest.mark.parametrize("when", ["at-once", "before-it-is-lost"])
-def test_a_window_longer_than_a_segment_is_taken_out_and_restored(layer: Layer, when: str) -> None:
-    snapshot = taken_out(layer, (500, *(1,) * 30, 600, *(1,) * 20), when)
-    assert snapshot.ranges == [(0, 1150)]
-    for offset in (0, 511, 512, 513, 520, 521, 1023, 1150):
-        cache, left = restored(layer, snapshot, offset), needed(layer.window, offset)
-        assert attended(cache) == left
-        feed(cache, 1)
-        assert positions_in(adapter_of(cache).snapshot(cache, 0, offset + 1)) == layer.held([1], held=left)
-
-
 # What a window reads, against the tokens one by one
 
 

@@ -193,13 +193,6 @@ def test_can_rewind_promises_what_rewind_does(model: Model) -> None:
     assert not layout.can_rewind(layout.fresh(), 5, 6)
 
 
-def test_kv_bits_quantizes_full_attention_from_the_start_and_nothing_else() -> None:
-    layout = Layout(lambda: [CacheList(KVCache(), ArraysCache(2)), KVCache(), RotatingKVCache(16)], 8, 32)
-    leaves = [cache for cache, _ in layout.leaves(layout.fresh())]
-    assert [type(c) for c in leaves] == [QuantizedKVCache, ArraysCache, QuantizedKVCache, RotatingKVCache]
-    assert (leaves[0].bits, leaves[0].group_size, leaves[0].offset) == (8, 32, 0)
-
-
 def test_paging_in_counts_only_what_was_not_live() -> None:
     model = Model("one layer", lambda: [KVCache()], [KV])
     layout = model.layout()
@@ -235,19 +228,6 @@ def test_tokens_taken_out_of_a_window_one_part_after_the_other_are_its_state_any
         layout.page_in(caches, layout.page_out(live, 0, 64), target)
         layout.restore_points(caches, None, target, parts)
         assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
-
-
-@all_models
-def test_room_can_be_reserved_and_given_up_without_changing_the_state(model: Model) -> None:
-    layout = model.layout()
-    live = model.fed(layout, IDS, [900])
-    before = model.bits(layout, live)
-    layout.reserve(live, 2000)
-    assert layout.span_capacity(live) >= 2000
-    assert model.bits(layout, live) == before
-    layout.reserve(live, 900)
-    assert layout.spare_nbytes(live) <= layout.token_bytes
-    assert model.bits(layout, live) == before
 
 
 def test_identities_change_when_a_layer_without_offset_is_written_unseen() -> None:

@@ -56,7 +56,6 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "proportional, traditional": lambda: rope(PROPORTIONAL, traditional=True),
     "mrope": lambda: rope({"rope_type": "mrope", "mrope_section": [8, 4, 4]}, dims=16),
 }
-SCALED = ["yarn", "yarn, traditional, mscale", "longrope"]
 
 
 def draw(*shape: int, seed: int = 0) -> mx.array:
@@ -95,36 +94,6 @@ def test_every_move_in_half_precision_costs_one_rounding(name: str, dtype: mx.Dt
     for _ in range(20):
         moved = rotation.shift(moved, -3)
     assert relative(moved, rotation.shift(keys.astype(mx.float32), -60)) <= 20 * mx.finfo(dtype).eps / 2
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_keys_that_were_scaled_before_they_were_rotated_are_not_scaled_again(name: str) -> None:
-    module = VARIANTS[name]()
-    unrotated = draw(1, HEADS, TOKENS, HEAD_WIDTH)
-    at_40 = module(unrotated, offset=40)
-    scale = (mx.linalg.norm(at_40) / mx.linalg.norm(unrotated)).item()
-    assert abs(scale - 1) > 0.02, "this variant scales nothing, and the test would show nothing"
-    shifted = rotation_of(module).shift(at_40, -40)
-    assert mx.linalg.norm(shifted).item() == pytest.approx(mx.linalg.norm(at_40).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("traditional", [False, True])
-@pytest.mark.parametrize("frequencies", [None, (1.0, 7.0, 30.0, float("inf"))], ids=["base", "frequencies"])
-@pytest.mark.parametrize("delta", [11, -11])
-def test_pairs_turn_as_complex_numbers_do(traditional: bool, frequencies: tuple[float, ...] | None, delta: int) -> None:
-    base = 50.0 if frequencies is None else None
-    keys = np.asarray(draw(1, HEADS, TOKENS, 10))
-    found = np.asarray(Rotation(8, traditional, base, 0.5, frequencies).shift(mx.array(keys), delta))
-    wavelengths = np.array(frequencies) if frequencies else 50.0 ** (np.arange(4) / 4)
-    turn = np.exp(1j * 0.5 * delta / wavelengths)
-    first, second = (slice(0, 8, 2), slice(1, 8, 2)) if traditional else (slice(0, 4), slice(4, 8))
-    wanted = (keys[..., first] + 1j * keys[..., second]) * turn
-    assert np.abs(found[..., first] - wanted.real).max() < 1e-5
-    assert np.abs(found[..., second] - wanted.imag).max() < 1e-5
-    assert np.array_equal(found[..., 8:], keys[..., 8:])
-
-
-# Remove and shift
 
 
 # Rotations of models
@@ -187,13 +156,6 @@ def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling:
     found = rotations(model)
     assert found == [rotation_of(layer.self_attn.rope) for layer in model.layers]
     assert worst_error(model, found) < 1e-4
-
-
-def test_heads_may_be_narrower_than_what_another_layer_rotates() -> None:
-    model = with_fields("gemma4_text", global_head_dim=64)
-    found = [rotation.dims for rotation in rotations(model) if rotation]
-    assert found == [layer.self_attn.head_dim for layer in model.layers[:4]]
-    assert {*found} == {32, 64}
 
 
 def test_windows_are_over_ordinary_keys() -> None:

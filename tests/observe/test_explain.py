@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from policies import CostModel
-from radixcache import CacheBusyError, Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
+from radixcache import Event, EventKind, Explanation, Gap, Ledger, PrefixCache, Reason
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model, tiny_tokenizer
@@ -366,23 +366,6 @@ def test_a_listener_may_call_the_cache() -> None:
     cache.check()
 
 
-def test_a_listener_that_raises_costs_nothing_and_an_interrupt_in_it_leaves_the_cache_sound() -> None:
-    def listen(event: Event) -> None:
-        if event.namespace:
-            raise KeyboardInterrupt
-        raise OSError("disk full")
-
-    cache = spans(on_event=listen)
-    with pytest.warns(RuntimeWarning, match="disk full"):
-        serve(cache, A)
-    assert serve(cache, A) == 99
-    assert cache.stats.event_failures >= 3
-    with pytest.raises(KeyboardInterrupt):
-        cache.begin(A, namespace="ann")
-    cache.check()
-    assert not any(path.is_open for path in inside.paths(cache))
-
-
 def test_losing_the_live_state_is_told_as_evicted() -> None:
     cache, told = listening(spans)
     with cache.begin(A, reserve=0) as session:
@@ -404,34 +387,3 @@ def test_what_one_cache_takes_from_another_is_told_to_the_other() -> None:
     assert {str(event.kind) for event in told_one} == {"evicted"}
     assert [str(event.kind) for event in told_two] == ["resumed", "stored"]
     assert {gap.reason for gap in one.explain(A).gaps} == {Reason.EVICTED}
-
-
-def test_sessions_in_several_threads_and_a_listener_that_looks_do_not_stand_in_each_others_way() -> None:
-    told: list[Event] = []
-
-    def listen(event: Event) -> None:
-        told.append(event)
-        assert cache.stats.requests > 0
-        cache.explain(A, namespace=event.namespace)
-
-    cache = spans(budget_bytes=1_000, live_slots=3, on_event=listen)
-
-    def work(name: str) -> None:
-        for turn in range(12):
-            try:
-                serve(cache, [*A[: 30 + turn], *numbers(turn, 20)], namespace=name)
-            except CacheBusyError:
-                cache.explain(A, namespace=name)
-
-    threads = [threading.Thread(target=work, args=(f"tenant {index}",)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    cache.check()
-    stats = cache.stats
-    assert (stats.event_failures, stats.dropped_events) == (0, 0)
-    assert [str(event.kind) for event in told].count("resumed") == stats.requests
-    stored = sum(e.end - e.start for e in told if e.kind == EventKind.STORED)
-    assert stored - sum(e.end - e.start for e in told if e.kind == EventKind.EVICTED) == stats.tokens

@@ -13,7 +13,6 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.observe.page import render_view
 from radixcache.observe.tree_view import NodeView, TreeView
 from radixcache.sized_cache import sized_cache
-from runner.models.tiny import tiny_model, tiny_tokenizer
 from tests.observe.browser import Page, find_browser
 
 pytestmark = pytest.mark.slow
@@ -54,27 +53,6 @@ def serve(cache: PrefixCache, model: Any, prompt: list[int]) -> None:
     with cache.begin(prompt) as session:
         session.prefill(model)
         session.step(model, prompt[-1:])
-
-
-def test_the_branch_of_a_divergent_request_is_there(page: Page, tmp_path: Path) -> None:
-    model, tokenizer = tiny_model("nemotron_h"), tiny_tokenizer()
-    cache = PrefixCache(model, budget_bytes=1 << 30)
-    cache.warm(model, tokenizer.encode(SYSTEM), name="support")
-    for text in ("What is bread made of?", "What is the capital of France?"):
-        serve(cache, model, tokenizer.encode(SYSTEM + text))
-    page.open(written(tmp_path, cache.render("html", tokenizer=tokenizer)))
-    nodes = cache.view(tokenizer=tokenizer).nodes
-    assert page.run(ROWS) == len(nodes)
-    shown = page.run(TEXTS)
-    assert [text.removeprefix("support") for text in shown] == [node.text for node in nodes]
-    parents = [node.parent for node in nodes]
-    siblings = [text for text, parent in zip(shown, parents, strict=True) if parents.count(parent) == 2]
-    assert sorted(text[:6] for text in siblings) == ["bread ", "the ca"]
-    assert page.run("document.querySelectorAll('#rows .bar').length") == len(nodes)
-    assert page.run("document.querySelectorAll('#rows .axis > .checkpoint').length") == sum(
-        1 for node in nodes if node.checkpoint
-    )
-    assert page.run("document.querySelector('#rows .tag').textContent") == "support"
 
 
 def test_rows_collapse_and_expand_with_a_click_and_tell_more_with_another(page: Page, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import signal
 import stat
 import subprocess
@@ -14,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from radixcache import DiskStore, StoreError
 from radixcache.stores import disk_store, files
@@ -65,15 +62,6 @@ def test_what_was_used_longest_ago_goes_first_and_no_chain_loses_its_beginning(p
         put_all(store, chain([*range(200, 208), 1, 2, 3, 4]))
         assert store.stats.dropped == {"the budget is full of what comes before it": 1}
         assert resumed(store, range(200, 208)) == 8
-
-
-def test_what_a_chain_is_continued_from_is_used_by_that(path: Path) -> None:
-    old, new = chain(range(8)), chain(range(100, 108))
-    stored(path, *old[:1], *new)
-    nbytes = opened(path).stats.stored_bytes
-    with opened(path, budget_bytes=nbytes) as store:
-        put_all(store, old)
-        assert (resumed(store, range(8)), resumed(store, range(100, 108))) == (8, 4)
 
 
 def test_what_another_process_used_later_is_not_evicted_before_it(path: Path) -> None:
@@ -331,34 +319,6 @@ def test_a_folder_that_is_no_store_is_refused_and_left_as_it_was(path: Path) -> 
             use()
 
 
-NAMES = st.sampled_from(["00", "store.json", "quarantine", "tmp-1", "written-1", "zz", "0", "00/a", "00/b.block"])
-BLOCK = chain(range(4))[0]
-
-
-@given(st.lists(st.tuples(NAMES, st.binary(max_size=20)), max_size=4), st.binary(max_size=40), st.randoms())
-@settings(max_examples=20)
-def test_whatever_lies_in_a_folder_it_is_refused_or_used_without_a_wrong_answer(
-    tmp_path_factory: pytest.TempPathFactory, planted: list[tuple[str, bytes]], data: bytes, chance: random.Random
-) -> None:
-    path = tmp_path_factory.mktemp("any") / "store"
-    stored(path, BLOCK)
-    if chance.random() < 0.5:
-        file_of(path, BLOCK).write_bytes(data)
-    for name, text in planted:
-        target = path / name
-        if target.is_dir() or not target.parent.is_dir():
-            continue
-        target.write_bytes(text)
-    try:
-        with opened(path) as store:
-            assert resumed(store, range(4)) in (0, 4)
-            put_all(store, chain(range(100, 108)))
-            assert resumed(store, range(100, 108)) in (0, 4, 8)
-            store.check()
-    except StoreError:
-        assert (path / "store.json").read_bytes()[:1] != b"{" or planted
-
-
 # Every call of the system fails once, in turn
 
 READING = {"open", "preadv", "pread", "scandir", "stat", "lstat", "fstat", "statvfs"}
@@ -461,17 +421,6 @@ def test_a_disk_that_fails_stops_the_writing_and_says_so_once(
         assert resumed(store, range(8)) == 8
     assert len([each for each in caplog.messages if "Nothing more is written" in each]) == 1
     assert not list(path.glob("tmp-*"))
-
-
-def test_a_folder_that_is_removed_is_a_miss_and_stops_the_writing(path: Path, tmp_path: Path) -> None:
-    with opened(path) as store:
-        put_all(store, chain(range(8)))
-        path.rename(tmp_path / "elsewhere")
-        assert resumed(store, range(8)) == 0
-        put_all(store, chain(range(8)))
-        assert store.stats.stopped
-        assert store.stats.vanished_files > 0
-    assert not path.exists()
 
 
 def test_calls_that_do_a_part_only_are_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,6 @@ def _end(links: list[Link]) -> int:
     return links[-1].end if links else 0
 
 
-def test_a_match_ends_inside_of_a_block_also_behind_a_short_one() -> None:
-    short = chain([0, 1, 2], step=4)
-    blocks = [*short, *_following(short[-1], [3, 4, 5])]
-    links = _matched(_index(blocks), [0, 1, 2, 3, 4, 9])
-    assert [(link.start, link.end, link.block_end) for link in links] == [(0, 3, 3), (3, 5, 6)]
-    assert [link.key for link in links] == [block.head.key for block in blocks]
-
-
 def test_a_chain_goes_on_from_inside_of_a_block_and_is_used_with_it() -> None:
     whole = chain([1, 2, 3, 4], step=4)
     branch = _following(whole[0], [8, 9], cut=3)
@@ -62,16 +54,6 @@ def test_keys_tell_where_a_block_begins_inside_of_another_one() -> None:
     keys = {each.head.key for cut in range(4) for each in _following(whole, [3, 4], cut)}
     keys |= {each.head.key for cut in range(4) for each in _following(whole, [cut, 3, 4])}
     assert len(keys) == 8
-
-
-def test_of_siblings_the_one_is_taken_that_leads_furthest() -> None:
-    """One matches longer by itself, the other has more behind it."""
-    broad = chain([1, 2, 3, 4, 5, 9], step=6)
-    narrow = chain([1, 2, 3], step=3)
-    narrow += _following(narrow[0], [4, 5, 6, 7])
-    for order in ([broad, narrow], [narrow, broad]):
-        links = _matched(_index(*order), [1, 2, 3, 4, 5, 6, 7, 8])
-        assert [link.key for link in links] == [block.head.key for block in narrow]
 
 
 def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed() -> None:

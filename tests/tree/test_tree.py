@@ -10,7 +10,7 @@ import pytest
 
 from radixcache.tokens import Keys, common_length
 from radixcache.tree import radix_tree as tree_module
-from radixcache.tree.radix_tree import Match, Node, RadixTree
+from radixcache.tree.radix_tree import Node, RadixTree
 
 
 def keys(*numbers: int) -> Keys:
@@ -65,81 +65,7 @@ def test_match_finds_the_longest_stored_prefix_and_the_deepest_node_on_it(
     assert (match.node.start, match.node.end) == span
 
 
-def test_match_ends_inside_an_edge_without_splitting_it(tree: RadixTree[str]) -> None:
-    before = tree.dump()
-    for sequence in ((1, 2), (1, 2, 3, 6), (9,), (7,), ()):
-        tree.match(keys(*sequence))
-        tree.match(keys(*sequence), "elsewhere")
-    assert tree.dump() == before
-    assert [root.namespace for root in tree.roots()] == [""]
-
-
-def test_common_length_is_that_of_the_shorter_when_one_begins_the_other() -> None:
-    assert common_length(keys(1, 2), keys(1, 2, 3)) == 2
-    assert common_length(keys(1, 2, 3), keys(1, 2)) == 2
-    assert common_length(keys(), keys(1)) == 0
-    assert common_length(keys(1, 2, 3), keys(1, 3, 3)) == 1
-    assert common_length(keys(4, 2), keys(1, 2)) == 0
-
-
 # Restructuring
-
-
-def test_split_puts_a_new_node_above_and_keeps_the_lower_ones_identity(tree: RadixTree[str]) -> None:
-    node = tree.match(keys(1, 2, 3, 6, 7, 8)).node
-    node.payload = "state"
-    parent = node.parent
-    upper = tree.split(node, 4)
-    assert (upper.start, upper.end, node.start, node.end) == (3, 4, 4, 6)
-    assert upper.payload is None
-    assert node.payload == "state"
-    assert (upper.parent, node.parent) == (parent, upper)
-    assert list(upper.children.values()) == [node]
-    assert tree.match(keys(1, 2, 3, 6, 7, 8)) == Match(node, 6)
-    assert tree.key_count == 10
-    tree.check()
-
-
-def test_merge_keeps_the_childs_identity_and_children(tree: RadixTree[str]) -> None:
-    node = tree.match(keys(1, 2, 3)).node
-    upper = tree.split(node, 1)
-    node.payload = "state"
-    merged = tree.merge(upper)
-    assert merged is node
-    assert node.payload == "state"
-    assert (node.start, node.end, len(node.children)) == (0, 3, 2)
-    assert upper.parent is None
-    assert not upper.children
-    tree.check()
-
-
-def test_extend_lengthens_a_leaf_and_truncate_shortens_it(tree: RadixTree[str]) -> None:
-    leaf = tree.match(keys(9, 9)).node
-    tree.extend(leaf, keys(8, 7, 6))
-    assert tree.match(keys(9, 9, 8, 7, 6, 5)).offset == 5
-    assert tree.key_count == 13
-    tree.check()
-    tree.truncate(leaf, 3)
-    assert tree.match(keys(9, 9, 8, 7, 6, 5)).offset == 3
-    assert tree.key_count == 11
-    tree.check()
-
-
-def test_remove_takes_a_leaf_and_returns_its_parent(tree: RadixTree[str]) -> None:
-    leaf = tree.match(keys(1, 2, 3, 4, 5)).node
-    parent = leaf.parent
-    assert tree.remove(leaf) is parent
-    assert leaf.parent is None
-    assert tree.match(keys(1, 2, 3, 4, 5)).offset == 3
-    assert (tree.node_count, tree.key_count) == (3, 8)
-    tree.check()
-
-
-def test_what_is_removed_below_a_root_leaves_the_others_there(tree: RadixTree[str]) -> None:
-    other = tree.match(keys(1, 2, 3)).node
-    assert tree.remove(tree.match(keys(9, 9)).node).is_root
-    assert tree.match(keys(1, 2, 3)) == Match(other, 3)
-    tree.check()
 
 
 def test_an_operation_that_makes_no_sense_is_refused_and_changes_nothing(tree: RadixTree[str]) -> None:
@@ -189,20 +115,6 @@ def test_dump_is_one_indented_line_a_node_and_the_same_for_the_same_operations(t
         ["namespace ''", "  1 2 3", "    4 5", "    6 7 8", "  9 9", "namespace 'tenant'", "  5"]
     )
     assert "Node[3, 5)" in tree.dump()
-
-
-# Namespaces
-
-
-def test_nothing_matches_across_namespaces(tree: RadixTree[str]) -> None:
-    assert tree.match(keys(1, 2, 3), "other").offset == 0
-    node = store(tree, 1, 2, 3, 4, namespace="other")
-    assert node.namespace == "other"
-    assert tree.match(keys(1, 2, 3, 6, 7, 8), "other").offset == 3
-    upper = tree.split(node, 2)
-    assert upper.namespace == "other"
-    assert tree.match(keys(1, 2, 3, 6, 7, 8)).offset == 6
-    tree.check()
 
 
 # check
