@@ -218,7 +218,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         """Write lines, behind a header and after the end of a torn line if a new part starts."""
         if self._handle is None:
             raise ValueError(f"{self.path}: the trace is closed; open a new TraceWriter to continue it.")
-        content = b"".join(map(_encoded, [self._header(), *lines] if self._is_torn else lines))
+        parts = [self._header(), *lines] if self._is_torn else lines
+        content = b"".join(json.dumps(part, separators=(",", ":")).encode() + b"\n" for part in parts)
         if self._is_torn and (length_bytes := os.fstat(self._handle).st_size):
             is_ended = os.pread(self._handle, 1, length_bytes - 1) == b"\n"
             content = content if is_ended else b"\n" + content
@@ -250,10 +251,6 @@ def block_digests(
 def _root(salt: bytes, namespace: str) -> bytes:
     text = namespace.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=salt, person=b"rc namespace").digest()
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
 #: A file to write, or a writer of the caller.

@@ -223,7 +223,10 @@ class DailyWrites:
             return
         if _today() != self._day:
             self._day, self._read_to, self._spent_bytes = _today(), 0, 0
-            self._remove_other_days()
+            for path in self._folder.glob("written-*"):
+                if path.name != f"written-{self._day}":
+                    with suppress(OSError):
+                        path.unlink()
         with self._opened() as handle:
             while b"\n" in (lines := os.pread(handle, 1 << 16, self._read_to)):
                 whole = lines[: lines.rindex(b"\n") + 1]
@@ -248,12 +251,6 @@ class DailyWrites:
             yield handle
         finally:
             os.close(handle)
-
-    def _remove_other_days(self) -> None:
-        for path in self._folder.glob("written-*"):
-            if path.name != f"written-{self._day}":
-                with suppress(OSError):
-                    path.unlink()
 
 
 def _today() -> int:

@@ -179,7 +179,12 @@ class Index:
                 waiting.append((entry.key, 0 if is_whole else end - start, end, chain))
                 if end > found[0] and (not at_checkpoints or (is_whole and "checkpoint" in entry.file_bytes)):
                     found = end, chain
-        return _links(found[1])
+        links, last = [], found[1]
+        while last is not None:
+            last, entry, start, end = last
+            sizes, block_end = entry.file_bytes, start + len(entry.tokens)
+            links.append(Link(entry.key, start, end, block_end, sizes["block"], sizes.get("checkpoint", 0)))
+        return links[::-1]
 
     def check(self) -> None:
         """Assert D1 to D3."""
@@ -193,18 +198,6 @@ class Index:
 
 #: The chain before, the next block, and the start and end of its match.
 _Chain = tuple["_Chain | None", IndexEntry, int, int]
-
-
-def _links(chain: _Chain | None) -> list[Link]:
-    links = []
-    while chain is not None:
-        chain, entry, start, end = chain
-        sizes = entry.file_bytes
-        block_end = start + len(entry.tokens)
-        links.append(Link(entry.key, start, end, block_end, sizes["block"], sizes.get("checkpoint", 0)))
-    return links[::-1]
-
-
 #: Key of the parent, cut, and first token.
 _Place = tuple[bytes, int, int]
 

@@ -252,15 +252,19 @@ class RedisStore(BlockStore):
         began = time.monotonic()
         found = None if call is None else call.result()
         self._tally.add(read_seconds=time.monotonic() - began)
-        for place, block in zip(batch, [None] * len(batch) if found is None else found, strict=True):
+        if found is None:
+            yield from [None] * len(batch)
+            return
+        for place, block in zip(batch, found, strict=True):
             if isinstance(block, Block):
                 self._tally.add(read_files=1, read_bytes=self.file_bytes(*place))
                 yield block
                 continue
-            if found is not None:
-                self._tally.add(**{"vanished_files" if block is None else "damaged_files": 1})
-                self._drop(*place)
-            if block is not None:
+            self._drop(*place)
+            if block is None:
+                self._tally.add(vanished_files=1)
+            else:
+                self._tally.add(damaged_files=1)
                 self._calls.ask([("HDEL", self._names.of_block(place[0]), place[1])])
             yield None
 
@@ -279,7 +283,8 @@ class RedisStore(BlockStore):
             return UNREACHED
         commands = self._setting_marks(head, np.concatenate(way).astype(np.int64))
         if not stored[0]:
-            fields = {head.kind: b"".join(parts), "way": packed_way(way), "tokens": way[-1].astype("<i8").tobytes()}
+            lengths = np.array([*map(len, way)], dtype="<u2").tobytes()
+            fields = {head.kind: b"".join(parts), "way": lengths, "tokens": way[-1].astype("<i8").tobytes()}
             commands.insert(0, ("HSET", self._names.of_block(head.key), *(x for pair in fields.items() for x in pair)))
         replies = self._calls.ask(commands, 0 if stored[0] else nbytes)
         if replies is None:
@@ -375,13 +380,8 @@ class StoredPrompt(NamedTuple):
         return heads
 
 
-def packed_way(way: Sequence[Any]) -> bytes:
-    """Lengths of blocks, 2 bytes each."""
-    return np.array([len(tokens) for tokens in way], dtype="<u2").tobytes()
-
-
 def lengths_of(way: object) -> list[int]:
-    """The lengths that `packed_way` packed; empty: these bytes are something else."""
+    """The lengths of the blocks of a way, 2 bytes each; empty: these bytes are something else."""
     if not isinstance(way, bytes) or len(way) % 2:
         return []
     lengths: list[int] = np.frombuffer(way, "<u2").tolist()

@@ -75,7 +75,7 @@ class StateTree:
         self.entries = Entries(policy, cost)
         self.victim, self.last_key, self.thinning = self.entries.victim, self.entries.last_key, self.entries.thinning
         self._refresh = self.entries.refresh
-        self.windows = Windows(layout, self._copied, self._windows_changed)
+        self.windows = Windows(layout, self._copied, account)
         self.on_loss = on_loss or _ignore
         self.leaving_bytes = self.duplicate_bytes = 0
         self.paged_in_bytes = self.paged_out_bytes = self.cut_bytes = self.copied_window_bytes = 0
@@ -174,14 +174,14 @@ class StateTree:
 
     def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
         """Take out a leaf with its state; returns its former parent, refreshed but not merged."""
-        state = leaf.payload
+        entry = leaf.payload.entry
         if not was_wrong:
             self.on_loss(leaf)
         self._note_loss(leaf, leaf.start, was_wrong)
         self.set_checkpoint(leaf, None)
         self._set(leaf, None, None)
         self.set_leaving(leaf, 0)
-        self.entries.remove(state.entry)
+        self.entries.remove(entry)
         parent = self.tree.remove(leaf)
         if parent.parent is not None:
             self._refresh(parent)
@@ -419,10 +419,6 @@ class StateTree:
             if not upper.live or paged.end - paged.start > SEGMENT_TOKENS:
                 return None
         return child
-
-    def _windows_changed(self, node: StateNode, change_bytes: int) -> None:
-        self.account.add_checkpoints(change_bytes)
-        node.payload.reweigh()
 
     def _weigh_checkpoint(self, node: StateNode) -> None:
         """Weigh a checkpoint: what only it needs. It is weighed again when it is used."""

@@ -20,16 +20,15 @@ from typing import Any
 
 from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
 from radixcache.layers.layout import Layout
+from radixcache.ledger import Account
 from radixcache.tree.entries import StateNode
 
 
 class Windows:
-    """State of windows on the nodes of one tree. `changed` gets a node and the bytes by which it grew."""
+    """State of windows on the nodes of one tree."""
 
-    def __init__(
-        self, layout: Layout, copied: Callable[..., tuple[Any, ...] | None], changed: Callable[[StateNode, int], None]
-    ) -> None:
-        self._layout, self._copied, self._changed = layout, copied, changed
+    def __init__(self, layout: Layout, copied: Callable[..., tuple[Any, ...] | None], account: Account) -> None:
+        self._layout, self._copied, self._account = layout, copied, account
         self.nbytes = 0
         # Nodes with more tokens than checkpoints need, by id().
         self._unneeded: dict[int, StateNode] = {}
@@ -42,7 +41,8 @@ class Windows:
         state.windows = spans if after else None
         self.nbytes += after - before
         if after or before:
-            self._changed(node, after - before)
+            self._account.add_checkpoints(after - before)
+            state.reweigh()
             self._file(node)
 
     def joined(self, node: StateNode, child: StateNode) -> Spans | None:
