@@ -119,7 +119,6 @@ class Ends:
             self._cut_off_keys = _average(self._cut_off_keys, keys)
 
     def cut(self, keys: int) -> None:
-        """An eviction took this many keys at once."""
         self._cut_keys = _average(self._cut_keys, keys)
 
 

@@ -36,7 +36,8 @@ class Marconi(Random):
         super().__init__(seed)
         self.alpha = 0.0 if alpha is None else alpha
         self.candidates = candidates
-        self._search = AlphaSearch(bootstrap) if alpha is None else None
+        self._is_learning = alpha is None
+        self._search = AlphaSearch(bootstrap if self._is_learning else 0)
         self._decided_draw: float | None = None
         self._now = 0
         self._answer: Entry | None = None
@@ -48,35 +49,30 @@ class Marconi(Random):
         self._now = max(self._now, entry.last_used)
         self._answer = None
         super().inserted(entry)
-        if self._search is not None:
-            self._search.inserted(entry)
+        self._search.inserted(entry)
 
     def touched(self, entry: Entry) -> None:
         self._now = max(self._now, entry.last_used)
         self._answer = None
         super().touched(entry)
-        if self._search is not None:
-            self._search.touched(entry)
+        self._search.touched(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
         self._answer = None
         super().split(upper, lower)
-        if self._search is not None:
-            self._search.split(upper, lower)
+        self._search.split(upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        if self._search is not None:
-            self._search.merged(gone, into)
+        self._search.merged(gone, into)
         super().merged(gone, into)
 
     def evicted(self, entry: Entry) -> None:
         self._answer = None
         was_chosen = entry.entry_id in self._chosen
         super().evicted(entry)
-        if self._search is not None:
-            self._search.evicted(entry)
-            if was_chosen and self._search.is_over:
-                self.alpha, self._search = self._search.best, None
+        self._search.evicted(entry)
+        if was_chosen and self._is_learning and self._search.is_over:
+            self.alpha, self._search, self._is_learning = self._search.best, AlphaSearch(0), False
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
         self._answer = None
@@ -104,7 +100,7 @@ class Marconi(Random):
             values = [recent + alpha * save for recent, save in zip(recency, saved, strict=True)]
             return values.index(min(values))
 
-        if self._search is not None and self._decided_draw != self._draw:
+        if self._is_learning and self._decided_draw != self._draw:
             self._decided_draw = self._draw
             self._search.decide([(entries[index], rates[index]) for index in map(worst, GRID)])
         return entries[worst(self.alpha)]

@@ -200,7 +200,6 @@ class Turn:
         previous.is_claimed = True
 
     def _settle(self, request: Request) -> None:
-        """Give a request its turn and class."""
         # The caller's turn comes with added entries. If there are none, trust as for the last request.
         request.is_trusted = request.given_turn is not None if request.has_added else self._turns_are_given
         if request.previous is not None:
@@ -279,7 +278,6 @@ class Turn:
         self._ranks.clear()
 
     def _hold(self, request: Request, entry: Entry) -> None:
-        """Make `request` the last user of `entry`."""
         old = self._user.get(entry.entry_id)
         if old is request:
             return

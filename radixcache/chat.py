@@ -434,7 +434,6 @@ def _is_held_back(system: Mapping[str, Any], alone: Rendering) -> bool:
 
 
 def _next_roles(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """The roles that may follow a message."""
     if _is_system(message):
         return ("user", "assistant")
     if message["role"] != "assistant":

@@ -95,5 +95,4 @@ def json_bytes(document: dict[str, Any]) -> bytes:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document as JSON, whole or not at all."""
     write_atomically(path, json_bytes(document))

@@ -18,7 +18,6 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

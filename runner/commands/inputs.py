@@ -82,7 +82,6 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conver
 def scheduled_requests(
     conversations: Sequence[Conversation], *, users: int | None, seed: int, max_requests: int | None
 ) -> list[ScheduledRequest]:
-    """The requests of conversations, as `schedule` interleaves them."""
     from runner.script.schedule import schedule
 
     with usage_errors(ValueError):
@@ -90,7 +89,6 @@ def scheduled_requests(
 
 
 def load_model(spec: str) -> LoadedModel:
-    """The model that a --model names."""
     from runner.models.load import ModelError, load_model
 
     with usage_errors(ModelError):
@@ -160,7 +158,6 @@ class TraceOptions(SizeOptions):
 
     @property
     def inputs(self) -> list[Path]:
-        """Paths that the command reads and must not overwrite."""
         given = [*self.trace, self.model_config, None if self.model is None else Path(self.model)]
         return [path for path in given if path is not None]
 

@@ -79,7 +79,6 @@ def require_counts(**given: int | None) -> None:
 
 
 def require_policy(policy: str) -> None:
-    """Refuse an unknown policy before a long run."""
     from policies import make_policy
 
     with usage_errors(ValueError, prefix="--policy: "):
@@ -97,19 +96,16 @@ def require_view_file(path: Path) -> str:
 
 
 def bytes_of(budget_mib: float) -> int:
-    """The bytes of a --budget-mib."""
     require(0 < budget_mib < float("inf"), f"--budget-mib is {budget_mib:g}; wanted more than 0.")
     return max(1, int(budget_mib * (1 << 20)))
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the user typed an option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
 def command_line(context: typer.Context) -> str:
-    """The command as it was typed."""
     return shlex.join(["radixcache", *context.obj])
 
 
@@ -125,7 +121,6 @@ def say(message: str) -> None:
 
 
 def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -> bytes:
-    """A tree in one of the formats of `VIEW_ENDINGS`."""
     from radixcache.observe.page import render_view
 
     return (render_view(view, format_name, max_nodes).rstrip("\n") + "\n").encode("utf-8", "backslashreplace")
@@ -160,7 +155,6 @@ class Outputs:
                 raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from error
 
     def show(self, *parts: str | Table) -> None:
-        """Show text and tables to people."""
         stream = sys.stderr if STDOUT in self._files.values() else sys.stdout
         text = io.StringIO()
         console = Console(

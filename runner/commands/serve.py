@@ -140,7 +140,7 @@ def _needs_extra() -> Iterator[None]:
 
 
 def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
-    """The application on a generation thread of this process, and what stops it; `stack` stops it, too."""
+    """The application, with a generation thread in this process, and the function that stops it."""
     from runner.serve.app import make_app
     from runner.serve.metrics import Watch
     from runner.serve.scheduler import Scheduler
@@ -154,7 +154,7 @@ def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Cal
 
 
 def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
-    """The same, on replicas."""
+    """The same on replicas."""
     require_compatible(options)
     try:
         from runner.serve.replicas.fleet import Fleet, make_replicas_app

@@ -229,8 +229,7 @@ def disk_plan(
 def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, is_routed: bool = False) -> list[str]:
     from policies import OFFLINE_POLICIES, POLICIES
 
-    names = _words(listed)
-    require(bool(names), "--policy names no policy.")
+    names = _words(listed, "policy")
     defined = "--policy: belady-bypass is defined"
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     if "belady-bypass" in names:
@@ -251,8 +250,7 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
 def _router_names(listed: str) -> list[str]:
     from runner.routing.routers import ROUTERS
 
-    names = _words(listed)
-    require(bool(names), "--router names no router.")
+    names = _words(listed, "router")
     for name in names:
         require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
     return list(dict.fromkeys(names))
@@ -266,8 +264,10 @@ def _replica_counts(listed: str) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _words(listed: str) -> list[str]:
-    return [word.strip() for word in listed.split(",") if word.strip()]
+def _words(listed: str, noun: str) -> list[str]:
+    words = [word.strip() for word in listed.split(",") if word.strip()]
+    require(bool(words), f"--{noun} names no {noun}.")
+    return words
 
 
 def _capacities(

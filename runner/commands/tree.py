@@ -36,8 +36,6 @@ from runner.text import plural
 
 if TYPE_CHECKING:
     from radixcache import TreeView
-    from runner.models.footprint import ModelBytes
-    from runner.models.load import ModelOutline
 
 #: How a saved tree begins.
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
@@ -92,12 +90,18 @@ def tree(
         require_policy(policy)
         conversations = read_chosen(inputs, skip_bad)
         outline = load_outline(model)
-        sizes = sizes or _sizes_of(outline, model, options)
-        scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
 
+        from runner.models.footprint import ModelConfigError
+        from runner.models.sizes import model_bytes
         from runner.script.script import ScriptError
         from runner.simulate.simulator import grow_tree
 
+        if sizes is None:
+            try:
+                sizes = model_bytes(outline.config, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
+            except ModelConfigError as error:
+                raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
+        scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
         with usage_errors(ScriptError, ValueError):
             cache, skipped = grow_tree(
                 scheduled, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
@@ -135,13 +139,3 @@ def _saved_tree(paths: Sequence[Path]) -> "TreeView | None":
         return None
     with usage_errors(ViewError, prefix=f"{paths[0]}: "):
         return read_view(content)
-
-
-def _sizes_of(outline: "ModelOutline", model: str, options: SizeOptions) -> "ModelBytes":
-    from runner.models.footprint import ModelConfigError
-    from runner.models.sizes import model_bytes
-
-    try:
-        return model_bytes(outline.config, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
-    except ModelConfigError as error:
-        raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error

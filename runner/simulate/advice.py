@@ -101,7 +101,6 @@ def estimates_of(rows: Sequence[SimulationRow]) -> list[Estimate]:
 
 
 def distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The first one of policies with equal gains."""
     return list({f"{each.gain:.6f}": each for each in reversed(estimates)}.values())[::-1]
 
 
@@ -291,7 +290,6 @@ def best_policy(
 
 
 def lru_text(advice: Advice) -> str:
-    """What LRU saves, known before any simulation."""
     found = _budget_cells(advice)
     aligned = [
         [text.rjust(width) if number else text.ljust(width) for text in texts]
@@ -326,7 +324,6 @@ def advice_document(
     *,
     interrupted: bool = False,
 ) -> dict[str, Any]:
-    """The same figures for JSON."""
     curve, trace = advice.curve, advice.trace
     return {
         "trace": trace.name,

@@ -129,7 +129,6 @@ def infinite_ratio(trace: Trace) -> float:
 
 
 def infinite_token_ratio(trace: Trace) -> float:
-    """The token hit ratio of a cache without limit."""
     seen: set[int] = set()
     hit_tokens = 0
     for request in trace.requests:

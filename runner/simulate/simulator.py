@@ -223,7 +223,6 @@ class Simulation:
         return DiskUse(*use, self.cache.stats.store_decisions)
 
     def _tokens(self, blocks: int, request: TraceRequest) -> int:
-        """Tokens in a prompt's first blocks."""
         return min(blocks * self.trace.block_tokens, request.tokens)
 
     def _brought_blocks(self) -> int:

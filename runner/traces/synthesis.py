@@ -68,7 +68,6 @@ class Synth:
         return Pace(self.sessions_per_hour, self.think_s, self.tool_s, self.output_tokens_per_s)
 
     def length(self, name: str, draw: random.Random) -> int:
-        """A length in tokens, by the name of its median."""
         median: float = getattr(self, name)
         return max(1, round(median * draw.lognormvariate(0.0, SIGMA[name])))
 
@@ -169,7 +168,6 @@ class _Traffic:
             made += 1
 
     def _request(self, conversation: _Conversation, at_s: float) -> TraceRequest:
-        """Make the request that is due, and plan the next one."""
         text, parameters = conversation.text, self._parameters
         output_tokens = parameters.length("reply_tokens", self._draw)
         request = TraceRequest(

@@ -74,7 +74,6 @@ class Trace:
 
     @property
     def block_refs(self) -> int:
-        """Blocks of all prompts together."""
         return sum(len(request.keys) for request in self.requests)
 
     @property
@@ -256,7 +255,6 @@ class Reading:
     skipped: list[str] = field(default_factory=list)
 
     def skip(self, error: TraceError) -> None:
-        """Leave a bad line out, or raise its error."""
         if not self.skip_bad:
             raise error
         self.skipped.append(str(error))

@@ -68,7 +68,6 @@ def _require_known_prefix(table: KeyTable, ids: Sequence[int], where: str) -> No
 
 
 def is_compact_header(record: dict[str, Any]) -> bool:
-    """Whether a line begins a part of a compact trace."""
     return record.get("format") == FORMAT
 
 
@@ -78,7 +77,6 @@ def read_compact(paths: Sequence[Path], reading: Reading) -> list[Trace]:
 
 
 def compact_bytes(trace: Trace) -> bytes:
-    """A trace as a compact one."""
     clock: Clock = "synthetic_ms" if trace.is_timing_synthetic else "ms"
     with TemporaryDirectory() as folder:
         complete = Path(folder) / "trace"
