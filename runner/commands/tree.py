@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from runner.commands.inputs import (
-    SizeOptions,
-    given_files,
-    load_outline,
-    read_chosen,
-    scheduled_requests,
-    with_options,
-)
+from runner.commands.inputs import SizeOptions, given_files, load_outline, read_chosen, scheduled_requests, with_options
 from runner.commands.outputs import (
     STDOUT,
     UNLIMITED_BYTES,

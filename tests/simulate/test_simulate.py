@@ -19,13 +19,7 @@ from hypothesis import given, settings
 
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from runner.models.footprint import ModelBytes
-from runner.simulate.rows import (
-    FIFO_NOTE,
-    infinite_ratio,
-    infinite_token_ratio,
-    policies_picture,
-    policy_notes,
-)
+from runner.simulate.rows import FIFO_NOTE, infinite_ratio, infinite_token_ratio, policies_picture, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace
