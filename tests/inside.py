@@ -78,24 +78,15 @@ def stored_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     return cache._open.states.match(np.asarray(tokens, np.int64), namespace).offset
 
 
-# Bytes
-
-
 def window_bytes(cache: PrefixCache) -> int:
     """Bytes of a token in all layers with windows."""
     layout = cache._core.layout
     return sum(layout.window_bytes(window) for window in layout.windows)
 
 
-# Live slots
-
-
 def slots_bytes(cache: PrefixCache) -> int:
     """Bytes of the buffers of all slots."""
     return sum(path.booking.live_bytes for path in paths(cache))
-
-
-# Quarantine
 
 
 def quarantine(cache: PrefixCache, tokens: Any, start: int, namespace: str = "") -> None:
@@ -120,9 +111,6 @@ def find_wrong(cache: PrefixCache, session: Session, length: int, start: int) ->
         session.checkpoints.clear()
         session._live.booking.end_request()
         core.expel(session._live, session._request.keys[:length], start, session.namespace)
-
-
-# Sessions
 
 
 def checkpoints(request: Session | Row) -> list[Any]:
@@ -190,9 +178,6 @@ def try_ways(model: Any) -> None:
     passes.way_of(model, lambda: make_prompt_cache(model))
 
 
-# Cells
-
-
 def table_fields(table: CellTable) -> dict[str, Any]:
     """Every field of a table by value, the stamp by identity: a plan made before is still good after."""
     state = dict(vars(table))
@@ -212,12 +197,6 @@ def position(table: CellTable, cell: int) -> int | None:
     return next((cells.index(cell) for cells in lists if cell in cells), None)
 
 
-# History
-
-
-# The runner
-
-
 def after_each_sync(call: Callable[[Any], object], patch: pytest.MonkeyPatch) -> None:
     """Have something called with the demo model's folder whenever it was written to disk."""
     sync = demo_model._sync
@@ -227,9 +206,6 @@ def after_each_sync(call: Callable[[Any], object], patch: pytest.MonkeyPatch) ->
         call(folder)
 
     patch.setattr(demo_model, "_sync", calling)
-
-
-# All of it
 
 
 def everything(cache: PrefixCache) -> dict[str, Any]:

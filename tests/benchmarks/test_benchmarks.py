@@ -101,9 +101,7 @@ def test_the_recorded_command_names_no_path(monkeypatch: pytest.MonkeyPatch, giv
     assert record._command() == "python -m benchmarks.bench_policies --quick"
 
 
-def test_recorded_traces_are_read_from_the_folder_that_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_traces_are_read_from_the_given_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_policies.main(["--quick", "--traces", str(tmp_path)])
     assert f"{tmp_path} has no mooncake/conversation_trace.jsonl" in capsys.readouterr().err
@@ -138,9 +136,7 @@ def test_paging_copies_the_bytes_it_says(run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_that_were_told_the_length_of_the_reply_never_grow(
-    run: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_that_know_the_length_of_the_reply_never_grow(run: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three layers count the same growths as thirty would.
     monkeypatch.setattr(bench_growth, "TOKEN_BYTES", bench_growth.TOKEN_BYTES // bench_growth.LAYERS * 3)
     monkeypatch.setattr(bench_growth, "LAYERS", 3)
@@ -272,9 +268,7 @@ def test_each_segment_takes_kernels_and_views_take_none(run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_the_tree_benchmark_reports_every_shape_with_the_nodes_it_was_asked_for(
-    run: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_benchmark_reports_every_shape_and_size(run: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run(bench_tree)["tree"]
     assert {row["shape"] for row in rows} == {"part", "chain", "short"}
     assert {row["nodes"] for row in rows if row["shape"] == "part"} <= {10, 11, 100, 101}
@@ -297,9 +291,7 @@ def conversation(user: int) -> Conversation:
 
 
 @pytest.mark.slow
-def test_the_replay_benchmark_counts_no_fewer_tokens_than_the_infinite_cache_prefills(
-    run: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cache_of_a_replay_beats_the_bound(run: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = [conversation(user) for user in range(4)]
     monkeypatch.setattr(bench_replay, "_conversations", lambda path: (conversations, "short ones"))
     rows = run(bench_replay)["budgets"]

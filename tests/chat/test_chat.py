@@ -256,14 +256,6 @@ def test_tools_that_stand_in_the_first_user_message_belong_to_the_system_prompts
     assert "weather" not in opening
 
 
-def test_tools_that_move_to_the_last_user_message_are_not_promised_before_it() -> None:
-    tokenizer = make_tokenizer(TOOLS_LAST)
-    tokens, marks = render_chat(tokenizer, TURNS, [TOOL])
-    longer, _ = render_chat(tokenizer, [*TURNS, *TURNS[1:]], [TOOL])
-    assert tokens[: marks[-1]].tolist() == longer[: marks[-1]].tolist()
-    assert "It is fine.</s>" in pieces(tokenizer, tokens, marks)[-1]
-
-
 def test_token_that_reaches_over_a_border_is_left_out_of_the_mark() -> None:
     tokenizer = make_tokenizer(GLUED)
     whole = [{"role": "user", "content": "it is the we"}, {"role": "assistant", "content": "ather"}]
@@ -475,9 +467,7 @@ def two_conversations_that_share_a_beginning(draw: st.DrawFn) -> tuple[list[Any]
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=5, deadline=None)
 @given(pair=two_conversations_that_share_a_beginning(), with_tools=st.booleans())
-def test_tokens_before_a_mark_begin_every_conversation_with_the_same_messages(
-    name: str, kind: str, pair: tuple[list[Any], list[Any], int], with_tools: bool
-) -> None:
+def test_a_mark_is_a_promise(name: str, kind: str, pair: tuple[list[Any], list[Any], int], with_tools: bool) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name], kind)
     if name == "glued" and kind == "pieces":
         pytest.skip("a tokenizer without words can merge messages that nothing separates over any distance")

@@ -124,9 +124,7 @@ TURNS = ("user", "Which river runs through Rome?"), ("assistant", "Tiber."), ("u
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
-def test_a_mistake_is_one_line_and_exit_code_2(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
-) -> None:
+def test_a_mistake_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     monkeypatch.chdir(tmp_path)
     talk = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
     Path("talks.jsonl").write_text("".join(json.dumps({**talk, "id": name, "user": name}) + "\n" for name in "ab"))

@@ -47,9 +47,7 @@ def talks(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "option", "ending"), [("mrc", "--json", "jsonl"), ("mrc", "--plot", "svg"), ("advise", "--html", "html")]
 )
-def test_an_output_that_is_an_input_is_refused_before_anything_runs(
-    command: Command, tmp_path: Path, name: str, option: str, ending: str
-) -> None:
+def test_an_output_is_not_an_input(command: Command, tmp_path: Path, name: str, option: str, ending: str) -> None:
     path, link, hard = (tmp_path / f"{each}.{ending}" for each in ("t", "link", "hard"))
     path.write_text("not even a trace\n")
     link.symlink_to(path)
@@ -139,9 +137,7 @@ def test_a_picture_without_matplotlib_is_one_line_before_anything_runs(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_an_output_that_cannot_be_written_costs_the_others_nothing(
-    command: Command, trace: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_does_not_stop_the_other_outputs(command: Command, trace: Path, tmp_path: Path) -> None:
     plot = tmp_path / "x.svg"
     code, out, err = command("mrc", trace, "--json", "/dev/full", "--plot", plot)
     assert code == 2
@@ -265,7 +261,7 @@ def test_workers_end_when_the_process_that_started_them_is_stopped(trace: Path, 
 # A policy of the user's that fails
 
 
-def test_a_policy_that_raises_is_one_line_in_every_command(
+def test_a_policy_that_raises_is_one_line(
     command: Command, trace: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.py").write_text(
@@ -292,9 +288,7 @@ def test_a_policy_that_raises_is_one_line_in_every_command(
 # advise
 
 
-def test_an_interrupted_comparison_is_marked_so(
-    command: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_is_said(command: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> Any:
         raise KeyboardInterrupt
 
@@ -308,7 +302,7 @@ def test_an_interrupted_comparison_is_marked_so(
     assert "Interrupted: policies were not compared." in html_file.read_text()
 
 
-def test_a_long_trace_is_compared_on_samples_and_in_full_when_asked(
+def test_long_traces_are_sampled(
     command: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.simulate import advice

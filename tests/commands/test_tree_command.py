@@ -41,9 +41,7 @@ def outline(view: TreeView) -> list[tuple[int, int, int, str | None]]:
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "llama_sliding"])
-def test_the_tree_of_conversations_is_the_one_that_a_replay_makes(
-    command: Command, talks: Path, tmp_path: Path, kind: str
-) -> None:
+def test_the_tree_is_the_one_that_a_replay_makes(command: Command, talks: Path, tmp_path: Path, kind: str) -> None:
     grown, served = tmp_path / "grown.json", tmp_path / "served.json"
     model = ("--model", f"tiny:{kind}")
     code, out, _ = command("tree", talks, *model, "--out", grown)
@@ -68,9 +66,7 @@ def test_a_branch_of_divergent_requests_is_shown(command: Command, talks: Path) 
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("txt", "9 nodes"), ("svg", "<svg "), ("html", "<!doctype html>")])
-def test_a_file_is_written_as_its_ending_says_from_conversations_or_a_saved_tree(
-    command: Command, talks: Path, tmp_path: Path, ending: str, begins: str
-) -> None:
+def test_the_ending_names_the_format(command: Command, talks: Path, tmp_path: Path, ending: str, begins: str) -> None:
     saved, direct, again = tmp_path / "tree.json", tmp_path / f"direct.{ending}", tmp_path / f"again.{ending.upper()}"
     assert command("tree", talks, "--model", "tiny", "--out", saved)[0] == 0
     assert command("tree", talks, "--model", "tiny", "--out", direct)[0] == 0
@@ -100,9 +96,7 @@ def test_budget_schedule_and_sizes_are_those_that_were_given(command: Command, t
     assert {(bool(node.checkpoint), node.checkpoint_bytes) for node in nodes} == {(True, 5)}
 
 
-def test_conversations_that_cannot_be_rendered_are_left_out_and_counted(
-    command: Command, talks: Path, tmp_path: Path
-) -> None:
+def test_conversations_that_cannot_be_read_are_counted(command: Command, talks: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(talks.read_text() + '{"messages": "none"}\n')
     code, out, err = command("tree", path, "--model", "tiny")
@@ -123,9 +117,7 @@ def test_conversations_that_cannot_be_rendered_are_left_out_and_counted(
         (b"", "the file is empty"),
     ],
 )
-def test_a_damaged_saved_tree_is_one_line_and_exit_code_2(
-    command: Command, tmp_path: Path, content: bytes, found: str
-) -> None:
+def test_a_damaged_saved_tree_is_one_line(command: Command, tmp_path: Path, content: bytes, found: str) -> None:
     path = tmp_path / "tree.json"
     path.write_bytes(content)
     code, out, err = command("tree", path, "--model", "tiny")

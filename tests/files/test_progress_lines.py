@@ -10,9 +10,7 @@ from runner import text
 from runner.text import FIRST_AFTER_S, INTERVAL_S, ProgressLines
 
 
-def test_a_line_comes_seldom_and_on_a_terminal_never(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_rare_or_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now_s = [100.0]
     monkeypatch.setattr(text.time, "monotonic", lambda: now_s[0])
     lines = ProgressLines()

@@ -173,9 +173,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize(("adds_first", "seed"), [(False, 0), (True, 3)], ids=["room-first", "adds-first"])
 @pytest.mark.parametrize("name", [*sorted([*POLICIES, *OFFLINE_POLICIES]), *VARIANTS])
-def test_the_same_blocks_go_whether_an_edge_stands_for_many_or_a_node_for_each(
-    name: str, adds_first: bool, seed: int
-) -> None:
+def test_an_edge_of_many_blocks_goes_like_nodes_of_one_block(name: str, adds_first: bool, seed: int) -> None:
     requests = conversations(seed, 90)
     outcomes = []
     for is_chain in (False, True):

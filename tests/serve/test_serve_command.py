@@ -59,7 +59,7 @@ def events(reply: httpx2.Response) -> list[str]:
         (["--model", "tiny", "--trace", "/nowhere/trace"], "/nowhere/trace"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(command: Command, arguments: list[str], found: str) -> None:  # noqa: F811
+def test_a_mistake_is_one_line(command: Command, arguments: list[str], found: str) -> None:  # noqa: F811
     port = [] if {"--port", "--host"} & set(arguments) else ["--port", "0"]
     code, output, errors = command("serve", *port, *arguments)
     *notes, last = errors.splitlines()

@@ -288,9 +288,7 @@ class Broken(OrderedPolicy):
 """
 
 
-def test_a_policy_of_one_s_own_that_raises_is_one_line_below_what_finished(
-    command: Command, trace_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_before_the_error(command: Command, trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (trace_file.parent / "broken.py").write_text(BROKEN, encoding="utf-8")
     monkeypatch.chdir(trace_file.parent)
     code, out, err = command("simulate", "trace.jsonl", "--capacity-blocks", "2", "--policy", "lru,broken:Broken")

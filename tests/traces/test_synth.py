@@ -1,6 +1,5 @@
 """Made-up traffic has the properties its parameters name."""
 
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,15 +58,6 @@ def test_turn_carries_on_the_latest_one_before_it_also_after_going_back() -> Non
                 assert np.array_equal(earlier.keys[:full], request.keys[:full])
             latest[request.turn] = request
     assert shrunk > 50
-
-
-def test_popular_applications_are_more_popular_with_a_larger_exponent() -> None:
-    shares = []
-    for zipf in (0.0, 2.0):
-        trace = synthesize(replace(SMALL, zipf=zipf, applications=10))
-        firsts = Counter(int(requests[0].keys[0]) for requests in conversations(trace).values())
-        shares.append(firsts.most_common(1)[0][1] / firsts.total())
-    assert shares[0] < 0.25 < 0.5 < shares[1]
 
 
 def test_only_agents_have_more_requests_than_turns() -> None:

@@ -650,9 +650,7 @@ def test_a_check_that_breaks_off_leaves_the_session_as_it_was(kind: str, error: 
 
 
 @pytest.mark.parametrize("where", ["the comparison", "the model"])
-def test_a_check_that_breaks_off_by_a_mistake_is_warned_of_once_and_counted(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_fails_is_warned_of_once_and_counted(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
     serve(cache, model, PROMPT_A)
@@ -698,9 +696,7 @@ def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> N
 
 
 @pytest.mark.parametrize(("kind", "moments"), [("llama", 5), pytest.param("nemotron_h", 12, marks=pytest.mark.slow)])
-def test_after_ctrl_c_at_any_line_of_a_check_that_finds_a_fault_the_next_answer_is_right(
-    kind: str, moments: int
-) -> None:
+def test_after_ctrl_c_at_any_line_of_a_check_the_next_answer_is_right(kind: str, moments: int) -> None:
     model = shared_model(kind)
     prompt = [*PROMPT_A, 0, 1, 2, *TURN]
     expected = cold(model, prompt)

@@ -28,11 +28,12 @@ FAST_KINDS = ["rwkv7", "nemotron_h", "llama_sliding"]
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST_KINDS)) for kind in TINY_KINDS]
 SYSTEM_LENGTH = 300
 
+Pure = tuple[Any, Callable[..., PrefixCache], int]
 pytestmark = pytest.mark.usefixtures("exact_allocations")
 
 
 @pytest.fixture(params=[pytest.param("gpt_bigcode", marks=pytest.mark.slow), "deepseek_v3", "llama in 8 bits"])
-def pure(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., PrefixCache], int]:
+def pure(request: pytest.FixtureRequest) -> Pure:
     """A model with span layers alone, how its PrefixCache is made, and bytes per token."""
     name = request.param
     model: Any = tiny_model(name.removesuffix(" in 8 bits"))
@@ -91,9 +92,7 @@ class DistinctTokens:
 # Each distinct token once
 
 
-def test_after_interleaved_users_each_distinct_token_is_held_once(
-    pure: tuple[Any, Callable[..., PrefixCache], int],
-) -> None:
+def test_each_distinct_token_is_held_once(pure: Pure) -> None:
     model, open_cache, token_bytes = pure
     cache = open_cache()
     distinct = DistinctTokens()
@@ -109,9 +108,7 @@ def test_after_interleaved_users_each_distinct_token_is_held_once(
     assert stats.spare_bytes > 0
 
 
-def test_pressure_takes_duplicates_first_then_spare_capacity_and_only_then_tokens(
-    pure: tuple[Any, Callable[..., PrefixCache], int],
-) -> None:
+def test_pressure_takes_duplicates_then_spare_capacity_then_tokens(pure: Pure) -> None:
     model, open_cache, token_bytes = pure
     cache = open_cache()
     for prompt, reply in interleaved(users=3, turns=3):
@@ -141,9 +138,7 @@ def test_pressure_takes_duplicates_first_then_spare_capacity_and_only_then_token
     cache.check()
 
 
-def test_a_budget_that_just_fits_the_distinct_tokens_evicts_nothing(
-    pure: tuple[Any, Callable[..., PrefixCache], int],
-) -> None:
+def test_a_budget_that_just_fits_evicts_nothing(pure: Pure) -> None:
     model, open_cache, token_bytes = pure
     distinct = DistinctTokens()
     requests = list(interleaved(users=4, turns=2))
@@ -157,9 +152,7 @@ def test_a_budget_that_just_fits_the_distinct_tokens_evicts_nothing(
     assert (cache.stats.evictions, cache.stats.tokens) == (0, distinct.count)
 
 
-def test_paging_a_long_path_into_short_buffers_takes_nothing_from_others(
-    pure: tuple[Any, Callable[..., PrefixCache], int],
-) -> None:
+def test_paging_in_a_long_path_evicts_nothing(pure: Pure) -> None:
     model, open_cache, token_bytes = pure
     cache = open_cache(budget_bytes=800 * token_bytes)
     long, other, short = tokens(1, 300), tokens(2, 300), tokens(3, 20)
@@ -170,9 +163,7 @@ def test_paging_a_long_path_into_short_buffers_takes_nothing_from_others(
     assert cache.stats.evictions == 0
 
 
-def test_what_would_have_to_go_at_once_is_not_copied_out_first(
-    pure: tuple[Any, Callable[..., PrefixCache], int],
-) -> None:
+def test_what_must_go_at_once_is_not_copied_out(pure: Pure) -> None:
     model, open_cache, token_bytes = pure
     cache = open_cache(budget_bytes=130 * token_bytes)
     for seed in (1, 2):
@@ -180,7 +171,7 @@ def test_what_would_have_to_go_at_once_is_not_copied_out_first(
     assert (cache.stats.evictions, cache.stats.paged_out_bytes) == (1, 0)
 
 
-def test_closing_a_session_adds_nothing_for_span_layers(pure: tuple[Any, Callable[..., PrefixCache], int]) -> None:
+def test_closing_a_session_adds_nothing_for_span_layers(pure: Pure) -> None:
     model, open_cache, _ = pure
     cache = open_cache()
     for prompt, reply in interleaved(users=2, turns=2):

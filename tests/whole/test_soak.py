@@ -146,9 +146,7 @@ def spread(values: Sequence[int]) -> int:
     [("llama", REQUESTS, 1, 1 << 20), ("llama", 2_000, 3, 2 << 20), ("nemotron_h", 1_400, 2, 3 << 19)],
     ids=["llama, 6,000 requests", "llama in three slots", "nemotron_h in two slots"],
 )
-def test_after_the_cache_is_full_nothing_grows_any_more(
-    kind: str, requests: int, slots: int, budget_bytes: int
-) -> None:
+def test_nothing_grows_after_the_cache_is_full(kind: str, requests: int, slots: int, budget_bytes: int) -> None:
     settled = soaked(kind, requests, slots, budget_bytes)[WARM_UP_SAMPLES:]
     # What MLX holds beside the cache's own bytes, which a reclaim may just have cut: the weights, and nothing new.
     assert spread([each.active_bytes - each.cache_bytes for each in settled]) <= budget_bytes // 100
