@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import anthropic
 import httpx2
+import openai
 import pytest
-from fastapi import FastAPI
 
-from runner.serve.anthropic import anthropic_routes
-from runner.serve.middleware import Frame
-from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Failed, PrefillProgress, Request
-from runner.serve.service import Service
+from runner.serve.request import ApiError, Failed, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
+from tests.serve.scripted_app import BODIES, MESSAGES, USER, scripted_app
 
 T = TypeVar("T")
 
-USER = {"role": "user", "content": "Hi"}
-BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
+BODY: dict[str, Any] = BODIES[MESSAGES]
+USAGE = {
+    "input_tokens": PROMPT_TOKENS - CACHED_TOKENS, "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": CACHED_TOKENS, "output_tokens": 3,
+}  # fmt: skip
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object"}}
 HELLO = (said("Hel"), said("lo"), said(finish="stop"))
 #: A reply of every kind of block, with the white space that models put between them.
@@ -39,28 +39,16 @@ FULL_CONTENT = [
 ]
 
 
-def app_of(runs: ScriptedRuns) -> FastAPI:
-    """An application of these routes alone, with errors as the whole server says them."""
-
-    async def tokens_of(asked: Request) -> int:
-        return sum(len(message["content"]) for message in asked.messages)
-
-    app = FastAPI()
-    app.include_router(anthropic_routes(Service(runs, timeout_s=60), ServeOptions(), tokens_of))
-    app.add_middleware(Frame, allowed_origins=(), count=lambda route, status: None)
-    return app
-
-
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end, or fail where it hangs."""
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
-def post(runs: ScriptedRuns, body: Any, path: str = "/v1/messages") -> httpx2.Response:
+def post(runs: ScriptedRuns, body: Any, path: str = MESSAGES) -> httpx2.Response:
     """ReplyEvent of one request."""
 
     async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app_of(runs))
+        transport = httpx2.ASGITransport(scripted_app(runs))
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.post(path, content=body if isinstance(body, str) else json.dumps(body))
 
@@ -81,7 +69,7 @@ def events_of(runs: ScriptedRuns) -> list[dict[str, Any]]:
 
 def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
     """The real client, on the application in this process."""
-    transport = httpx2.ASGITransport(app_of(runs))
+    transport = httpx2.ASGITransport(scripted_app(runs))
     http_client = anthropic.DefaultAsyncHttpxClient(transport=transport)
     return anthropic.AsyncAnthropic(api_key="k", base_url="http://test", http_client=http_client, max_retries=0)
 
@@ -94,16 +82,11 @@ def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> Non
         "id": f"msg_{runs.opened[0].id}",
         "type": "message",
         "role": "assistant",
-        "model": "claude-sonnet",
+        "model": "claude-x",
         "content": [{"type": "text", "text": "Hello"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
-        "usage": {
-            "input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": CACHED_TOKENS,
-            "output_tokens": 3,
-        },
+        "usage": USAGE,
     }
 
 
@@ -160,12 +143,7 @@ def test_a_stream_has_anthropics_events_in_their_order() -> None:
         {
             "type": "message_delta",
             "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": {
-                "input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": CACHED_TOKENS,
-                "output_tokens": 3,
-            },
+            "usage": USAGE,
         },
         {"type": "message_stop"},
     ]
@@ -193,6 +171,22 @@ def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> Non
     assert text == "\n\nLet me look.\n"
 
 
+def test_the_real_client_of_openai_reads_a_stream_to_the_reply_that_comes_whole() -> None:
+    async def read() -> tuple[str, str | None, int]:
+        transport = httpx2.ASGITransport(scripted_app(ScriptedRuns(*HELLO)))
+        http_client = openai.DefaultAsyncHttpxClient(transport=transport)
+        async with openai.AsyncOpenAI(api_key="k", base_url="http://test/v1", http_client=http_client) as client:
+            arguments: Any = {"model": "m", "messages": [USER]}
+            usage: Any = {"include_usage": True}
+            stream = await client.chat.completions.create(stream=True, stream_options=usage, **arguments)
+            *chunks, last = [chunk async for chunk in stream]
+            whole = await client.chat.completions.create(**arguments)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return text, whole.choices[0].message.content, last.usage.prompt_tokens_details.cached_tokens
+
+    assert run(read()) == ("Hello", "Hello", CACHED_TOKENS)
+
+
 def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
     async def ask(runs: ScriptedRuns, **fields: Any) -> None:
         async with client_of(runs) as client:
@@ -205,6 +199,3 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
     assert full.value.response.headers["retry-after"] == "7"
     with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
         run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
-
-
-# What goes wrong.

@@ -1,4 +1,4 @@
-"""OpenAI's routes: streams, what fails on the way, clients that leave, models, health."""
+"""Both APIs: refusals, clients that leave, time limits. OpenAI's alone: streams, failures, models, health."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import pytest
 from runner.serve import openai
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, Failed, PrefillProgress
-from tests.serve.openai_app import CHAT, USER, openai_app, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
+from tests.serve.scripted_app import BODIES, CHAT, USER, scripted_app, scripted_client
 
 # What goes wrong on the way
 
 
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_reply(stream):
-    body = {"messages": [USER], "stream": stream}
-    with openai_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
-        answer = client.post(CHAT, json=body)
+def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_reply(path, stream):
+    with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
+        answer = client.post(path, json={**BODIES[path], "stream": stream})
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
 
 
 def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
-    with openai_client(ScriptedRuns(said("x"), Failed(500, "it broke"))) as client:
+    with scripted_client(ScriptedRuns(said("x"), Failed(500, "it broke"))) as client:
         answer = client.post(CHAT, json={"messages": [USER], "stream": True})
     *_, chunk, error, done, rest = answer.text.split("\n\n")
     assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "x"
@@ -40,7 +40,7 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
     runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), PrefillProgress(20, PROMPT_TOKENS), said("x", finish="stop"))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         answer = client.post(CHAT, json=body)
     assert answer.headers["Content-Type"].startswith("text/event-stream")
     assert answer.headers["Cache-Control"] == "no-cache"
@@ -54,7 +54,7 @@ def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_
 def test_tool_calls_of_a_stream_are_numbered_and_end_it():
     calls = ([("f", "{}"), ("g", "{}")], [("h", "{}")])
     runs = ScriptedRuns(said(calls=calls[0]), said(calls=calls[1], finish="stop"))
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         answer = client.post(CHAT, json={"messages": [USER], "stream": True})
         whole = client.post(CHAT, json={"messages": [USER]}).json()["choices"][0]
     chunks = [json.loads(part.removeprefix("data: "))["choices"][0] for part in answer.text.split("\n\n")[:-2]]
@@ -68,13 +68,13 @@ def test_tool_calls_of_a_stream_are_numbered_and_end_it():
 def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
     runs = ScriptedRuns(said("x", finish="stop"))
     object.__setattr__(runs._script[0].tokens[0], "logprob", logprob)
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
     body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert body["choices"][0]["logprobs"]["content"] == [{"id": 7, "logprob": -9999.0}]
 
 
-async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked: bool = True) -> None:
+async def leave(app: Any, runs: ScriptedRuns, path: str, body: dict[str, Any]) -> None:
     """Send a request, and go away once the generation thread has it; return when the server is through with it."""
     sent = False
 
@@ -90,20 +90,21 @@ async def leave(app: Any, runs: ScriptedRuns, body: dict[str, Any], *, is_asked:
     async def send(_: Any) -> None: ...
 
     scope = {
-        "type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"",
+        "type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "http_version": "1.1",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }  # fmt: skip
     async with asyncio.timeout(60):
         await app(scope, receive, send)
 
 
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "script", [(), (PrefillProgress(1, 20),), (said("x"),)], ids=["waiting", "prefill", "decoding"]
 )
-def test_a_client_that_goes_away_ends_its_request(stream, script):
+def test_a_client_that_goes_away_ends_its_request(path, stream, script):
     runs = ScriptedRuns(*script, is_endless=True)
-    asyncio.run(leave(openai_app(runs), runs, {"messages": [USER], "stream": stream}))
+    asyncio.run(leave(scripted_app(runs), runs, path, {**BODIES[path], "stream": stream}))
     assert runs.opened[0].is_cancelled
 
 
@@ -111,7 +112,7 @@ def test_a_request_beyond_its_time_is_ended():
     runs = ScriptedRuns(said("x"), is_endless=True, outcome="cancelled")
 
     async def ask() -> dict[str, Any]:
-        app = openai_app(runs, timeout_s=0)
+        app = scripted_app(runs, timeout_s=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
             asking = asyncio.ensure_future(client.post(CHAT, json={"messages": [USER]}))
             runs.end(await runs.cancelled())
@@ -144,7 +145,7 @@ class Cache:
 
 
 def listed(path: str, served: str | None) -> list[str]:
-    with openai_client(ScriptedRuns(), ServeOptions(model=served)) as client:
+    with scripted_client(ScriptedRuns(), ServeOptions(model=served)) as client:
         answer = client.get(path)
     assert answer.status_code == 200
     assert answer.json()["object"] == "list"
@@ -164,7 +165,7 @@ def test_models_are_those_of_the_hubs_cache_that_mlx_lm_could_load_and_the_serve
 
 def test_health_is_that_of_the_generation_thread():
     runs = ScriptedRuns()
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         assert (client.get("/health").status_code, client.get("/health").json()) == (200, {"status": "ok"})
         runs.is_healthy = False
         assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "unavailable"})

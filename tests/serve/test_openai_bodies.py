@@ -10,8 +10,8 @@ import pytest
 
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request
-from tests.serve.openai_app import CHAT, TEXT, USER, openai_app, openai_client
 from tests.serve.scripted import ScriptedRuns, said
+from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_app, scripted_client
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
 
@@ -19,7 +19,7 @@ OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, n
 def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
     """What a body that is taken comes to."""
     runs = ScriptedRuns(said("x", finish="stop"))
-    with openai_client(runs, OPTIONS) as client:
+    with scripted_client(runs, OPTIONS) as client:
         answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return runs.opened[0].request
@@ -82,7 +82,7 @@ def test_null_as_a_draft_model_is_none_and_no_draft_model_is_the_servers():
 
 def test_the_namespace_is_that_of_the_requests_tenant():
     runs = ScriptedRuns(said("x", finish="stop"))
-    app = openai_app(runs)
+    app = scripted_app(runs)
 
     class Tenant:
         namespace = "alice"
@@ -158,7 +158,7 @@ REFUSED = [
 
 def test_every_field_of_a_wrong_type_or_out_of_range_is_refused_by_its_name():
     runs = ScriptedRuns()
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         for path, wrong, param in REFUSED:
             answer = client.post(path, json={**({"prompt": "?"} if path == TEXT else {"messages": [USER]}), **wrong})
             assert answer.status_code == 400, (wrong, answer.text)
@@ -179,6 +179,6 @@ def test_every_field_of_a_wrong_type_or_out_of_range_is_refused_by_its_name():
     ids=range(17),
 )  # fmt: skip
 def test_a_body_that_is_no_object_of_json_is_refused(raw):
-    with openai_client(ScriptedRuns()) as client:
+    with scripted_client(ScriptedRuns()) as client:
         answer = client.post(CHAT, content=raw)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

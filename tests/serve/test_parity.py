@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.harness.server_process import mlx_lm_server, radixcache_serve
 from runner.models.demo import demo_model_folder
-from tests.serve.openai_app import CHAT, TEXT
+from tests.serve.scripted_app import CHAT, TEXT
 from tests.serve.talking_model import CALL, CALLED, END, THINK, THOUGHT, TOOL_F, saying, write_talking_model
 
 DIFFERENCES = Path(__file__).parents[2] / "docs" / "serve-differences.md"

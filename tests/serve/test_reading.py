@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
 from runner.serve.request import Ended, OpenRequest, Started, Token
 from runner.serve.service import ReplyReader
-from tests.serve.openai_app import CHAT, TEXT, USER, openai_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
+from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 from tests.serve.stock_server import stock_answer
 
 #: As mlx_lm.generate.make_text_state_machine makes it for a model that thinks, calls tools and has channels.
@@ -78,7 +78,7 @@ def runs() -> SpokenRuns:
 
 @pytest.fixture(scope="module")
 def client(runs: SpokenRuns) -> Any:
-    with openai_client(runs) as client:
+    with scripted_client(runs) as client:
         yield client
 
 
