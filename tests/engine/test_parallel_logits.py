@@ -10,10 +10,9 @@ import pytest
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_logits_processors
 
-from radixcache import PrefixCache
-from runner.engine.generator import ParallelGenerator
 from runner.engine.sequence import Ticket
-from runner.models.load import LoadedModel, load_model
+from runner.models.load import LoadedModel
+from tests.engine.test_parallel_generate import done, load, new_cache, new_generator, tokens_of
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)
@@ -21,19 +20,9 @@ PROMPTS = [[*SYSTEM, *tokens(seed, 5 + seed)] for seed in range(12, 15)]
 PENALTIES = {"logit_bias": {7: 4.0}, "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 
 
-@pytest.fixture(scope="module", params=["gemma3_text"])
-def loaded(request: Any) -> LoadedModel:
-    return load_model(f"tiny:{request.param}")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tiny() -> LoadedModel:
-    return load_model("tiny")
-
-
-def new_generator(loaded: LoadedModel, **more: Any) -> ParallelGenerator:
-    cache = PrefixCache(loaded.model, budget_bytes=64 << 20)
-    return ParallelGenerator(cache, loaded.model, loaded.tokenizer, **{"capacity": 4096, "step_size": 32, **more})
+    return load("llama")
 
 
 def alone(loaded: LoadedModel, prompt: Sequence[int], max_tokens: int = 12, **more: Any) -> list[int]:
@@ -45,13 +34,13 @@ def alone(loaded: LoadedModel, prompt: Sequence[int], max_tokens: int = 12, **mo
 
 
 def said(ticket: Ticket) -> list[int]:
-    assert ticket.completion is not None
-    assert ticket.completion.error is None
-    return list(ticket.completion.tokens)
+    assert done(ticket).error is None
+    return list(tokens_of(ticket))
 
 
-def test_processors_see_prompt_and_reply_as_in_mlx_lm_and_change_their_own_request_alone(loaded: LoadedModel) -> None:
-    with new_generator(loaded) as generator:
+def test_processors_see_prompt_and_reply_as_in_mlx_lm_and_change_their_own_request_alone() -> None:
+    loaded = load("gemma3_text")
+    with new_generator(loaded, new_cache(loaded)) as generator:
         processors = [make_logits_processors(**PENALTIES), [], make_logits_processors(presence_penalty=2.0)]
         tickets = [
             generator.submit(prompt, max_tokens=12, stop_tokens=(), logits_processors=own)
@@ -72,7 +61,7 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
         told.append(said.tolist())
         return logits
 
-    with new_generator(tiny) as generator:
+    with new_generator(tiny, new_cache(tiny)) as generator:
         generator.submit(PROMPTS[0], max_tokens=1)
         list(generator)
         ticket = generator.submit(PROMPTS[0], max_tokens=3, stop_tokens=(), logits_processors=[listening])
@@ -85,7 +74,7 @@ def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(ti
 def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
     capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
     rows, processors = set[int](), make_logits_processors(**PENALTIES)
-    with new_generator(tiny, capacity=capacity) as generator:
+    with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
         tickets = [
             generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=processors)
             for prompt in PROMPTS[:2]
@@ -101,7 +90,7 @@ def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny
 @pytest.mark.parametrize("cuts", [True, False])
 def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
     half = tiny.tokenizer.encode("é")[0]
-    with new_generator(tiny) as generator:
+    with new_generator(tiny, new_cache(tiny)) as generator:
         generator.submit(
             PROMPTS[0], max_tokens=1, stop_tokens=(), sampler=lambda _: mx.array([half]), cuts_characters=cuts
         )
@@ -111,7 +100,7 @@ def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(ti
 
 def test_a_round_evaluates_a_chunk_of_one_prompt_or_of_several(tiny: LoadedModel) -> None:
     lengths, told = [30, 30, 100, 10], dict.fromkeys(range(4), 0)
-    with new_generator(tiny, step_size=64) as generator:
+    with new_generator(tiny, new_cache(tiny), step_size=64) as generator:
         for number, length in enumerate(lengths):
             prompt = [5 + number] * length
             generator.submit(

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from mlx_lm import stream_generate
 
 from runner.models.load import LoadedModel
+from runner.serve.app import make_app
+from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.request import Ended, Failed, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Token
 from runner.serve.scheduler import Scheduler
@@ -35,6 +39,25 @@ def running(records: list[RequestRecord] | None = None, **options: Any) -> Itera
         yield thread
     finally:
         thread.stop(0)
+
+
+@contextmanager
+def application(records: list[RequestRecord] | None = None, **options: Any) -> Iterator[tuple[FastAPI, Scheduler]]:
+    """The whole application and its generation thread, on the tiny llama, or as the options say."""
+    chosen, watch = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options}), Watch()
+    held = [] if records is None else records
+    thread = Scheduler(chosen, lambda record: (held.append(record), watch.on_record(record)), watch.on_event)
+    app = make_app(chosen, thread, watch)
+    thread.start()
+    try:
+        yield app, thread
+    finally:
+        thread.stop(0)
+
+
+def local_client(app: FastAPI) -> TestClient:
+    """A client on the same machine, to be entered."""
+    return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
 
 
 class Waiting:

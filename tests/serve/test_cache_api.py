@@ -11,10 +11,8 @@ from fastapi.testclient import TestClient
 from httpx2 import Response
 
 from radixcache.observe.tree_view import read_view
-from runner.serve.app import make_app
-from runner.serve.metrics import Watch
-from runner.serve.options import ServeOptions
 from runner.serve.scheduler import Scheduler
+from tests.serve.jobs import application, local_client
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -55,17 +53,8 @@ class Server:
 
 @contextmanager
 def serving(**options: Any) -> Iterator[Server]:
-    """A server of a tiny model."""
-    chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
-    watch = Watch()
-    running = Scheduler(chosen, watch.on_record, watch.on_event)
-    app = make_app(chosen, running, watch)
-    running.start()
-    try:
-        with TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000)) as client:
-            yield Server(client, running)
-    finally:
-        running.stop(0)
+    with application(**options) as (app, running), local_client(app) as client:
+        yield Server(client, running)
 
 
 @pytest.fixture(scope="module")

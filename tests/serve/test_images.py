@@ -18,12 +18,9 @@ from PIL import Image
 
 from runner.models.load import LoadedModel, load_model
 from runner.serve import prompts
-from runner.serve.app import make_app
-from runner.serve.metrics import Watch
-from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, ReplyEvent
 from runner.serve.scheduler import Scheduler
-from tests.serve.jobs import Waiting, running
+from tests.serve.jobs import Waiting, application, local_client, running
 from tests.serve.seeing_model import PATCH, open_eyes, picture, shown, write_seeing_model
 
 ONE, TWO, THREE = picture(1), picture(2), picture(3)
@@ -133,16 +130,8 @@ def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
 
 @pytest.fixture
 def client(folder: str, looked: list[int]) -> Iterator[TestClient]:
-    options = ServeOptions(model=folder, budget_bytes=64 << 20)
-    watch = Watch()
-    thread = Scheduler(options, watch.on_record, watch.on_event)
-    app = make_app(options, thread, watch)
-    thread.start()
-    try:
-        with TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000)) as client:
-            yield client
-    finally:
-        thread.stop(0)
+    with application(model=folder) as (app, _), local_client(app) as client:
+        yield client
 
 
 def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loaded: LoadedModel) -> None:

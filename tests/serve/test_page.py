@@ -23,13 +23,11 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from radixcache.stores.store import StoreStats
 from runner.serve.admin import cache_page, page_state
-from runner.serve.app import make_app
 from runner.serve.http_server import HttpServer, listen, url_of
 from runner.serve.metrics import Watch
-from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames
-from runner.serve.scheduler import Scheduler
 from tests.observe.browser import Page, find_browser
+from tests.serve.jobs import application
 from tests.serve.watched import Watched, record
 
 ROWS = "document.querySelectorAll('#rows > .row.node').length"
@@ -55,16 +53,8 @@ def reachable(app: FastAPI) -> Iterator[str]:
 @contextmanager
 def served(**options: Any) -> Iterator[str]:
     """A server of a tiny model; its URL."""
-    chosen = ServeOptions(**{"model": "tiny:llama", "budget_bytes": 64 << 20, **options})
-    watch = Watch()
-    running = Scheduler(chosen, watch.on_record, watch.on_event)
-    app = make_app(chosen, running, watch)
-    running.start()
-    try:
-        with reachable(app) as url:
-            yield url
-    finally:
-        running.stop(0)
+    with application(**options) as (app, _), reachable(app) as url:
+        yield url
 
 
 def ask(url: str, text: str, key: str = "") -> None:

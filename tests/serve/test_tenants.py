@@ -17,13 +17,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from runner.serve import openai
-from runner.serve.app import make_app
-from runner.serve.metrics import Watch
 from runner.serve.middleware import is_admin_path
-from runner.serve.options import ServeOptions
 from runner.serve.request import RequestRecord
 from runner.serve.scheduler import Scheduler
-from tests.serve.jobs import Waiting
+from tests.serve.jobs import Waiting, application, local_client
 
 ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you answer in rhyme."}
@@ -101,17 +98,10 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
     (folder / "admin").write_text(f"root {ROOT}\n")
     for name in ("keys", "admin"):
         (folder / name).chmod(0o600)
-    given = {"model": "tiny", "budget_bytes": 64 << 20, **options}
     keys: Any = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key"}
-    chosen, records, watch = ServeOptions(**given, **keys), list[RequestRecord](), Watch()
-    running = Scheduler(chosen, lambda record: (records.append(record), watch.on_record(record)), watch.on_event)
-    client = TestClient(make_app(chosen, running, watch), base_url="http://127.0.0.1", client=("127.0.0.1", 1))
-    running.start()
-    try:
-        with client:
-            yield Server(client, running, records)
-    finally:
-        running.stop(0)
+    records: list[RequestRecord] = []
+    with application(records, **keys, **options) as (app, running), local_client(app) as client:
+        yield Server(client, running, records)
 
 
 def test_each_route_is_one_that_a_tenant_sees_or_the_admins(tmp_path: Path) -> None:
