@@ -1,4 +1,4 @@
-"""What the server uses of mlx-lm for prompts and tokens; `tests/serve/test_border.py` pins each name.
+"""What the server uses of mlx-lm for prompts and tokens.
 
 The server calls mlx-lm's own code for prompts, samplers, penalties, stop sequences and log-probabilities, so they are
 those of mlx_lm.server. Importing this file loads no model, opens no socket and changes no setting.

@@ -145,9 +145,7 @@ def test_a_prompt_longer_than_the_context_is_answered_without_its_oldest_message
     require_untainted(loaded, cache, [prompt, final(ticket, prompt)])
 
 
-def test_a_conversation_of_three_contexts_goes_on_turn_by_turn_and_resumes_what_the_last_turn_left(
-    llama: LoadedModel,
-) -> None:
+def test_a_conversation_of_three_contexts_goes_on_turn_by_turn_and_resumes_what_the_last_turn_left(llama):
     cache = new_cache(llama, verify=1.0)
     history, ends = list(SYSTEM), [len(SYSTEM)]
     shifted = omitted = resumed = 0

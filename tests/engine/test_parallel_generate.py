@@ -158,9 +158,7 @@ class Watched:
         return getattr(self._model, name)
 
 
-def test_the_last_token_of_a_long_prompt_goes_through_a_step_with_others_and_the_first_comes_in_that_round(
-    llama: LoadedModel,
-) -> None:
+def test_the_last_token_of_a_long_prompt_goes_through_a_step_with_others_and_the_first_comes_in_that_round(llama):
     passes: list[tuple[int, int]] = []
     model = Watched(llama.model, passes)
     with ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=128) as generator:
@@ -325,9 +323,7 @@ def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: L
 
 
 @pytest.mark.parametrize(("common", "marks", "shared"), [(100, (), 96), (100, (98,), 98), (20, (10,), 10), (20, (), 0)])
-def test_recurrent_rows_wait_for_a_chunk_end_or_checkpoint_that_they_can_share(
-    common: int, marks: tuple[int, ...], shared: int
-) -> None:
+def test_recurrent_rows_wait_for_a_chunk_end_or_checkpoint_that_they_can_share(common, marks, shared):
     loaded, order = load("jamba"), list[tuple[int, int]]()
     with new_generator(loaded, new_cache(loaded)) as generator:
         for row, prompt in enumerate((np.arange(30, 230), np.append(np.arange(30, 30 + common), 9))):
@@ -338,9 +334,7 @@ def test_recurrent_rows_wait_for_a_chunk_end_or_checkpoint_that_they_can_share(
 
 
 @pytest.mark.parametrize(("capacity", "pieces", "entry"), [(CAPACITY, 0, (1, False)), (200, 1, (6, True))])
-def test_what_is_quarantined_is_neither_waited_for_nor_counted_as_shared(
-    llama: LoadedModel, capacity: int, pieces: int, entry: tuple[int, bool]
-) -> None:
+def test_what_is_quarantined_is_neither_waited_for_nor_counted_as_shared(llama, capacity, pieces, entry):
     """Where there is room, the second comes in at once, else in one go when the first has ended."""
     cache, tickets, chunks, entries = new_cache(llama), list[Ticket](), list[int](), list[tuple[int, bool]]()
 
@@ -407,15 +401,11 @@ def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any
         pytest.param(lambda: np.array([-3]), ValueError, id="below 0"),
     ],
 )
-def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(
-    llama: LoadedModel, spoil: Callable[[], Any], error: type[Exception]
-) -> None:
+def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(llama, spoil, error):
     assert isinstance(spoiled_by_its_sampler(llama, 2, spoil), error)
 
 
-def test_a_detokenizer_that_raises_ends_its_own_reply_alone(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_detokenizer_that_raises_ends_its_own_reply_alone(llama, monkeypatch):
     kind, made = type(llama.tokenizer), list[Any]()
     make = kind.detokenizer.fget
 
@@ -447,9 +437,7 @@ def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: Loade
 
 
 @pytest.mark.parametrize(("at", "after"), [(4, True), (13, False)])
-def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(
-    loaded: LoadedModel, at: int, after: bool
-) -> None:
+def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(loaded, at, after):
     cache = new_cache(loaded)
     with new_generator(loaded, cache) as generator:
         # The first group tries out how the model takes rows; that is not what is to fail here.

@@ -98,9 +98,7 @@ def test_no_route_of_the_real_server_is_forgotten(tmp_path: Path) -> None:
     ("headers", "name"),
     [(bearer(ANN), "ann"), ({"Authorization": f"bearer {BOB}"}, "bob"), ({"X-API-Key": ANN}, "ann")],
 )
-def test_a_key_is_taken_from_either_header_and_names_its_holder(
-    serve: Serve, headers: dict[str, str], name: str
-) -> None:
+def test_a_key_is_taken_from_either_header_and_names_its_holder(serve, headers, name):
     answer = serve(tenants=True).get("/v1/models", headers=headers)
     assert answer.json() == {"name": name, "namespace": "", "is_admin": False}
 
@@ -135,9 +133,7 @@ def test_the_page_is_sent_without_a_key_as_an_error_and_nothing_below_it(serve: 
         ("127.0.0.1", "127.0.0.1", {"Forwarded": "for=192.0.2.1"}, 403),
     ],
 )
-def test_without_an_admins_key_its_routes_answer_the_machine_itself(
-    serve: Serve, path: str, client: str, over: str, headers: dict[str, str], status: int
-) -> None:
+def test_without_an_admins_key_its_routes_answer_the_machine_itself(serve, path, client, over, headers, status):
     assert serve(client=client, over=over).get(path, headers=headers).status_code == status
 
 
@@ -154,9 +150,7 @@ def test_over_loopback_a_request_names_this_machine(serve: Serve, path: str, hos
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"])
-def test_this_machine_has_several_names_its_page_may_send_and_over_another_interface_any_name_is_taken(
-    serve: Serve, host: str
-) -> None:
+def test_this_machine_has_several_names_its_page_may_send_and_over_another_interface_any_name_is_taken(serve, host):
     assert serve().get("/cache/tree", headers={"Host": host, "Origin": f"http://{host}"}).status_code == 200
     assert serve(over="192.0.2.2").get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
 
@@ -183,9 +177,7 @@ def test_the_admins_routes_answer_no_other_page(serve: Serve, origin: str, admin
         (("http://a.example",), None, None),
     ],
 )
-def test_pages_of_allowed_origins_may_read_replies_and_errors(
-    serve: Serve, allowed: tuple[str, ...], origin: str | None, sent: str | None
-) -> None:
+def test_pages_of_allowed_origins_may_read_replies_and_errors(serve, allowed, origin, sent):
     client = serve(tenants=True, origins=allowed)
     headers = {"Origin": origin} if origin else {}
     replies = [client.get("/v1/models", headers={**headers, **key}) for key in ({}, bearer(ANN))]
@@ -242,9 +234,7 @@ def test_a_bad_key_file_is_refused_with_its_line_and_no_key(tmp_path: Path, line
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o640, False)])
-def test_a_key_file_that_everybody_may_read_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
-) -> None:
+def test_a_key_file_that_everybody_may_read_is_warned_of(tmp_path, caplog, mode, warns):
     path = tmp_path / "keys"
     path.write_text("ann k1\n")
     path.chmod(mode)

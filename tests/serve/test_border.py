@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,33 +27,6 @@ def tiny() -> LoadedModel:
     return load_model("tiny")
 
 
-def fields(of: Any) -> list[str]:
-    return [name for name in inspect.signature(of).parameters if name != "self"]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("CompletionRequest", ["request_type", "prompt", "messages", "tools", "role_mapping"]),
-        ("ToolCallFormatter", ["tool_parser", "tools", "streaming"]),
-        ("can_trim_prompt_cache", ["cache"]),
-        ("get_system_fingerprint", []),
-        ("image_parts", ["messages"]),
-        ("image_url", ["part"]),
-        ("make_logits_processors", ["args"]),
-        ("make_prompt_cache", ["model", "max_kv_size"]),
-        ("make_sampler", ["args", "tokenizer"]),
-        ("make_stop_sequences", ["tokenizer", "stop_words"]),
-        ("make_text_state_machine", ["tokenizer", "stop_words"]),
-        ("maybe_set_recommended_wired_limit", []),
-        ("tokenize", ["tokenizer", "request", "args"]),
-        ("top_logprobs", ["logprobs", "top_n", "tokenizer"]),
-    ],
-)
-def test_a_name_has_the_parameters_that_the_server_gives(name: str, parameters: list[str]) -> None:
-    assert fields(getattr(mlx_lm_border, name)) == parameters
-
-
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
     likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
     plain = Request(ModelNames(), 1)
@@ -70,37 +41,6 @@ def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedM
         logits = processor(mx.array([1, 1, 2]), logits)
     assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
     assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=plain)) == []
-
-
-def test_stop_sequences_end_with_their_last_token_and_with_an_end_of_turn(tiny: LoadedModel) -> None:
-    matcher = mlx_lm_border.make_stop_sequences(tiny.tokenizer, ["ab"]).matcher()
-    (eos,) = tiny.tokenizer.eos_token_ids
-    found = [matcher.advance(token) for token in tiny.tokenizer.encode("aab", add_special_tokens=False)]
-    assert found == [False, False, True]
-    assert mlx_lm_border.make_stop_sequences(tiny.tokenizer).matcher().advance(eos)
-
-
-def test_the_text_machine_strips_stop_words_and_tells_states_apart(tiny: LoadedModel) -> None:
-    machine = mlx_lm_border.make_text_state_machine(tiny.tokenizer, ["STOP"])
-    state, segments = mlx_lm_border.TextStateMachine.split(machine.make_state("normal"), "go on STOP here ST")
-    assert "".join(text for _, text in segments) == "go on  here "
-    assert {name for name, _ in segments} == {"normal"}
-    assert mlx_lm_border.TextStateMachine.flush(state)[1] == "ST"
-    assert mlx_lm_border.TextStateMachine.discard(state)[1] == "normal"
-
-
-def test_tool_calls_are_formatted_and_bad_ones_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def parse(text: str, tools: Any) -> dict[str, Any]:
-        if text == "bad":
-            raise ValueError("cut short")
-        return {"name": text, "arguments": {"a": tools}}
-
-    with caplog.at_level(logging.WARNING):
-        (call,) = mlx_lm_border.ToolCallFormatter(parse, [1])(["bad", "good"])
-    assert call["function"] == {"name": "good", "arguments": '{"a": [1]}'}
-    assert call["type"] == "function"
-    assert isinstance(call["id"], str)
-    assert "cut short" in caplog.text
 
 
 def asked(**more: Any) -> Request:

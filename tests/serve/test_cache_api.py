@@ -141,9 +141,7 @@ def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(
     assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
 
 
-def test_a_check_that_fails_is_an_error_that_says_what_is_wrong(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_fails_is_an_error_that_says_what_is_wrong(server, monkeypatch):
     ((_, cache),) = server.running.caches()
 
     def fail() -> None:

@@ -55,13 +55,3 @@ def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_pat
     second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
     with running(disk=tmp_path) as thread:
         assert Waiting(thread, messages=second).record.cached_tokens >= 512
-
-
-def test_a_folder_that_holds_something_else_is_one_line_and_exit_code_2(
-    command: Callable[..., tuple[int, str, str]],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "mine").write_text("")
-    code, _, errors = command("serve", "--model", "tiny", "--port", "0", "--disk", tmp_path)
-    assert code == 2
-    assert "holds mine, and is no store" in errors.splitlines()[-1]

@@ -72,18 +72,14 @@ def expected(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes)
 
 
 @pytest.mark.parametrize("options", [{"prefill_step_size": 8}, {"exact": True}])
-def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(
-    loaded: LoadedModel, folder: str, options: dict[str, Any]
-) -> None:
+def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(loaded, folder, options):
     with running(model=folder, **options) as thread:
         for files in ((TWO,), (ONE, TWO), (ONE, ONE)):
             assert Waiting(thread, messages=asking(*files)).tokens == expected(loaded, asking(*files), *files)
     assert expected(loaded, asking(ONE), ONE) != expected(loaded, asking(TWO), TWO)
 
 
-def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
-    loaded: LoadedModel, shared: Scheduler, looked: list[int]
-) -> None:
+def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(loaded, shared, looked):
     messages = asking(ONE, TWO)
     first = Waiting(shared, messages=messages, namespace="turns")
     more = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": shown(THREE)}]
@@ -104,9 +100,7 @@ def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(
     assert Waiting(shared, messages=messages, namespace="others").record.cached_tokens == 0
 
 
-def test_an_image_that_was_evaluated_in_part_is_looked_at_again(
-    loaded: LoadedModel, shared: Scheduler, looked: list[int]
-) -> None:
+def test_an_image_that_was_evaluated_in_part_is_looked_at_again(loaded, shared, looked):
     messages, files = asking(ONE, TWO, THREE), (ONE, TWO, THREE)
     tokens, _ = rendered(loaded, messages, *files)
     inside = [place for place in range(24, len(tokens), 24) if tokens[place - 1] == tokens[place] == PATCH]
@@ -184,9 +178,7 @@ def at(url: Any) -> list[dict[str, Any]]:
         (asking(ONE, text="<|patch|>"), "The text has 2 <|patch|> for 1 images."),
     ],
 )
-def test_an_image_that_cannot_be_used_is_refused_with_the_reason(
-    shared: Scheduler, messages: list[dict[str, Any]], found: str
-) -> None:
+def test_an_image_that_cannot_be_used_is_refused_with_the_reason(shared, messages, found):
     failure = Waiting(shared, messages=messages).failure
     assert (failure.status, found in failure.message) == (400, True), failure.message
 

@@ -141,9 +141,7 @@ def test_what_cannot_be_loaded_is_an_error_and_the_next_model_is_loaded(models: 
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
-def test_a_model_whose_files_changed_starts_with_an_empty_cache(
-    models: Models, tmp_path: Path, is_changed: bool
-) -> None:
+def test_a_model_whose_files_changed_starts_with_an_empty_cache(models, tmp_path, is_changed):
     key = ModelNames(str(write_model(tmp_path / "model")), None, None)
     served = models.open(key)
     served.warm(served.tokenizer.encode(LONG))
@@ -227,9 +225,7 @@ def test_what_is_warm_at_start_is_pinned_by_name_and_found_by_the_first_request(
         ("a.jsonl", '"fine"\n{', "a.jsonl: cannot be read"),
     ],
 )
-def test_a_file_of_what_to_warm_that_makes_no_sense_is_refused(
-    tmp_path: Path, name: str, content: str, found: str
-) -> None:
+def test_a_file_of_what_to_warm_that_makes_no_sense_is_refused(tmp_path, name, content, found):
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(ValueError, match=found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -121,27 +122,16 @@ def test_a_request_beyond_its_time_is_ended():
     assert asyncio.run(ask())["choices"][0]["message"]["content"] == "x"
 
 
-class Repository:
+def repository(repo_id: str, repo_type: str = "model", ref: str = "main", less: str = "") -> SimpleNamespace:
     """One of huggingface_hub's cache."""
-
-    def __init__(self, repo_id: str, *, repo_type: str = "model", refs: tuple[str, ...] = ("main",), less: str = ""):
-        class File:
-            def __init__(self, name: str) -> None:
-                self.file_path = Path(name)
-
-        class Revision:
-            files = tuple(File(name) for name in openai.MODEL_FILES - {less})
-
-        self.repo_id, self.repo_type, self.refs = repo_id, repo_type, dict.fromkeys(refs, Revision)
+    files = [SimpleNamespace(file_path=Path(name)) for name in openai.MODEL_FILES - {less}]
+    return SimpleNamespace(repo_id=repo_id, repo_type=repo_type, refs={ref: SimpleNamespace(files=files)})
 
 
-class Cache:
-    """What scan_cache_dir returns."""
-
-    repos = (
-        Repository("a/model"), Repository("b/model"), Repository("a/data", repo_type="dataset"),
-        Repository("c/model", refs=("other",)), Repository("d/model", less="config.json"),
-    )  # fmt: skip
+REPOSITORIES = [
+    repository("a/model"), repository("b/model"), repository("a/data", "dataset"), repository("c/model", ref="other"),
+    repository("d/model", less="config.json"),
+]  # fmt: skip
 
 
 def listed(path: str, served: str | None) -> list[str]:
@@ -154,7 +144,7 @@ def listed(path: str, served: str | None) -> list[str]:
 
 
 def test_models_are_those_of_the_hubs_cache_that_mlx_lm_could_load_and_the_served_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(openai, "scan_cache_dir", Cache)
+    monkeypatch.setattr(openai, "scan_cache_dir", lambda: SimpleNamespace(repos=REPOSITORIES))
     assert listed("/v1/models", None) == ["a/model", "b/model"]
     assert listed("/v1/models", "tiny") == ["a/model", "b/model", "tiny"]
     assert listed("/v1/models", "a/model") == ["a/model", "b/model"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request
 from tests.serve.scripted import ScriptedRuns, said
-from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_app, scripted_client
+from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
 
@@ -78,24 +76,6 @@ def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():
 def test_null_as_a_draft_model_is_none_and_no_draft_model_is_the_servers():
     assert asked_by({"messages": [USER], "draft_model": None}).names.draft is None
     assert asked_by({"messages": [USER]}).names.draft == "default_model"
-
-
-def test_the_namespace_is_that_of_the_requests_tenant():
-    runs = ScriptedRuns(said("x", finish="stop"))
-    app = scripted_app(runs)
-
-    class Tenant:
-        namespace = "alice"
-
-    async def with_tenant(scope: Any, receive: Any, send: Any) -> None:
-        await app({**scope, "state": {"tenant": Tenant()}}, receive, send)
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(with_tenant), base_url="http://test") as client:
-            await client.post(CHAT, json={"messages": [USER]})
-
-    asyncio.run(ask())
-    assert runs.opened[0].request.namespace == "alice"
 
 
 # What is refused

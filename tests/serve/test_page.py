@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from radixcache.layers.sizes import SizedLayout, SizedModel
+from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from radixcache.stores.store import StoreStats
 from runner.serve.admin import cache_page, page_state
@@ -66,18 +66,6 @@ def ask(url: str, text: str, key: str = "") -> None:
         answer.read()
 
 
-def large_tree(users: int) -> Any:
-    """A cache without arrays, of two nodes and more per user."""
-    cache, model = sized_cache(SizedLayout(3072), budget_bytes=1 << 40), SizedModel()
-    for user in range(users):
-        start = [100 + user % 10] * 20 + [1000 + user] * 4
-        for prompt in (start + [7] * 4, start + [8] * 4):
-            with cache.begin(prompt) as session:
-                session.prefill(model)
-                session.step(model, prompt[-1:])
-    return cache
-
-
 def test_its_policy_lets_in_its_own_script_and_style_and_no_other_request() -> None:
     content, headers = cache_page()
     policy = headers["Content-Security-Policy"]
@@ -99,7 +87,7 @@ def test_it_needs_nothing_from_elsewhere() -> None:
 
 def test_the_state_is_json_before_the_first_model_and_with_an_infinite_error() -> None:
     assert page_state(Watched(), Watch(), "", "", show_text=False)["tree"] is None
-    cache, watched = large_tree(1), Watched()
+    cache, watched = sized_cache(SizedLayout(3072), budget_bytes=1 << 40), Watched()
     stats = replace(cache.stats, verify_largest_error=math.inf)
     watched.held.append((ModelNames("sized", None, None), SimpleNamespace(stats=stats, view=cache.view)))
     state = page_state(watched, Watch(), "", "", show_text=False)

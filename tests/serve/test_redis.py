@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import httpx2
 import pytest
 
-from runner.serve.options import ServeOptions
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import serving
 from tests.serve.test_disk import answer, ask, cached_tokens, wait_until
@@ -20,9 +18,7 @@ PASSWORD = "geheim-und-lang"
 
 
 @pytest.mark.slow
-def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
-    own_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(own_server, monkeypatch):
     own_server.client.config_set("requirepass", PASSWORD)
     url = f"unix://:{PASSWORD}@{own_server.socket}?socket_timeout=60"  # a busy machine takes its time
     first = [{"role": "user", "content": "Tell me of a river. " * 30}]
@@ -45,11 +41,3 @@ def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(
         logs += [served.log, str(state)]
     assert all(PASSWORD not in each and os.fspath(own_server.socket) not in each for each in logs)
     assert "Redis: not reached" in logs[1]
-
-
-def test_a_url_that_is_none_is_one_line_that_does_not_quote_it(command: Callable[..., tuple[int, str, str]]) -> None:
-    code, output, errors = command("serve", "--model", "tiny", "--port", "0", "--redis", f"me:{PASSWORD}@host")
-    assert code == 2
-    assert "wanted redis://, rediss:// or unix://" in errors.splitlines()[-1]
-    assert PASSWORD not in output + errors
-    assert PASSWORD not in repr(ServeOptions(redis=f"redis://me:{PASSWORD}@host"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,6 @@ from runner.serve.request import (
     Token,
 )
 from tests.commands.conftest import command  # noqa: F401
-from tests.serve.serving import GUARD_S, ROOT
 from tests.serve.watched import record
 
 pytest.importorskip("ray.serve", reason="Ray has no build for this Python")
@@ -115,13 +112,6 @@ def test_a_request_goes_where_its_prefix_was_told_to_be_and_follows_the_one_befo
         first = board.place(routed(2, new), {"a", "b"})
         board.end("request 2")
         assert board.place(routed(3, new), {"a", "b"}) == first
-
-
-def test_a_busy_replica_is_left_for_one_that_is_free(board: Switchboard) -> None:
-    tokens = keys(range(300))
-    places = [board.place(routed(number, tokens), {"a", "b"}) for number in range(8)]
-    assert set(places) == {"a", "b"}
-    assert sum(line.open_requests for line in board.counts().values()) == 8
 
 
 def test_a_replica_that_is_gone_is_forgotten_and_its_requests_go_elsewhere(board: Switchboard) -> None:
@@ -227,9 +217,7 @@ def test_a_reply_comes_through_as_it_is_and_ends_once(board: Switchboard) -> Non
 
 
 @pytest.mark.parametrize("heard", [(), ([STARTED],), ([STARTED, PrefillProgress(1, 7)],)])
-def test_a_request_is_asked_again_where_no_token_was_handed_on(
-    board: Switchboard, heard: tuple[list[ReplyEvent], ...]
-) -> None:
+def test_a_request_is_asked_again_where_no_token_was_handed_on(board, heard):
     answers = relayed(board, Stream(*heard), Stream([STARTED, STEP], [ENDED]))
     assert answers[-3:] == [STARTED, STEP, ENDED]
     assert sum(isinstance(each, Ended | Failed) for each in answers) == 1
@@ -365,45 +353,3 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
     assert whole is not None
     assert quarter is not None
     assert 0.2 * whole < quarter < 0.3 * whole
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["--router", "hash", "--model", "tiny"], "--router is for replicas; say how many with --replicas."),
-        (["--ray", "auto", "--model", "tiny"], "--ray is for replicas; say how many with --replicas."),
-        (["--replicas", "2"], "--replicas needs --model"),
-        (["--replicas", "0", "--model", "tiny"], "--replicas"),
-        (["--replicas", "2", "--model", "tiny", "--trace", "/tmp/t"], "--trace is written by one cache"),
-        (["--replicas", "2", "--model", "tiny", "--router", "best"], "no router 'best'; known: random, "),
-        (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
-        (["--replicas", "2", "--model", "tiny", "--warm", "/nowhere/warm"], "/nowhere/warm"),
-        (["--replicas", "2", "--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
-        (
-            ["--replicas", "2", "--model", "tiny", "--ray", "ray://127.0.0.1:1"],
-            "--ray ray://127.0.0.1:1: no cluster answers (Ray's client cannot stream",
-        ),
-        (["--replicas", "2", "--model", "tiny", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers ("),
-        (["--replicas", "2", "--model", "tiny", "--ray", "nonsense:x"], "--ray nonsense:x: no cluster answers ("),
-    ],
-)
-def test_what_cannot_be_had_with_replicas_is_one_line_and_exit_code_2(
-    command: Callable[..., tuple[int, str, str]],  # noqa: F811
-    arguments: list[str],
-    found: str,
-) -> None:
-    code, output, errors = command("serve", "--port", "0", *arguments)
-    assert (code, output) == (2, "")
-    assert errors.splitlines()[-1].startswith("error: ")
-    assert found in errors.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_without_ray_the_command_says_how_to_have_it() -> None:
-    arguments = ["serve", "--model", "tiny", "--port", "0", "--replicas", "2"]
-    code = f"import sys; sys.modules['ray'] = None; from runner.cli import main; main({arguments})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_S)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: --replicas needs Ray Serve: pip install 'radixcache[ray,serve]'"
-    )

@@ -132,9 +132,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_the_prefix_router_reuses_what_one_process_would_and_replies_are_the_same(
-    one: Talk, keyed: ServedProcess
-) -> None:
+def test_the_prefix_router_reuses_what_one_process_would_and_replies_are_the_same(one, keyed):
     several = talk(keyed.url, ANN)
     assert several.replies == one.replies
     assert several.prompt_tokens == one.prompt_tokens

@@ -41,9 +41,7 @@ def test_who_leaves_during_prefill_ends_within_a_chunk_and_leaves_what_was_compu
     assert 0 < done[3] - 64 <= again.record.cached_tokens <= done[-1]
 
 
-def test_who_leaves_during_the_reply_ends_within_a_token_and_leaves_what_was_computed(
-    tiny: LoadedModel, either: Scheduler
-) -> None:
+def test_who_leaves_during_the_reply_ends_within_a_token_and_leaves_what_was_computed(tiny, either):
     prompt = next(prompt for prompt in PROMPTS if len(alone(tiny, prompt, 40)[0]) == 40)
     left = Waiting(either, prompt=prompt, max_tokens=40, on_answer=cancel_at(Token, 3))
     assert left.record.outcome == "cancelled"
@@ -123,9 +121,7 @@ def test_a_second_stop_shortens_the_time() -> None:
         ({"names": ModelNames(draft="tiny:nothing")}, 404, "model tiny:nothing: no such kind."),
     ],
 )
-def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(
-    tiny: LoadedModel, shared: Scheduler, asked: dict[str, Any], status: int, found: str
-) -> None:
+def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(tiny, shared, asked, status, found):
     good, bad = Waiting(shared, prompt=PROMPTS[0]), Waiting(shared, **asked)
     assert bad.failure.status == status
     assert found in bad.failure.message
@@ -152,9 +148,7 @@ def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
         assert "the budget of 600000" in str(waiting.record.note)
 
 
-def test_what_is_raised_for_one_ends_that_one(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, either: Scheduler
-) -> None:
+def test_what_is_raised_for_one_ends_that_one(tiny, monkeypatch, either):
     def top_logprobs(logprobs: mx.array, count: int, _: Any) -> tuple[()]:
         if count > 0:
             raise RuntimeError("so many?")
@@ -167,9 +161,7 @@ def test_what_is_raised_for_one_ends_that_one(
     assert Waiting(either, prompt=PROMPTS[0]).tokens == good.tokens
 
 
-def test_a_round_that_fails_ends_those_that_ran_and_the_next_request_is_answered(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_fails_ends_those_that_ran_and_the_next_request_is_answered(tiny, monkeypatch):
     served = ParallelGenerator.round
     failures = [RuntimeError("a bug")]
 

@@ -18,10 +18,14 @@ import mlx_lm.server
 import pytest
 
 from runner.commands.serve import serve
+from runner.serve.options import ServeOptions
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, ROOT, serving
 
 Command = Callable[..., tuple[int, str, str]]
+
+
+PASSWORD, TWO = "geheim-und-lang", ["--replicas", "2", "--model", "tiny"]
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -57,15 +61,35 @@ def events(reply: httpx2.Response) -> list[str]:
         (["--model", "tiny", "--warm", "/nowhere/warm"], "/nowhere/warm"),
         (["--model", "tiny", "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read: No such file"),
         (["--model", "tiny", "--trace", "/nowhere/trace"], "/nowhere/trace"),
+        (["--model", "tiny", "--disk", str(ROOT / "docs")], "and is no store"),
+        (["--model", "tiny", "--redis", f"me:{PASSWORD}@host"], "wanted redis://, rediss:// or unix://"),
+        (["--router", "hash", "--model", "tiny"], "--router is for replicas; say how many with --replicas."),
+        (["--ray", "auto", "--model", "tiny"], "--ray is for replicas; say how many with --replicas."),
+        (["--replicas", "2"], "--replicas needs --model"),
+        (["--replicas", "0", "--model", "tiny"], "--replicas"),
+        ([*TWO, "--trace", "/tmp/t"], "--trace is written by one cache"),
+        ([*TWO, "--router", "best"], "no router 'best'; known: random, "),
+        (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
+        ([*TWO, "--warm", "/nowhere/warm"], "/nowhere/warm"),
+        ([*TWO, "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
+        (
+            [*TWO, "--ray", "ray://127.0.0.1:1"],
+            "no cluster answers (Ray's client cannot stream",
+        ),
+        ([*TWO, "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers ("),
+        ([*TWO, "--ray", "nonsense:x"], "--ray nonsense:x: no cluster answers ("),
     ],
 )
 def test_a_mistake_is_one_line(command: Command, arguments: list[str], found: str) -> None:  # noqa: F811
+    if "--replicas" in arguments:
+        pytest.importorskip("ray.serve", reason="Ray has no build for this Python")
     port = [] if {"--port", "--host"} & set(arguments) else ["--port", "0"]
     code, output, errors = command("serve", *port, *arguments)
     *notes, last = errors.splitlines()
     assert (code, output) == (2, "")
     assert last.startswith("error: ")
     assert found in last
+    assert PASSWORD not in errors + repr(ServeOptions(redis=PASSWORD))
     assert all(note.startswith("note: ") for note in notes)
 
 
@@ -77,11 +101,22 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(command: Command) -> None:  #
     assert errors.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port}: Address already in use")
 
 
-def test_without_the_extra_the_command_says_how_to_have_it() -> None:
-    code = "import sys; sys.modules['uvicorn'] = None; from runner.cli import main; main(['serve', '--model', 'tiny'])"
+@pytest.mark.parametrize(
+    ("module", "arguments", "found"),
+    [
+        ("uvicorn", [], "error: uvicorn is not installed; pip install 'radixcache[serve]'."),
+        pytest.param(
+            "ray", ["--replicas", "2"], "error: --replicas needs Ray Serve: pip install 'radixcache[ray,serve]' (",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_without_an_extra_the_command_says_how_to_have_it(module, arguments, found):
+    arguments = ["serve", "--model", "tiny", "--port", "0", *arguments]
+    code = f"import sys; sys.modules[{module!r}] = None; from runner.cli import main; main({arguments})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_S)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "error: uvicorn is not installed; pip install 'radixcache[serve]'."
+    assert done.stderr.splitlines()[-1].startswith(found)
 
 
 def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from fastapi.testclient import TestClient
 
 from runner.serve import openai
@@ -113,9 +112,7 @@ def test_each_route_is_one_that_a_tenant_sees_or_the_admins(tmp_path: Path) -> N
     assert not any(is_admin_path(route.path) for route in SEEN)
 
 
-def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(tmp_path, monkeypatch):
     downloaded: list[str] = []
     monkeypatch.setattr(openai, "downloaded_models", downloaded.copy)
     with ExitStack() as stack:
