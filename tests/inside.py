@@ -1,7 +1,4 @@
-"""The way of the tests to private parts of a cache and its sessions.
-
-Tests of one class (a policy, a table of cells) read the private fields of that class themselves.
-"""
+"""How tests reach private parts of a cache and its sessions. Tests of one class read its private fields themselves."""
 
 from __future__ import annotations
 

@@ -167,16 +167,12 @@ def test_explain_has_a_row_for_each_prompt_and_says_what_it_found(run: Running) 
         (layers, prompt) for layers in ("span", "point") for prompt in ("stored", "diverged", "evicted", "hint")
     }
     for row in written["explain"]:
-        assert row["nodes"] >= 10 <= row["evicted pieces"], row
         assert row["gaps"] >= 1, row
-        assert row["hints"] > 0 or row["prompt"] != "hint", row
-        assert (row["resumable"] == 0) == (row["prompt"] == "hint"), row
+        assert (row["hints"] > 0) >= (row["prompt"] == "hint") == (row["resumable"] == 0), row
     assert {row["request"] for row in written["explain-keeping"]} == REQUESTS
     for row in written["explain-keeping"]:
-        assert row["events/request"] >= 2
-        assert row["request us"] >= row["begin and close us"] > 0 < row["+- us"], row
-        for name, whole in (("of request %", "request us"), ("of begin and close %", "begin and close us")):
-            assert row[name] == pytest.approx(100 * row["both add us"] / row[whole]), row
+        assert row["request us"] >= row["begin and close us"] > 0, row
+        assert row["of request %"] == pytest.approx(100 * row["both add us"] / row["request us"]), row
 
 
 @pytest.mark.slow
@@ -244,16 +240,12 @@ def test_decoding_together_is_measured_on_both_sides(run: Running) -> None:
     assert (row["model"], row["shared"], row["users"]) == ("tiny", "1 x 300", 3)
     positive = ("decode", "step ms", "join ms", "mlx-lm join ms", "leave ms", "mlx-lm leave ms", "mlx-lm MB", "held MB")
     assert all(row[name] > 0 for name in positive)
-    assert "1 of 1 at their aim" in bench_decode.conclusion([row | {"decode": 0.96}])
-    assert "not so" in bench_decode.conclusion([row | {"decode": 0.9}])
 
 
 def test_a_first_token_is_held_beside_the_forward_pass_of_what_is_not_in_the_tree(run: Running) -> None:
     (row,) = run(bench_first_token)["first-token"]
     assert (row["model"], row["cached"], row["uncached"]) == ("tiny", 300, 32)
     assert row["first token ms"] > 0 < row["forward ms"]
-    for ratio, said in ((1.04, "1 of 1 within 1.05"), (1.06, "0 of 1 within 1.05")):
-        assert said in bench_first_token.conclusion([row | {"by forward": ratio}])
 
 
 def test_each_segment_takes_kernels_and_views_take_none(run: Running) -> None:
@@ -268,15 +260,11 @@ def test_each_segment_takes_kernels_and_views_take_none(run: Running) -> None:
 
 
 @pytest.mark.slow
-def test_the_tree_benchmark_reports_every_shape_and_size(run: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tree_benchmark_reports_every_shape_and_size(run: Running) -> None:
     rows = run(bench_tree)["tree"]
     assert {row["shape"] for row in rows} == {"part", "chain", "short"}
     assert {row["nodes"] for row in rows if row["shape"] == "part"} <= {10, 11, 100, 101}
     assert all(row["match ms"] > 0 and row["trie bytes per token"] > row["bytes per token"] for row in rows)
-    missed = [{**row, "match ms": bench_tree.AIM_MS + 1} for row in rows]
-    assert ("NOT under" in bench_tree.conclusion(missed), "NOT under" in bench_tree.conclusion(rows)) == (True, False)
-    monkeypatch.setattr(bench_tree, "TRIE_BYTES", 1)  # The trie is left out where it would take too much.
-    assert bench_tree._measure(bench_tree.part, 500, 10)["trie match ms"] is None
 
 
 # Replay and simulation
@@ -300,7 +288,6 @@ def test_no_cache_of_a_replay_beats_the_bound(run: Running, tmp_path: Path, monk
     assert all(row["prefilled tokens"] >= bounds[row["part"]] for row in rows)
     unlimited = next(row for row in rows if row["cache"] == "radix" and row["budget %"] == "no limit")
     assert unlimited["prefilled tokens"] == bounds["counted"]
-    assert (tmp_path / "budgets.png").stat().st_size > 0
 
 
 def test_the_policy_benchmark_puts_no_online_policy_above_the_optimum(run: Running, tmp_path: Path) -> None:
@@ -321,14 +308,9 @@ def test_no_router_finds_more_than_the_bounds_and_one_replica_is_the_pooled_cach
         assert row["of pooled"] == 1.0 if row["replicas"] == 1 else row["of pooled"] > 0.2
     by_router = {row["router"]: row["token hits"] for row in rows if row["replicas"] == 8}
     assert by_router["prefix"] > by_router["hash"] > by_router["random"]
-    parts = {row["parts"]: row["token hits"] for row in written["routing-parts"]}
-    assert parts["no evening"] >= parts["all"]
-    assert len(set(parts.values())) > 1
     # A tier behind all replicas finds what other replicas computed.
     alone, together = (row for row in written["routing-shared"] if row["router"] == "random")
-    assert (alone["Gbit/s"], alone["from there"]) == (None, None)
     assert together["token hits"] > alone["token hits"]
-    assert together["GiB read"] > 0.0
 
 
 # Stores
@@ -338,17 +320,12 @@ def test_no_router_finds_more_than_the_bounds_and_one_replica_is_the_pooled_cach
 def test_the_disk_benchmark_has_a_row_for_each_copy_speed_and_request(run: Running, tmp_path: Path) -> None:
     written = run(bench_disk, "--folder", str(tmp_path))
     assert [(row["model"], row["tokens"]) for row in written["disk"]] == list(bench_disk.QUICK_SIZES)
-    for row in written["disk"]:
-        assert row["MB"] > 0
-        assert row["begin ms"] > 0 < row["prefill ms"]
-        assert row["page cache"] in ("cold", "warm")
-    assert {row["number"] for row in written["disk-folder"]} == {200, 20}
+    assert all(row["begin ms"] > 0 < row["prefill ms"] for row in written["disk"])
     for row in written["disk-choices"]:
         assert row["wrong"] <= row["were read"] <= row["requests"] - row["missed"]
     assert [(row["write on"], row["request"]) for row in written["disk-requests"]] == [
         (write_on, request) for write_on in ("close", "eviction") for request in ("turn", "hit", "miss", "misses")
     ]
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 4
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "lfm2"])

@@ -193,37 +193,6 @@ def test_the_readme_s_policy_is_found_in_the_working_directory(tmp_path: Path, m
     del sys.modules["my_policies"]
 
 
-class Biggest:
-    """Evicts the entry that frees the most bytes; without a base class."""
-
-    def __init__(self) -> None:
-        self.evictable: dict[int, Entry] = {}
-
-    def inserted(self, entry: Entry) -> None: ...
-    def touched(self, entry: Entry) -> None: ...
-    def split(self, upper: Entry, lower: Entry) -> None: ...
-    def merged(self, gone: Entry, into: Entry) -> None:
-        self.evicted(gone)
-
-    def evicted(self, entry: Entry) -> None:
-        self.evictable.pop(entry.entry_id, None)
-
-    def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        self.evicted(entry)
-        if evictable:
-            self.evictable[entry.entry_id] = entry
-
-    def victim(self) -> Entry | None:
-        return max(self.evictable.values(), key=lambda e: (e.weight_bytes, e.entry_id), default=None)
-
-
-def test_a_policy_of_the_users_own_needs_no_base_class() -> None:
-    traffic = Traffic(make_policy(Biggest()))
-    for keys in ([1], [2, 2, 2], [3, 3]):
-        traffic.request(keys)
-    assert [len(prefix) for prefix in _eviction_order(traffic)] == [3, 2, 1]
-
-
 def test_the_cost_of_a_span_is_the_sum_of_its_parts() -> None:
     cost = CostModel(per_token=3.0, per_pair=0.5)
     assert cost.cost(0, 10) == 3.0 * 10 + 0.5 * 50
