@@ -3,9 +3,9 @@
     choose(ask) ──► Choice ──► send(request, choice) ──► end(request)            for each request
     tell(replica, added, removed), forget(replica), rates.prefilled(...), rates.decoded(...)     for each replica
 
-`choose` changes only the state of a router that draws or counts. `send` books the work and takes the prompt's digests
-as stored there, so the next request with this prefix follows. A digest of 64 bits stands for the model, the namespace
-and the whole prefix up to a block border; a wrong one costs one miss.
+`choose` changes only the state of a router that draws or counts. `send` books the work and the prompt's digests, so the
+next request with this prefix goes there too. A digest of 64 bits stands for the model, the namespace and the whole
+prefix up to a block border; a wrong one costs one miss.
 
     root_digest(model, namespace) ── digest of [0, 256) ── digest of [0, 512) ── ...
 
@@ -14,10 +14,10 @@ Invariants:
   DP1  A request is open at one replica at most.
   DP2  A forgotten replica has no digests and no open requests; `join` makes it known again.
   BA1  `waiting_s` and `recent_s` are 0 or more; `waiting_s` is 0 where nothing is open.
-  DI1  A replica has `max_digests` at most. The oldest go first; sending and telling make digests young again.
+  DI1  A replica has `max_digests` at most. The oldest go first; `send` and `tell` make digests the newest.
   DI2  Of digests that came together, the deepest is the oldest: a prefix loses its end first.
 
-Time is an argument, in seconds from any beginning. A choice takes O(replicas x blocks). Not thread-safe, never MLX.
+Time is an argument, in seconds since any moment. A choice takes O(replicas x blocks). Not thread-safe, never MLX.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from statistics import fmean
 from typing import NamedTuple
 
@@ -44,8 +45,6 @@ HALF_LIFE_S = 3600.0
 
 
 class Choice(NamedTuple):
-    """Where a request goes."""
-
     replica: str
     ask: Ask
     matched_tokens: int  # of its prompt, that the replica probably has
@@ -54,7 +53,7 @@ class Choice(NamedTuple):
 
 
 class Dispatcher:
-    """Sends requests to replicas. `rates` are the same for all of them; whoever measures updates them."""
+    """Sends requests to replicas. `rates` hold for all replicas; the caller updates them by what it measures."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class Dispatcher:
         self.directory.add(replica, added)
 
     def views(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> list[View]:
-        """What is known of the replicas for a request; `among`: only of these, which become known by it."""
+        """What is known of the replicas for a request; `among`: of these alone, which join if they are new."""
         self._now_s = max(now_s, self._now_s)
         for replica in among or ():
             self.join(replica)
@@ -110,7 +109,7 @@ class Dispatcher:
         ]
 
     def choose(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> Choice:
-        """Decide where a request goes, of the replicas `among` or of all. ValueError: there is no replica."""
+        """Choose one of the replicas `among`, or of all. ValueError: there is no replica."""
         views = self.views(ask, now_s, None if among is None else set(among))
         if not views:
             raise ValueError("there is no replica to choose; wanted at least one.")
@@ -120,7 +119,7 @@ class Dispatcher:
         return Choice(view.replica, ask, view.matched_tokens, view.waiting_s, work_s)
 
     def send(self, request: Hashable, choice: Choice, now_s: float) -> None:
-        """Book a request where it was chosen to go. ValueError: it is open already."""
+        """Book a request at the chosen replica. ValueError: it is open already."""
         if request in self._open:
             raise ValueError(f"request {request!r} was sent to {self._open[request]}, and has not ended.")
         self.join(choice.replica)
@@ -129,7 +128,7 @@ class Dispatcher:
         self.directory.add(choice.replica, choice.ask.digests)
 
     def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """End a request, which took `work_s`, or what was expected; one that is not open is ignored."""
+        """End a request, which took `work_s`, or as long as expected; a request that is not open is ignored."""
         replica = self._open.pop(request, None)
         if replica is not None:
             self._backlogs[replica].end(request, now_s, work_s)
@@ -144,11 +143,9 @@ class Dispatcher:
 class Backlog:
     """The open requests of one replica, in the order they were sent, and the seconds of its work. All in O(1).
 
-        sent ──► [ first │ second │ third ]  work_s each ──► ended
-                   └ at work since `_began_s`: the work it has had by now is not waited for any more
-
-    The replica is assumed to serve one request after the other. Where it serves several together, their sum is right
-    and only the progress of the first is a guess. A request that takes longer than expected counts for 0.
+    The replica is assumed to serve one request after the other. The first one has been served since `_began_s`, and
+    only the rest of its work waits. If several are served together, the sum is right and the progress of the first is a
+    guess. A request that takes longer than expected counts for 0.
     """
 
     def __init__(self, recent_s: float = 0.0, now_s: float = 0.0) -> None:
@@ -165,11 +162,11 @@ class Backlog:
         self._add_recent(work_s, now_s)
 
     def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """Take an open request out; `work_s`: its work, if it is known by now."""
+        """Remove an open request; `work_s`: its measured work, if any."""
         if self._first == request:
             self._began_s = now_s
         expected_s = self._work_s.pop(request)
-        self._total_s = self._total_s - expected_s if self._work_s else 0.0  # 0: no rounding is left over
+        self._total_s = self._total_s - expected_s if self._work_s else 0.0  # exactly 0, without rounding
         if work_s is not None:
             self._add_recent(work_s - expected_s, now_s)
 
@@ -195,7 +192,7 @@ class Backlog:
 
 
 class Directory:
-    """The digests of each replica, by its name. ValueError: `max_digests` is below 1."""
+    """The digests of each replica. ValueError: `max_digests` is below 1."""
 
     def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
         if max_digests < 1:
@@ -204,7 +201,7 @@ class Directory:
         self._digests: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica: str, digests: Sequence[int]) -> None:
-        """Take digests as stored; those of one prompt come with the shorter prefix first."""
+        """Add digests; those of one prompt have the shorter prefix first."""
         known = self._digests.setdefault(replica, OrderedDict())
         for digest in reversed(digests):
             known[digest] = None
@@ -213,7 +210,7 @@ class Directory:
             known.popitem(last=False)
 
     def remove(self, replica: str, digests: Iterable[int]) -> None:
-        """Take digests as gone; unknown ones are ignored."""
+        """Remove digests; unknown ones are ignored."""
         known = self._digests.get(replica, OrderedDict())
         for digest in digests:
             known.pop(digest, None)
@@ -224,12 +221,7 @@ class Directory:
     def matched_blocks(self, replica: str, digests: Iterable[int]) -> int:
         """How many of a prompt's first blocks the replica has."""
         known = self._digests.get(replica, ())
-        count = 0
-        for digest in digests:
-            if digest not in known:
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(known.__contains__, digests))
 
     def count(self, replica: str) -> int:
         return len(self._digests.get(replica, ()))
@@ -240,13 +232,13 @@ class Directory:
 
 
 def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
-    """The digest that a prompt's first block follows. A secret of 64 bytes at most keeps others from guessing it."""
+    """The digest before a prompt's first block. Without the secret, of 64 bytes at most, nobody can compute it."""
     inner = blake2b(model.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route model").digest()
     return _number(blake2b(inner + namespace.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route root"))
 
 
 def chain_digests(tokens: NDArray[np.integer], root: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """The digests at the block borders of `tokens` (T,), which follow the root or the digest at a border."""
+    """The digests at the block borders of `tokens` (T,), which begin at the root or at a border with this digest."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}; wanted at least 1.")
     step = 8 * block_tokens

@@ -2,21 +2,20 @@
 
     random        any replica, by a seed
     round-robin   one after the other
-    hash          by the session, or without one by how the prompt begins, always the same replica (rendezvous
-                  hashing: if a replica joins or dies, only its own requests move)
-    prefix        where the request takes the least time of itself and of others, in seconds:
+    hash          always the same replica, by the session, or by the first blocks of the prompt (rendezvous hashing: if
+                  a replica joins or dies, only its own requests move)
+    prefix        the replica with the least cost, in seconds:
 
                       work that waits there
                     + PREFILL_WEIGHT times the prefill of the rest of the prompt there
                     + if work waits there: EVENING_WEIGHT times the recent work there beyond UNEVEN times the mean
 
-With weight 1 the first two terms are the time to the first token. But prefill also delays later requests and takes the
-room of another prefix: on an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can be found
-and weight 3 finds 0.92 to 0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third term moves
-long conversations off a busy replica. Ties go to the replica with the least recent work, then by a hash.
+With weight 1 the first two terms are TTFT. But prefill also delays later requests and evicts other prefixes: on an hour
+of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of all that can be cached and weight 3 finds 0.92 to
+0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third term moves long conversations off a
+busy replica. Ties go to the replica with the least recent work, then by a hash.
 
-Rates are measured seconds over tokens, both sums, which are halved every `HALF_LIFE` measurements.
-A router sees only its arguments: no clock, and no randomness but its seed. Never imports MLX.
+A router has no clock, and no randomness but its seed. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 #: Measurements after which an old one counts for half.
 HALF_LIFE = 32
-#: How many blocks say how a prompt begins, for `hash`: more than a common system prompt has.
+#: The first blocks of a prompt, for `hash`: more than a common system prompt has.
 HASH_BLOCKS = 4
 PREFILL_WEIGHT = 3.0
 UNEVEN, EVENING_WEIGHT = 1.1, 2.0
@@ -42,18 +41,17 @@ class Coefficients(NamedTuple):
     output_tokens: float  # of a reply, on average
 
     def work_s(self, prefill_tokens: float, output_tokens: float | None = None) -> float:
-        """Seconds of work for a request; without `output_tokens`, with a reply of average length."""
-        return prefill_tokens * self.prefill_s + self.decode_s * (
-            self.output_tokens if output_tokens is None else output_tokens
-        )
+        """Seconds of work for a request; None: the reply has average length."""
+        output_tokens = self.output_tokens if output_tokens is None else output_tokens
+        return prefill_tokens * self.prefill_s + output_tokens * self.decode_s
 
 
-#: Before the first measurement: about a model of 8 billion parameters on a laptop.
+#: Before the first measurement: about those of a model of 8 billion parameters on a laptop.
 FIRST = Coefficients(prefill_s=1e-3, decode_s=2.5e-2, output_tokens=256.0)
 
 
 class RoutingRates:
-    """Coefficients that are measured. ValueError: a first one is negative or not a number."""
+    """Measured coefficients. ValueError: a first one is negative or not a number."""
 
     def __init__(self, first: Coefficients = FIRST) -> None:
         if not all(0 <= each < float("inf") for each in first):
@@ -61,11 +59,11 @@ class RoutingRates:
         self._prefill, self._decode, self._replies = (_Ratio(each) for each in first)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Learn from a prefill, without any waiting."""
+        """Learn from a prefill, whose seconds are without waiting."""
         self._prefill.add(seconds, tokens)
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        """Learn from a reply: how long it took the replica without prefill, and its length."""
+        """Learn from a reply, whose seconds are without prefill."""
         self._decode.add(seconds, tokens)
         self._replies.add(tokens, 1)
 
@@ -75,7 +73,7 @@ class RoutingRates:
 
 
 class _Ratio:
-    """A sum over another one; old summands fade."""
+    """Two sums, one over the other. Both are halved every `HALF_LIFE` measurements."""
 
     _DECAY = 0.5 ** (1 / HALF_LIFE)
 
@@ -108,10 +106,8 @@ class View(NamedTuple):
 
 
 class Router(Protocol):
-    """Chooses a replica."""
-
     def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
-        """The view of the replica that the request goes to; there is at least one, in any order."""
+        """Choose a replica. There is at least one view, and the order of views is any."""
 
 
 class RandomRouter:
@@ -142,13 +138,12 @@ class HashRouter:
 
 
 class PrefixRouter:
-    """Weights other than the deployed ones are for benchmarks."""
+    """Weights other than the defaults are for benchmarks."""
 
     def __init__(
         self, seed: int = 0, prefill_weight: float = PREFILL_WEIGHT, evening_weight: float = EVENING_WEIGHT
     ) -> None:
-        self._seed = seed
-        self._weights = prefill_weight, evening_weight
+        self._seed, self._weights = seed, (prefill_weight, evening_weight)
 
     def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
         what = f"{list(ask.digests[:HASH_BLOCKS])}"
@@ -161,7 +156,7 @@ class PrefixRouter:
         return min(views, key=order)
 
 
-#: Every name works wherever a router is asked for; each is made from a seed.
+#: Each is made from a seed.
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "random": RandomRouter,
     "round-robin": RoundRobinRouter,
@@ -171,7 +166,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
 
 
 def make_router(name: str, seed: int = 0) -> Router:
-    """A router by its name. ValueError: there is none of that name."""
+    """A router by its name. ValueError: no router has that name."""
     if name not in ROUTERS:
         raise ValueError(f"no router {name!r}; known: {', '.join(ROUTERS)}.")
     return ROUTERS[name](seed)
@@ -185,7 +180,7 @@ def weighed_s(
     prefill_weight: float = PREFILL_WEIGHT,
     evening_weight: float = EVENING_WEIGHT,
 ) -> float:
-    """What `prefix` compares, in seconds. Recent work above `even_s` is more than other replicas have."""
+    """The cost of a replica for `prefix`, in seconds. `even_s` is the recent work that is not too much."""
     prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
     uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0
     return view.waiting_s + prefill_weight * prefill_s + evening_weight * uneven_s

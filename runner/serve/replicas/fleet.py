@@ -1,13 +1,11 @@
-"""Fleet: the replicas as the application sees them, as it sees the Scheduler in one process. Never loads a model.
+"""Fleet: the replicas, which the application uses like the Scheduler in one process. Never loads a model.
 
-    Service.ask(opened) ── Fleet.ask ── Relay ──▶ Replica.answer, where the switchboard says
+    Service.ask(opened) ── Fleet.ask ── Relay ──▶ Replica.answer of the replica that the switchboard chooses
     one thread each  ◀── Replica.news, which the switchboard learns
 
-RoutedPrompts makes the digests of a prompt before it is known which replica answers, with a tokenizer and no weights.
-The replica makes the prompt again, by the same code, and says itself what is wrong with it. So nothing here refuses a
-request: without digests it goes to the replica with the least work.
-
-`Fleet.ask` runs on the event loop, the rest in any thread.
+RoutedPrompts makes the digests of a prompt before a replica is chosen, with a tokenizer and no weights. The replica
+makes the prompt again, by the same code, and refuses a wrong one. So nothing here refuses a request: without digests it
+goes to the replica with the least work. `Fleet.ask` runs on the event loop, the rest in any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
@@ -40,8 +38,6 @@ from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
 from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminRequest, Switchboard
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
-
-T = TypeVar("T")
 
 NOTHING = Ask((), 0)
 #: Seconds that a replica may take to answer an admin, and to end when its replies have ended.
@@ -72,7 +68,7 @@ class Fleet:
         self._is_open = self._is_stopped = False
 
     def start(self, cpus: int) -> None:
-        """Start the replicas, here on so many CPUs or on a cluster, and wait until all have loaded the model.
+        """Start the replicas, on so many CPUs of this machine or on a cluster, and wait until the model is loaded.
 
         ConnectionError: the cluster does not answer. ValueError: the replicas could not be started.
         """
@@ -91,7 +87,7 @@ class Fleet:
         self._relay = Relay(self._streams.answer.remote, self._prompts.ask_of, self.switchboard)
         self._is_open = True
         self._is_started.set()
-        _wait(lambda: len(self.names) >= count)  # Ray Serve says a little later where the replicas are
+        _wait(lambda: len(self.names) >= count)  # Ray Serve tells the router a little later
 
     @property
     def names(self) -> list[str]:
@@ -102,7 +98,7 @@ class Fleet:
         return self._is_open and bool(self.names)
 
     def ask(self, opened: OpenRequest) -> None:
-        """Take a request in; on the event loop. ApiError: the server stops, or has no replica (503)."""
+        """Send a request to a replica. ApiError: the server stops, or has no replica (503)."""
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or none of its replicas runs.", retry_after_s=END_S)
         loop = asyncio.get_running_loop()
@@ -115,7 +111,7 @@ class Fleet:
         return await self._prompts.count_tokens(request)
 
     def admin(self, name: str, request: AdminRequest) -> AdminReply:
-        """The reply of one replica to an admin. ApiError: it gives none (503)."""
+        """The reply of one replica to an admin. ApiError: there is none (503)."""
         try:
             reply: AdminReply = self._handle.admin.remote(request, to=name).result(timeout_s=ADMIN_S)
             return reply
@@ -123,7 +119,7 @@ class Fleet:
             raise ApiError(503, f"replica {name} does not answer: {type(error).__name__}.") from error
 
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, give replies so many seconds, then end them and the replicas."""
+        """Refuse new requests, wait so many seconds for replies, then end them and the replicas."""
         self._is_open = False
         if self._is_stopped:
             return
@@ -171,54 +167,53 @@ def _wait(holds: Callable[[], bool]) -> None:
 
 
 class RoutedPrompts:
-    """Prompts in digests, one after the other on a thread of its own. ModelError, WarmFileError: an option is wrong."""
+    """Makes digests of prompts, on a thread of its own. ModelError, WarmFileError: an option is wrong."""
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         assert options.model is not None
         self._options, self._secret, self._model = options, secret, options.model
-        # Only for what needs no weights; the files belong to the replicas.
+        # No weights are loaded, and the files belong to the replicas.
         self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
         self._tokenizer = self._models.outlined(options.model)
         for entry in read_warm_file(options.warm) if options.warm else ():
-            entry.tokens(self._tokenizer, options)  # an error is better raised here than in several processes
+            entry.tokens(self._tokenizer, options)  # raises here rather than in several processes
         self._thread = ThreadPoolExecutor(1, "tokens")
 
     async def ask_of(self, request: Request) -> Ask:
-        return await self._on_thread(self._ask_of, request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask_of, request)
 
     async def count_tokens(self, request: Request) -> int:
-        return await self._on_thread(self._count, request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._count, request)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _on_thread(self, function: Callable[[Request], T], request: Request) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, request)
-
     def _ask_of(self, request: Request) -> Ask:
-        if not self._is_default(request):
-            return NOTHING
         try:
-            tokens = prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens
+            tokens = self._tokens(request)
         except ApiError:
+            tokens = None
+        if tokens is None:
             return NOTHING
         root = root_digest(self._model, request.namespace, self._secret)
         return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
 
     def _count(self, request: Request) -> int:
-        if not self._is_default(request):
-            return self._models.count_tokens(request)
-        return len(prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens)
+        tokens = self._tokens(request)
+        return self._models.count_tokens(request) if tokens is None else len(tokens)
 
-    def _is_default(self, request: Request) -> bool:
-        return self._models.key_of(request.names) == self._models.key_of(ModelNames())
+    def _tokens(self, request: Request) -> Any:
+        """The prompt's tokens; None: it is for another model than the server's."""
+        if self._models.key_of(request.names) != self._models.key_of(ModelNames()):
+            return None
+        return prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens
 
 
 def replica_options(options: ServeOptions) -> ServeOptions:
     """The options of a replica: its share of the budget, and no keys, which the application checks."""
     count, budget_bytes = options.replicas or 1, options.budget_bytes
     if budget_bytes is None and options.ray is None:
-        budget_bytes, _ = default_budget_bytes(None)  # on one machine all of them share what one cache would take
+        budget_bytes, _ = default_budget_bytes(None)  # the replicas of one machine share the budget of one cache
     if budget_bytes is not None:
         budget_bytes = max(1, budget_bytes // count)
     mine: dict[str, Any] = {"api_keys": None, "admin_key_file": None, "namespace_by": "none"}

@@ -1,9 +1,9 @@
-"""Routes of the cache with replicas: each replica is asked, and the answers are put together. Never imports MLX.
+"""Routes of the cache with replicas: each replica is asked, and the replies are combined. Never imports MLX.
 
-    GET  /metrics        of all, each sample with its replica's name, and counters of the router
-    GET  /cache          the page; it shows models of replicas instead of models of a server
+    GET  /metrics        of all replicas, each sample with its replica's name, and counters of the router
+    GET  /cache          the page; it shows the models of all replicas
     GET  /cache/state    of the model and replica that is shown; requests and counts of all
-    other routes         ?replica=NAME, or all of them: {"replicas": {NAME: the answer}}
+    other routes         of ?replica=NAME, or of all: {"replicas": {NAME: the reply}}
 
 `runner.serve.middleware` decides who may ask.
 """
@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -22,7 +23,6 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from runner.serve.admin import cache_page
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS
@@ -42,11 +42,7 @@ ROUTER_METRICS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFami
 
 
 class Scrape:
-    """What `GET /metrics` shows: metrics of the application, of the router, and those of replicas, which are texts.
-
-    Args:
-        counts: those of each replica.
-    """
+    """The text of `GET /metrics`: metrics of the application, of the router and of the replicas."""
 
     def __init__(self, counts: Callable[[], Mapping[str, ReplicaCounts]]) -> None:
         self._counts = counts
@@ -58,10 +54,9 @@ class Scrape:
         self._http.labels(route, str(status)).inc()
 
     def exposition(self, texts: Mapping[str, str]) -> bytes:
-        """Everything in Prometheus' text format; `texts` are those of the replicas, by their names."""
-        registry = CollectorRegistry()
-        registry.register(_Families([*self._of_router(), *label_by_replica(texts)]))
-        return generate_latest(self._own) + generate_latest(registry)
+        """All metrics in Prometheus' text format; `texts` are those of the replicas, by their names."""
+        families = SimpleNamespace(collect=lambda: [*self._of_router(), *label_by_replica(texts)])
+        return generate_latest(self._own) + generate_latest(families)
 
     def _of_router(self) -> Iterator[Metric]:
         counts = self._counts()
@@ -73,7 +68,7 @@ class Scrape:
 
 
 def label_by_replica(texts: Mapping[str, str]) -> list[Metric]:
-    """The families of several expositions, each sample with the label `replica`."""
+    """The metrics in these texts, each sample with the label `replica`."""
     found: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
         for family in text_string_to_metric_families(text):
@@ -83,14 +78,6 @@ def label_by_replica(texts: Mapping[str, str]) -> list[Metric]:
     return list(found.values())
 
 
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
 class AdminTarget(Protocol):
     """Replicas that answer admins: a Fleet."""
 
@@ -98,11 +85,11 @@ class AdminTarget(Protocol):
     def names(self) -> list[str]: ...
 
     def admin(self, name: str, request: AdminRequest) -> AdminReply:
-        """The reply of one replica. ApiError: it gives none (503)."""
+        """The reply of one replica. ApiError: there is none (503)."""
 
 
 def replica_routes(fleet: AdminTarget, scrape: Scrape) -> APIRouter:
-    """Return the routes; each raises ApiError for what is wrong with a request."""
+    """Return the routes. ApiError: a request is wrong."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -145,7 +132,7 @@ def replica_routes(fleet: AdminTarget, scrape: Scrape) -> APIRouter:
 
 
 def one_state(states: Mapping[str, dict[str, Any]], shown: str) -> dict[str, Any]:
-    """The state that the page shows of several replicas, in the form of one; a model has the names of both."""
+    """The states of several replicas as one, for the page; a model's name begins with its replica's."""
 
     def both(name: str, model: str) -> str:
         return f"{name}{BETWEEN}{model}"

@@ -1,18 +1,18 @@
-"""What the server uses of Ray, and a request's way through it. Never imports MLX.
+"""The border to Ray, and the way of a request through it. Never imports MLX.
 
-Ray Serve's request router is alpha: all that it calls in `SwitchboardRouter`, and that this asks of it, is in this
-file; `tests/serve/test_replicas_border.py` pins each name. Source: ray 2.60.0.
+Ray Serve's request router is alpha. So every name of it that is used stands in this file, and
+`tests/serve/test_replicas_border.py` pins each. Source: ray 2.60.0.
 
-    choose_replicas(candidates, pending)     asks the switchboard, which was made in this process, for one of them
-    update_replicas, on_replica_actor_died   say which replicas there are
+    choose_replicas(candidates, pending)     asks the switchboard of this process for one of them
+    update_replicas, on_replica_actor_died   tell the switchboard which replicas there are
 
-Ray pickles the class by value, also for use in this process: it gets what it knows by calls of functions. A call is
-addressed by its argument `to`: the name of a replica, or a RoutedRequest, for which the switchboard decides.
+Ray pickles the class by value, even for use in this process, so it reaches the switchboard by a call of a function. The
+argument `to` of a call is the name of a replica, or a RoutedRequest, for which the switchboard chooses.
 
 Invariants of a Relay, which works on the event loop:
 
-  RE1  Every request gets exactly one Ended or Failed, also if its replica dies.
-  RE2  A request without a token so far is sent to another replica if its own dies, RETRIES times.
+  RE1  Every request gets exactly one Ended or Failed, even if its replica dies.
+  RE2  If a replica dies, a request without a token is sent to another one, RETRIES times at most.
   RE3  The request is no longer booked as work of a replica when its last event is put.
 """
 
@@ -37,15 +37,14 @@ from runner.routing.routers import Ask
 from runner.serve.replicas.switchboard import RoutedRequest, Switchboard, switchboard_of
 from runner.serve.request import Ended, Failed, OpenRequest, Request, Token
 
-# Ray reports nothing to anybody, and logs to its own files.
+# Ray sends no usage statistics, and logs to its own files.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-
-#: What a call raises if its replica is gone, or cannot be reached.
+#: The errors of a call whose replica is gone or cannot be reached.
 GONE = (RayError, RayServeException)
-#: Of a local Ray: replies are small.
+#: Of a local Ray, where replies are small.
 OBJECT_STORE_BYTES = 80 << 20
 #: Name of all replicas in Ray Serve.
 DEPLOYMENT = "replica"
@@ -82,10 +81,7 @@ class SwitchboardRouter(RequestRouter):
 
 
 def connect(address: str | None, cpus: int) -> None:
-    """Join the cluster at an address, or start Ray here with so many CPUs, for this process alone.
-
-    ConnectionError: no cluster answers.
-    """
+    """Join the cluster at an address, or start Ray with so many CPUs for this process. ConnectionError: no cluster."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
         try:
@@ -97,7 +93,7 @@ def connect(address: str | None, cpus: int) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", num_cpus=cpus, num_gpus=0, **quiet)
-    # The server says itself what a user has to know.
+    # The server logs what a user has to know.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
 
@@ -114,7 +110,7 @@ def _require_listener(address: str) -> None:
 def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:
     """Start replicas of a class, wait until all run, and return the handle. ValueError: they cannot be started.
 
-    `cpus` and `max_calls` at a time are those of each replica; `name` is of the application and of the switchboard.
+    Each replica has so many CPUs, and takes `max_calls` at a time. Application and switchboard have this name.
     """
     about: dict[str, Any] = {"request_router_class": SwitchboardRouter, "request_router_kwargs": {"switchboard": name}}
     deployment = serve.deployment(
@@ -136,7 +132,7 @@ def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpu
 
 
 def disconnect(name: str, *, is_local: bool) -> None:
-    """End the replicas, and Ray too if it was started for them."""
+    """End the replicas, and Ray if it was started for them."""
     if ray.is_initialized():
         if not is_local:
             serve.delete(name)
@@ -144,10 +140,9 @@ def disconnect(name: str, *, is_local: bool) -> None:
 
 
 class Relay:
-    """Sends requests to replicas, and their events back.
+    """Sends requests to replicas, and puts their events.
 
-    `call(request, to=RoutedRequest)` returns an async iterator of lists of events that has `cancel()`. `ask_of` makes
-    what the switchboard decides by.
+    `call(request, to=RoutedRequest)` returns an async iterator of lists of events, which has `cancel()`.
     """
 
     def __init__(
@@ -168,7 +163,7 @@ class Relay:
         opened.put(last)
 
     async def _last_event(self, opened: OpenRequest, routed: RoutedRequest) -> Ended | Failed:
-        """Put all events but the last one, which is returned."""
+        """Put all events but the last one; returns that."""
         for retries in reversed(range(1 + RETRIES)):
             stream, has_tokens = self._call(opened.request, to=routed), False
             try:

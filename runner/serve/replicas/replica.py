@@ -1,11 +1,6 @@
 """Replica: a model, a cache and their generation thread, in a process of Ray Serve. A Fleet calls it.
 
-    answer    Request ──▶ lists of reply events
-    news      ──▶ ReplicaNews, whenever something changed, as long as somebody listens
-    admin     an HTTP request to the routes of the cache ──▶ its response
-    stop      Scheduler.stop
-
-The argument `to` of each is for the request router.
+The argument `to` of each method is for the request router.
 """
 
 from __future__ import annotations
@@ -33,14 +28,14 @@ from runner.serve.replicas.switchboard import (
 from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
-#: Seconds between two looks for news, and the share of the time that looking may take.
+#: Seconds between two checks for news, and the share of time that checks may take.
 PAUSE_S, SHARE = 0.1, 0.05
 #: Records of ended requests that wait for the next news.
 MAX_RECORDS = 4096
 
 
 class Replica:
-    """Serves one model; `options` are without those of the application. Raises as Scheduler and its start."""
+    """Serves one model; `options` are those of `replica_options`. Raises as Scheduler and its start."""
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         logging.basicConfig(level=logging.WARNING)
@@ -74,11 +69,11 @@ class Replica:
             opened.cancel()
 
     async def news(self, *, to: str) -> AsyncIterator[ReplicaNews]:
-        """What is stored, then what changes, until the replica has ended."""
+        """Yield what is stored, then each change, until the replica has ended."""
         digests = DigestChanges(str(self._options.model), self._secret)
         known, is_first, is_last = -1, True, False
         while not is_last:
-            is_last = self._has_ended  # read before the look, which then finds everything
+            is_last = self._has_ended  # read first, so that the last news has everything
             began_s, changes = time.perf_counter(), self._changes
             if changes != known:
                 known = changes
@@ -90,7 +85,6 @@ class Replica:
             await asyncio.sleep(max(PAUSE_S, (time.perf_counter() - began_s) / SHARE))
 
     async def admin(self, request: AdminRequest, *, to: str) -> AdminReply:
-        """Answer an admin, whom the application let in."""
         return await call_app(self._app, request)
 
     async def stop(self, drain_s: float, *, to: str) -> None:
@@ -113,7 +107,7 @@ class Replica:
                     break
         return []
 
-    # By the generation thread
+    # Called by the generation thread
 
     def _on_record(self, record: RequestRecord) -> None:
         self._watch.on_record(record)

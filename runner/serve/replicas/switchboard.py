@@ -3,11 +3,9 @@
     Ray's router    ── set_names, place ──▶ ┐
     Fleet           ── end, learn ────────▶ ┘ Dispatcher: the decision, as in simulations
 
-Replicas send it news: how requests ended, and which prefixes they stored and evicted, by digests at block borders. At
-most MAX_DIGESTS of a replica are known, parents before children. Also an HTTP request of an admin as plain data, and an
-application called with it.
-
-Any thread may use a Switchboard. The other parts belong to one thread.
+Replicas send news: how requests ended, and which prefixes they stored and evicted, by digests at block borders. At most
+MAX_DIGESTS of a replica are known, parents before children. Also an HTTP request of an admin as plain data, and a call
+of an application with it. Any thread may use a Switchboard; the other classes belong to one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class ReplicaNews:
 
 @dataclass
 class DigestChanges:
-    """The digests that one listener knows; they are made with `model` and `secret`."""
+    """The digests that one listener knows, for `model` and `secret`."""
 
     model: str
     secret: bytes
@@ -71,15 +69,13 @@ class DigestChanges:
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A request that goes where the switchboard decides."""
+    """A request for which the switchboard chooses the replica."""
 
     id: str
     ask: Ask
 
 
 class ReplicaCounts(NamedTuple):
-    """What was sent to one replica, and what is known of it."""
-
     requests: int
     matched_tokens: int
     known_digests: int
@@ -87,7 +83,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class Switchboard:
-    """Which replicas there are, and where requests go. `on_names` is called with all names when they change."""
+    """Which replicas there are, and where requests go. When the names change, `on_names` gets all of them."""
 
     def __init__(
         self, router: str, on_names: Callable[[set[str]], object], clock: Callable[[], float] = time.monotonic
@@ -106,19 +102,18 @@ class Switchboard:
             return sorted(self._names)
 
     def set_names(self, names: set[str]) -> None:
-        """Say which replicas there are; all others are forgotten."""
+        """Set which replicas there are; all others are forgotten."""
         with self._lock:
-            gone, is_new = self._names - names, self._names != names
-            self._names = set(names)
+            before, self._names = self._names, set(names)
             for name in names:
                 self._dispatcher.join(name)
-            for name in gone:
+            for name in before - names:
                 self._dispatcher.forget(name)
-        if is_new:
+        if before != names:
             self._on_names(set(names))
 
     def place(self, to: str | RoutedRequest, names: set[str]) -> str | None:
-        """Where a call goes; None: nowhere. A request is booked there, and nowhere else."""
+        """The name of the replica that a call goes to, or None. A request is booked there, and nowhere else."""
         if isinstance(to, str):
             return to if to in names else None
         with self._lock:
@@ -144,7 +139,7 @@ class Switchboard:
             self._end(request, self._clock(), work_s)
 
     def learn(self, name: str, news: ReplicaNews) -> None:
-        """Take the news of a replica; prefixes of one that is gone are ignored."""
+        """Learn the news of a replica; if it is gone, only the records."""
         with self._lock:
             if name in self._names:
                 self._dispatcher.tell(name, news.added, news.removed)
@@ -166,7 +161,7 @@ class Switchboard:
         self._dispatcher.end(request, now_s, work_s)
 
     def _measure(self, record: RequestRecord, together: int) -> None:
-        """Measure the cost of tokens; of requests that decode together each has its share of a step."""
+        """Measure the cost of tokens; requests that decode together share each step."""
         if record.ttft_ms is not None and record.queue_ms is not None:
             tokens = record.prompt_tokens - record.cached_tokens
             self._dispatcher.rates.prefilled(tokens, (record.ttft_ms - record.queue_ms) / 1e3)
@@ -174,17 +169,17 @@ class Switchboard:
             self._dispatcher.rates.decoded(record.completion_tokens, sum(record.gaps_ms) / 1e3 / together)
 
 
-#: By the name of the application: Ray makes routers itself, and passes only names to them.
+#: By the name of the application. Ray makes routers itself, and passes only names to them.
 SWITCHBOARDS: dict[str, Switchboard] = {}
 
 
 def switchboard_of(name: str) -> Switchboard:
-    """The switchboard of an application, by a call: classes that Ray pickles by value copy the dict."""
+    """The switchboard of an application. Classes that Ray pickles by value call this: they would copy the dict."""
     return SWITCHBOARDS[name]
 
 
 class AdminRequest(NamedTuple):
-    """An admin's request that was let in; the body is JSON."""
+    """An admin's request, which is authorized; the body is JSON."""
 
     method: str
     path: str
@@ -200,17 +195,18 @@ class AdminReply(NamedTuple):
 
 async def call_app(app: ASGIApp, request: AdminRequest) -> AdminReply:
     """The reply of an application to a request from this machine."""
-    headers = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(len(request.body))}
+    address = ("127.0.0.1", 0)
+    headers = {"host": address[0], "content-type": "application/json", "content-length": str(len(request.body))}
     scope: Scope = {
         "type": "http",
         "http_version": "1.1",
-        "method": request.method,
         "scheme": "http",
+        "client": address,
+        "server": address,
+        "method": request.method,
         "path": request.path,
         "query_string": request.query.encode(),
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": ("127.0.0.1", 0),
-        "server": ("127.0.0.1", 0),
     }
     sent: list[Message] = []
 
