@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
 from runner.commands.replay import SHORT_USERS
@@ -20,12 +20,8 @@ def rendered_chars(messages: tuple[dict[str, Any], ...]) -> int:
 
 
 def shared_messages(one: Conversation, other: Conversation) -> int:
-    count = 0
-    for left, right in zip(one.messages, other.messages, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+    pairs = zip(one.messages, other.messages, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def test_default_schedule_has_about_24_requests_and_12000_prompt_tokens() -> None:
@@ -67,30 +63,20 @@ def test_branches_occur_at_every_depth() -> None:
             depths.add("in the middle")
         elif shared > 2:
             depths.add("at the last turn" if one.messages[shared]["role"] == "user" else "at the last reply")
-    assert depths == {
-        "after the system prompt",
-        "at the first user turn",
-        "at the first reply",
-        "in the middle",
-        "at the last turn",
-        "at the last reply",
-    }
+    first = {"after the system prompt", "at the first user turn", "at the first reply"}
+    assert depths == first | {"in the middle", "at the last turn", "at the last reply"}
 
 
 def test_tool_calls_have_results_and_tools_and_are_described_in_the_system_prompt() -> None:
-    with_tools = [conversation for conversation in builtin_conversations() if conversation.tools]
     calls = 0
-    for conversation in with_tools:
-        names = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools or ()}
-        assert all(
-            f"- {name}({', '.join(names[name]['properties'])}):" in conversation.messages[0]["content"]
-            for name in names
-        )
-        for message, result in zip(conversation.messages, conversation.messages[1:], strict=False):
+    for conversation in builtin_conversations():
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools or ()}
+        for name, about in tools.items():
+            assert f"- {name}({', '.join(about['properties'])}):" in conversation.messages[0]["content"]
+        for message, result in pairwise(conversation.messages):
             for call in message.get("tool_calls", ()):
                 calls += 1
-                assert set(json.loads(call["function"]["arguments"])) == set(
-                    names[call["function"]["name"]]["required"]
-                )
+                function = call["function"]
+                assert set(json.loads(function["arguments"])) == set(tools[function["name"]]["required"])
                 assert (result["role"], result["tool_call_id"]) == ("tool", call["id"])
     assert calls >= 2
