@@ -1,7 +1,5 @@
 """`generate` streams one reply, whatever ends it, and leaves the run knowing what its caches hold."""
 
-import threading
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,26 +21,17 @@ def tiny():
 
 
 class CountingRun(PlainRun):
-    """A run that counts what was dispatched and remembers the lengths of the prefill chunks."""
+    """A run that counts its steps."""
 
-    def __init__(self, tokens, caches):
-        super().__init__(tokens, caches)
-        self.steps = 0
-        self.offsets = []
+    steps = 0
 
     def step(self, model, tokens):
         self.steps += 1
         return super().step(model, tokens)
 
 
-def begin(tiny, tokens=PROMPT):
-    return CountingRun(tokens, make_prompt_cache(tiny.model))
-
-
-def scripted(tokens):
-    """A sampler that says what it is told to, whatever the model thinks."""
-    script = iter(tokens)
-    return lambda logprobs: mx.array([next(script)])
+def begin(tiny):
+    return CountingRun(PROMPT, make_prompt_cache(tiny.model))
 
 
 def completion_of(pieces):
@@ -53,8 +42,9 @@ def completion_of(pieces):
 
 
 def reply(tiny, run=None, sampled=None, **more):
-    """The pieces of a reply; `sampled` are the tokens of the sampler, whatever the model thinks."""
-    sampler = None if sampled is None else scripted(sampled)
+    """The pieces of a reply; `sampled` are the tokens of the sampler, whatever the logits are."""
+    script = iter(sampled or ())
+    sampler = None if sampled is None else lambda logprobs: mx.array([next(script)])
     options = {"max_tokens": 50, "stop_tokens": (), "sampler": sampler, "model": tiny.model, **more}
     return generate(run or begin(tiny), options.pop("model"), tiny.tokenizer, **options)
 
@@ -132,13 +122,9 @@ def test_a_reply_that_ends_inside_a_character_ends_before_it(tiny):
 
 
 def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
-    cancel, run = threading.Event(), begin(tiny)
-
-    def on_progress(offset, total):
-        if offset >= 40:
-            cancel.set()
-
-    pieces = list(reply(tiny, run, step_size=40, cancelled=cancel.is_set, on_progress=on_progress))
+    run, offsets = begin(tiny), [0]
+    progress = {"cancelled": lambda: offsets[-1] >= 40, "on_progress": lambda offset, _: offsets.append(offset)}
+    pieces = list(reply(tiny, run, step_size=40, **progress))
     completion = completion_of(pieces)
     assert (completion.done_reason, completion.tokens, completion.ttft_ms) == ("cancelled", (), None)
     assert run.steps == 0
@@ -146,18 +132,13 @@ def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
     assert {cache.offset for cache in run.caches} == {40}
 
 
-def test_cancelling_before_the_start_evaluates_nothing(tiny):
+def test_cancelling_before_the_start_evaluates_nothing_and_between_tokens_ends_with_the_tokens_so_far(tiny):
     run = begin(tiny)
     assert completion_of(list(reply(tiny, run, cancelled=lambda: True))).done_reason == "cancelled"
     assert all(cache.empty() for cache in run.caches)
-
-
-def test_cancelling_between_tokens_ends_with_the_tokens_so_far(tiny):
-    cancel, run, pieces = threading.Event(), begin(tiny), []
-    for piece in reply(tiny, run, range(40, 90), cancelled=cancel.is_set):
+    run, pieces = begin(tiny), []
+    for piece in reply(tiny, run, range(40, 90), cancelled=lambda: len(pieces) == 3):
         pieces.append(piece)
-        if len(pieces) == 3:
-            cancel.set()
     completion = completion_of(pieces)
     assert (completion.done_reason, completion.tokens) == ("cancelled", (40, 41, 42, 43))
     assert run.finish().tolist() == [*PROMPT, 40, 41, 42, 43]
@@ -210,11 +191,10 @@ def test_a_limit_below_one_is_refused_before_anything_runs(tiny, limits):
 
 
 class Uncompiled:
-    """A model that asks for MLX's compiled mode to be off, and tells whether it was."""
+    """A model that asks for MLX's compiled mode to be off, and records whether it was."""
 
     def __init__(self, model, *, as_method=False, fails=False):
-        self._model = model
-        self._fails = fails
+        self._model, self._fails = model, fails
         self.enable_compile = (lambda: False) if as_method else False
         self.compiled_calls = []
 
@@ -226,14 +206,9 @@ class Uncompiled:
 
 
 def is_compiling() -> bool:
-    """Tell whether MLX's compiled mode is on: a compiled function runs its Python only once then."""
+    """Whether MLX's compiled mode is on: then a compiled function runs its Python only once."""
     traces = []
-
-    def traced(x):
-        traces.append(x)
-        return x + 1
-
-    compiled = mx.compile(traced)
+    compiled = mx.compile(lambda x: traces.append(x) or x + 1)
     compiled(mx.array(1))
     compiled(mx.array(2))
     return len(traces) == 1
