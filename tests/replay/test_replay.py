@@ -28,9 +28,7 @@ class Silence:
     """Watches a replay and remembers what it was told."""
 
     def __init__(self):
-        self.runs = []
-        self.advances = []
-        self.done = []
+        self.runs, self.advances, self.done = [], [], []
 
     def run_started(self, cache, requests):
         self.runs.append((cache, requests))
@@ -62,18 +60,16 @@ def options(**more):
     return ReplayOptions(**{"budget_bytes": BUDGET_BYTES, "max_tokens": 4, "step_size": 64, **more})
 
 
-def run(model, caches, *, conversations=CONVERSATIONS, seed=1, skip_bad=False, **more):
+def run(model, caches, *, conversations=CONVERSATIONS, **more):
     """Replay conversations; returns the runs by cache."""
-    chosen = options(**more)
-    loaded = load_model(model)
-    script = Script(
-        loaded,
-        schedule(conversations, seed=seed),
-        max_tokens=chosen.max_tokens,
-        recorded=chosen.recorded,
-        skip_bad=skip_bad,
-    )
+    chosen, loaded = options(**more), load_model(model)
+    script = Script(loaded, schedule(conversations, seed=1), max_tokens=chosen.max_tokens, recorded=chosen.recorded)
     return {each.cache: each for each in replay(loaded, script, caches, chosen, Silence())}
+
+
+def opened(cache, kind="llama"):
+    loaded = load_model(f"tiny:{kind}")
+    return loaded, open_cache(cache, loaded, options())
 
 
 def prompt_of(tokens, system_end=0):
@@ -81,9 +77,9 @@ def prompt_of(tokens, system_end=0):
     return Prompt(array, (system_end,) if system_end else (), system_end, ends_with_user=True, reply_tokens=4)
 
 
-def serve(backend, loaded, prompt, max_tokens=4):
+def serve(cache, loaded, prompt, max_tokens=4):
     """Answer one prompt; returns (cached tokens, reason, tokens of the reply)."""
-    with backend.begin(prompt) as session:
+    with cache.begin(prompt) as session:
         pieces = list(generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=()))
         return session.cached_tokens, session.reason, pieces[-1].completion.tokens
 
@@ -165,53 +161,49 @@ def test_a_replay_that_is_broken_off_keeps_the_rounds_that_ended():
 
 
 def test_single_continues_its_own_conversation_and_keeps_only_the_common_prefix_of_another():
-    loaded = load_model("tiny:llama")
-    backend = open_cache("single", loaded, options())
+    loaded, cache = opened("single")
     first = list(range(20, 120))
-    assert serve(backend, loaded, prompt_of(first))[0] == 0
+    assert serve(cache, loaded, prompt_of(first))[0] == 0
     # The last of 4 reply tokens is predicted but not evaluated: 100 prompt tokens and 3 of the reply are held.
-    assert serve(backend, loaded, prompt_of([*first, 7, 7]))[0] == 100
-    assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 40
-    assert serve(backend, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 42
+    assert serve(cache, loaded, prompt_of([*first, 7, 7]))[0] == 100
+    assert serve(cache, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 40
+    assert serve(cache, loaded, prompt_of([*first[:40], 9, 9, 9]))[0] == 42
     # A run that fails leaves caches that nobody knows.
-    with pytest.raises(KeyboardInterrupt), backend.begin(prompt_of(first)):
+    with pytest.raises(KeyboardInterrupt), cache.begin(prompt_of(first)):
         raise KeyboardInterrupt
-    assert backend.live_bytes == 0
-    assert serve(backend, loaded, prompt_of(first))[0] == 0
+    assert cache.live_bytes == 0
+    assert serve(cache, loaded, prompt_of(first))[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "llama_sliding"])
 def test_single_frees_what_it_cannot_trim_and_says_so(kind):
-    loaded = load_model(f"tiny:{kind}")
-    backend = open_cache("single", loaded, options())
+    loaded, cache = opened("single", kind)
     first = list(range(20, 120))
-    *_, reply = serve(backend, loaded, prompt_of(first))
+    *_, reply = serve(cache, loaded, prompt_of(first))
     # Going on with the very tokens it holds needs no trimming.
     longer = [*first, *reply[:3], 7, 7]
-    cached_tokens, reason, _ = serve(backend, loaded, prompt_of(longer))
+    cached_tokens, reason, _ = serve(cache, loaded, prompt_of(longer))
     assert (cached_tokens, reason) == (103, None)
-    cached_tokens, reason, _ = serve(backend, loaded, prompt_of([*first[:40], 9]))
+    cached_tokens, reason, _ = serve(cache, loaded, prompt_of([*first[:40], 9]))
     assert (cached_tokens, reason) == (0, "a layer cannot be trimmed back to the common prefix")
 
 
 def test_a_window_that_has_not_wrapped_is_trimmed():
-    loaded = load_model("tiny:llama_sliding")
-    backend = open_cache("single", loaded, options())
-    serve(backend, loaded, prompt_of([20, 21, 22, 23, 24]), max_tokens=2)
-    assert serve(backend, loaded, prompt_of([20, 21, 22, 9]), max_tokens=2)[0] == 3
+    loaded, cache = opened("single", "llama_sliding")
+    serve(cache, loaded, prompt_of([20, 21, 22, 23, 24]), max_tokens=2)
+    assert serve(cache, loaded, prompt_of([20, 21, 22, 9]), max_tokens=2)[0] == 3
 
 
 def test_mlx_lm_stores_the_system_prompt_the_user_turn_and_the_reply_of_a_model_that_cannot_trim():
-    loaded = load_model("tiny:mamba2")
-    backend = open_cache("mlx-lm", loaded, options())
+    loaded, cache = opened("mlx-lm", "mamba2")
     system = list(range(20, 60))
-    *_, reply = serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
-    counts = {kind: stats["n_sequences"] for kind, stats in backend._stored.stats_by_type().items()}
+    *_, reply = serve(cache, loaded, prompt_of([*system, 1, 2, 3], system_end=40))
+    counts = {kind: stats["n_sequences"] for kind, stats in cache._stored.stats_by_type().items()}
     assert counts == {"system": 1, "user": 1, "assistant": 1}
     # Another user resumes at the system prompt, a repetition at the user turn, the next turn after the reply.
-    assert serve(backend, loaded, prompt_of([*system, 9, 9, 9], system_end=40))[0] == 40
-    assert serve(backend, loaded, prompt_of([*system, 1, 2, 3], system_end=40))[0] == 42
-    assert serve(backend, loaded, prompt_of([*system, 1, 2, 3, *reply[:3], 8, 8], system_end=40))[0] == 46
+    assert serve(cache, loaded, prompt_of([*system, 9, 9, 9], system_end=40))[0] == 40
+    assert serve(cache, loaded, prompt_of([*system, 1, 2, 3], system_end=40))[0] == 42
+    assert serve(cache, loaded, prompt_of([*system, 1, 2, 3, *reply[:3], 8, 8], system_end=40))[0] == 46
 
 
 @pytest.mark.parametrize(
@@ -225,52 +217,48 @@ def test_mlx_lm_stores_where_its_own_server_cuts_the_prompt(texts, system):
     server.model_provider = SimpleNamespace(processor=None, cli_args=SimpleNamespace(chat_template_args={}))
     asked = script[0].prompt
     count = len(messages) if len(texts) == 1 else len(messages) - 2
-    request = SimpleNamespace(
-        request_type="chat", messages=[dict(m) for m in messages[:count]], tools=None, role_mapping=None
-    )
-    tokens, segments, kinds, *_ = server._tokenize(
-        loaded.tokenizer, request, SimpleNamespace(chat_template_kwargs=None)
-    )
+    asked_messages = [dict(message) for message in messages[:count]]
+    request = SimpleNamespace(request_type="chat", messages=asked_messages, tools=None, role_mapping=None)
+    arguments = SimpleNamespace(chat_template_kwargs=None)
+    tokens, segments, kinds, *_ = server._tokenize(loaded.tokenizer, request, arguments)
     assert tokens == asked.tokens.tolist()
     ends = np.cumsum([len(segment) for segment in segments]).tolist()
     # Its generator keeps the last token of the last segment for the first step.
     ends[-1] -= 1
-    backend = open_cache("mlx-lm", loaded, options())
-    assert list(backend.segments(asked)) == list(zip(ends, kinds, strict=True))
+    cache = open_cache("mlx-lm", loaded, options())
+    assert list(cache.segments(asked)) == list(zip(ends, kinds, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
 def test_mlx_lm_evaluates_the_last_token_of_a_prompt_that_is_stored_whole(kind):
-    loaded = load_model(f"tiny:{kind}")
-    backend = open_cache("mlx-lm", loaded, options())
+    loaded, cache = opened("mlx-lm", kind)
     prompt = list(range(20, 60))
-    *_, reply = serve(backend, loaded, prompt_of(prompt))
+    *_, reply = serve(cache, loaded, prompt_of(prompt))
     # What trims has one entry per conversation.
-    assert len(backend._stored) == (1 if kind == "llama" else 2)
-    cached_tokens, _, again = serve(backend, loaded, prompt_of([*prompt, *reply[:3]]))
+    assert len(cache._stored) == (1 if kind == "llama" else 2)
+    cached_tokens, _, again = serve(cache, loaded, prompt_of([*prompt, *reply[:3]]))
     # What trims goes back by one; what does not goes back to the entry before.
     assert cached_tokens == (42 if kind == "llama" else 39)
     assert again[0] == reply[3]
 
 
 def test_mlx_lm_stays_within_the_budget_with_the_live_cache_and_counts_what_that_costs():
-    loaded = load_model("tiny:llama")
-    backend = open_cache("mlx-lm", loaded, options())
-    serve(backend, loaded, prompt_of(range(20, 120)))
-    one_bytes = backend.paged_bytes
-    backend._budget_bytes = int(2.5 * one_bytes)
+    loaded, cache = opened("mlx-lm")
+    serve(cache, loaded, prompt_of(range(20, 120)))
+    one_bytes = cache.paged_bytes
+    cache._budget_bytes = int(2.5 * one_bytes)
     for start in range(4):
-        serve(backend, loaded, prompt_of([start, *range(21, 120)]))
-        assert backend.paged_bytes <= 2.5 * one_bytes
-    assert (len(backend._stored), backend.evictions) == (2, 3)
-    backend._budget_bytes = int(1.5 * one_bytes)
+        serve(cache, loaded, prompt_of([start, *range(21, 120)]))
+        assert cache.paged_bytes <= 2.5 * one_bytes
+    assert (len(cache._stored), cache.evictions) == (2, 3)
+    cache._budget_bytes = int(1.5 * one_bytes)
     # The hit's copy and the entries that it came from do not fit together.
-    with backend.begin(prompt_of([3, *range(21, 120), 5])) as session:
+    with cache.begin(prompt_of([3, *range(21, 120), 5])) as session:
         assert session.cached_tokens == 100
-        assert layers_bytes(session.caches) == backend.live_bytes
+        assert layers_bytes(session.caches) == cache.live_bytes
         # What is stored holds no spare capacity.
         assert {caches.stored_copy(cache).keys.shape[2] for cache in session.caches} == {100}
-        assert (backend.paged_bytes, backend.evictions) == (0, 5)
+        assert (cache.paged_bytes, cache.evictions) == (0, 5)
 
 
 def test_a_recorded_reply_is_part_of_what_the_next_turn_resumes():
@@ -321,9 +309,7 @@ def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypa
     longest = max(map(len, loaded.tokenizer.get_vocab()))
     over = conversation("long", "bob", "x" * (longest * (loaded.context_length + 1)))
     monkeypatch.setattr("runner.script.script.render_chat", lambda *_, **__: pytest.fail("it was tokenized"))
-    with pytest.raises(
-        ScriptError, match=r"characters are 32,7\d\d tokens at least, and do not fit the model's context"
-    ):
+    with pytest.raises(ScriptError, match=r"are 32,7\d\d tokens at least, and do not fit the model's context"):
         Script(loaded, schedule([over]), max_tokens=4)
 
 
@@ -340,11 +326,10 @@ def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
-    loaded = load_model(f"tiny:{kind}")
-    backend = open_cache("radix", loaded, options())
+    loaded, cache = opened("radix", kind)
     prompt = prompt_of(range(20, 220))
     reached = []
-    with backend.begin(prompt) as session:
+    with cache.begin(prompt) as session:
         pieces = generate(
             session,
             loaded.model,
@@ -356,22 +341,21 @@ def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
         )
         assert [piece.completion.done_reason for piece in pieces] == ["cancelled"]
     assert reached == [0, 64, 128]
-    cached_tokens, _, reply = serve(backend, loaded, prompt)
+    cached_tokens, _, reply = serve(cache, loaded, prompt)
     assert cached_tokens == 128
     assert reply == serve(open_cache("none", loaded, options()), loaded, prompt)[2]
 
 
 def test_a_reply_closed_early_leaves_the_radix_cache_sound():
-    loaded = load_model("tiny:jamba")
-    backend = open_cache("radix", loaded, options())
+    loaded, cache = opened("radix", "jamba")
     prompt = prompt_of(range(20, 220))
-    with backend.begin(prompt) as session:
+    with cache.begin(prompt) as session:
         pieces = generate(session, loaded.model, loaded.tokenizer, max_tokens=20, stop_tokens=())
         started = [next(pieces).token, next(pieces).token]
         pieces.close()
-    backend.shown.check()
+    cache.shown.check()
     longer = prompt_of([*range(20, 220), *started, 7, 7])
-    cached_tokens, _, reply = serve(backend, loaded, longer)
+    cached_tokens, _, reply = serve(cache, loaded, longer)
     assert cached_tokens >= 184
     assert reply == serve(open_cache("none", loaded, options()), loaded, longer)[2]
 
@@ -392,10 +376,7 @@ def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so():
 # Replies that are not recorded: what a user asks next follows on what was generated.
 UNRECORDED = [
     Conversation(
-        name,
-        name,
-        tuple({"role": "user", "content": text} for text in ("Go on.", "Why?")),
-        replies_recorded=False,
+        name, name, tuple({"role": "user", "content": text} for text in ("Go on.", "Why?")), replies_recorded=False
     )
     for name in ("ann", "bob", "eve")
 ]
