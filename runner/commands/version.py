@@ -1,4 +1,4 @@
-"""What an issue has to say about the installation: versions, system, machine, back end. Paths in it begin with ~."""
+"""What an issue needs to know about the installation: versions, system, machine, device. Paths in it begin with ~."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device_name() -> str:
     """The back end that MLX computes with, and its device. Raises what `import mlx.core` raises."""
     import mlx.core as mx
 
-    about = mx.device_info(mx.default_device())
+    about = mx.device_info()
     if mx.default_device().type == mx.DeviceType.cpu:
         return "CPU"
     return f"{'CUDA' if mx.cuda.is_available() else 'Metal'}, {about.get('device_name', 'device without a name')}"
