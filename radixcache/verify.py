@@ -62,13 +62,10 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The error of one array, or of a leaf's offset.
+    """The error of one array of a leaf, or of its offset or shape (array -1); for logits the layer is -1.
 
-    Attributes:
-        layer, cache_class: index and class of the leaf, without counting layers that have no cache; -1 for the logits.
-        array: index of the array in the leaf; -1 for an offset or a shape.
-        error: largest difference over the largest magnitude of the cold array.
-        row_errors: the error of each row of a span layer or a window.
+    `error` is the largest difference over the largest magnitude of the cold array; `row_errors` are those of the rows
+    of a span layer or a window.
     """
 
     part: Part
@@ -274,11 +271,8 @@ Book = Callable[[int], bool]
 class Verifier:
     """Draws requests, counts checks and records mismatches, for one cache.
 
-    Attributes:
-        verified: requests whose restored state was compared.
-        skipped: requests that were drawn and could not be compared.
-        mismatch_count: requests with wrong restored state, or with wrong logits after it.
-        largest_error: the largest relative error of all comparisons.
+    `verified` requests were compared; `skipped` ones were drawn and could not be compared. `largest_error` is the
+    largest relative error of all comparisons.
     """
 
     def __init__(self, share: float, seed: int, lock: Lock, events: Events) -> None:

@@ -12,11 +12,7 @@ from typing import Any
 
 
 def require_writable(path: Path) -> None:
-    """Check before a long run that a file can be written at its end.
-
-    Raises:
-        OSError: it cannot; `strerror` and `filename` say why.
-    """
+    """Check before a long run that a file can be written at its end. OSError: it cannot, with reason and path."""
     if path.is_dir():
         raise IsADirectoryError(21, "is a folder; wanted a file", str(path))
     with _naming(path):
@@ -31,8 +27,7 @@ def require_writable(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a neighbour, then rename it. A link stays a link; a FIFO or a device is written to directly.
 
-    Raises:
-        OSError: it cannot be written; `strerror` and `filename` say why.
+    OSError: it cannot be written; `strerror` and `filename` say why.
     """
     with _naming(path):
         if _is_special(path):

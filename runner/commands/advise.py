@@ -59,14 +59,9 @@ def advise(
     budget_gib: Annotated[float | None, Option(help="Your budget, in GiB.")] = None,
     capacity_blocks: Annotated[int | None, Option(help="Your budget, in blocks.")] = None,
     prefill_tokens_per_s: Annotated[float | None, Option(help="Speed of your model, for seconds saved.")] = None,
-    disk_gib: Annotated[
-        float | None,
-        Option(help="A disk beside the budget, in GiB.  [default: ten times the budget, or room for everything]"),
-    ] = None,
+    disk_gib: Annotated[float | None, Option(help="A disk in GiB.  [default: ten times the budget]")] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    simulation: Annotated[
-        Path | None, Option(help="Rows of `radixcache simulate --json` for this trace, instead of simulating.")
-    ] = None,
+    simulation: Annotated[Path | None, Option(help="Take the rows of `radixcache simulate --json`.")] = None,
     jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1, for long traces up to 4]")] = None,
     full: Annotated[bool, Option("--full", help="Simulate all policies and the optimum on the whole trace.")] = False,
     sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
@@ -79,20 +74,15 @@ def advise(
     """
     require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
     require(budget_gib is None or capacity_blocks is None, "give --budget-gib or --capacity-blocks; wanted only one.")
-    require_positive(
-        budget_gib=budget_gib,
-        capacity_blocks=capacity_blocks,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        disk_gib=disk_gib,
-        disk_mib_per_s=disk_mib_per_s,
-    )
+    require_positive(budget_gib=budget_gib, capacity_blocks=capacity_blocks, prefill_tokens_per_s=prefill_tokens_per_s)
+    require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
     require(
         disk_gib is None or (simulation is None and (budget_gib or capacity_blocks) is not None),
         "--disk-gib goes with --budget-gib or --capacity-blocks, and without --simulation.",
     )
     require_counts(jobs=jobs)
     outputs = Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
-    # Without bytes per token, blocks have no size of their own and are counted.
+    # Without bytes per token, blocks are counted.
     sizes = options.model_bytes if options.model_bytes is not None and options.model_bytes.token_bytes > 0 else None
     require(
         budget_gib is None or sizes is not None,
@@ -215,10 +205,8 @@ def _compare(
     rows = [*([] if "lru" in names else [lru]), *map(asdict, found)]
     if beside is not None and beside.disk is not None:
         alone = next(row["token_hit_ratio"] for row in rows if row["policy"] == "lru")
-        disk_use = beside.disk
-        with_disk = advice.DiskAdvice(
-            disk_use.plan, alone, beside.token_hit_ratio, disk_use.written_bytes, is_estimate=False
-        )
+        plan, written_bytes = beside.disk.plan, beside.disk.written_bytes
+        with_disk = advice.DiskAdvice(plan, alone, beside.token_hit_ratio, written_bytes, is_estimate=False)
     return Comparison(rows, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)
 
 

@@ -109,9 +109,7 @@ class SizeOptions:
 
     model_config: Annotated[Path | None, Option(help="A model's config.json (or its folder), for sizes.")] = None
     bytes_per_token: Annotated[float | None, Option(help="Bytes of cache per token, without --model-config.")] = None
-    bytes_per_checkpoint: Annotated[
-        float | None, Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
-    ] = None
+    bytes_per_checkpoint: Annotated[float | None, Option(help="Bytes of windows and states per checkpoint.")] = None
     kv_bits: Annotated[int | None, Option(help="Bits per element of quantized keys and values.")] = None
     kv_group_size: Annotated[int, Option(help="With --kv-bits: elements per group.")] = 64
 

@@ -127,10 +127,9 @@ def view_bytes(view: TreeView, format_name: str, max_nodes: int | None = None) -
 
 
 class Outputs:
-    """The files that a command writes, by option; it must not overwrite its inputs.
+    """The files that a command writes, by option.
 
-    Raises:
-        UsageError: a file cannot be written, is an input, or is named twice; or matplotlib is missing for a picture.
+    UsageError: a file cannot be written, is an input, or is named twice; or matplotlib is missing for a picture.
     """
 
     def __init__(self, files: Mapping[str, Path | None], inputs: Iterable[Path | None] = ()) -> None:

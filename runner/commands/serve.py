@@ -39,9 +39,7 @@ def serve(
         str | None, Option(help="The same in bytes, or as 500MB or 8GB.  [default: a quarter of what is free]")
     ] = None,
     prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
-    namespace_by: Annotated[
-        str, Option(help="key: requests with different API keys share no prefix.  none: all requests share.")
-    ] = "none",
+    namespace_by: Annotated[str, Option(help="key: no prefix is shared between API keys; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
     """Serve models to clients of OpenAI's and Anthropic's APIs.

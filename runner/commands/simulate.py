@@ -57,34 +57,18 @@ DiskMibPerS = Annotated[float, Option(help="How fast the disk reads.")]
 def simulate(
     context: typer.Context,
     options: TraceOptions,
-    policy: Annotated[
-        str, Option(help="Policies separated by commas, my.module:Class among them; all: every one, and bounds.")
-    ] = "lru,fifo,belady",
-    capacity_blocks: Annotated[
-        str | None, Option(help="Capacities in blocks, separated by commas.", show_default=False)
-    ] = None,
-    budget_gib: Annotated[
-        str | None, Option(help="Budgets in GiB, separated by commas; needs the bytes of a model.")
-    ] = None,
-    disk_gib: Annotated[
-        float | None, Option(help="A disk beside the budget, in GiB; needs the bytes of a model.")
-    ] = None,
+    policy: Annotated[str, Option(help="Policies or my.module:Class, by commas; all: every one.")] = "lru,fifo,belady",
+    capacity_blocks: Annotated[str | None, Option(help="Capacities in blocks, by commas.", show_default=False)] = None,
+    budget_gib: Annotated[str | None, Option(help="Budgets in GiB, by commas; needs the bytes of a model.")] = None,
+    disk_gib: Annotated[float | None, Option(help="A disk below memory, in GiB; needs the bytes of a model.")] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
     disk_write_on: Annotated[WriteOn, Option(help="When state is written to the disk.")] = "eviction",
-    prefill_tokens_per_s: Annotated[
-        float, Option(help="How fast the model prefills: a disk or a network that is slower is not read.")
-    ] = PREFILL_TOKENS_PER_S,
+    prefill_tokens_per_s: Annotated[float, Option(help="Prefill; slower disks are not read.")] = PREFILL_TOKENS_PER_S,
     replicas: Annotated[str | None, Option(help="Numbers of replicas, by commas; each has the budget.")] = None,
     router: Annotated[str, Option(help="With --replicas: routers before them, separated by commas.")] = ROUTERS,
-    shared_gib: Annotated[
-        float | None, Option(help="With --replicas: a tier behind all of them, in GiB; needs the bytes of a model.")
-    ] = None,
-    shared_gbit_per_s: Annotated[
-        float, Option(help="With --shared-gib: how fast a replica reads it.")
-    ] = SHARED_GBIT_PER_S,
-    decode_tokens_per_s: Annotated[
-        float, Option(help="With --replicas: how fast the model generates.")
-    ] = DECODE_TOKENS_PER_S,
+    shared_gib: Annotated[float | None, Option(help="With --replicas: a tier behind all, in GiB.")] = None,
+    shared_gbit_per_s: Annotated[float, Option(help="With --shared-gib: speed of each link.")] = SHARED_GBIT_PER_S,
+    decode_tokens_per_s: Annotated[float, Option(help="With --replicas: speed of decoding.")] = DECODE_TOKENS_PER_S,
     separate: Annotated[bool, Option("--separate", help="Treat each file or folder as a trace of its own.")] = False,
     jobs: Annotated[int, Option(help="Processes to simulate in.")] = 1,
     ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster; auto finds or starts one.")] = None,
@@ -105,14 +89,9 @@ def simulate(
         require(not is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
     for name, option in FOR_ONE_CACHE.items() if replicas is not None else ():
         require(not is_given(context, name), f"{option} is for one cache; wanted it without --replicas.")
-    require_positive(
-        disk_gib=disk_gib,
-        disk_mib_per_s=disk_mib_per_s,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        shared_gib=shared_gib,
-        shared_gbit_per_s=shared_gbit_per_s,
-        decode_tokens_per_s=decode_tokens_per_s,
-    )
+    require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
+    require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
+    require_positive(decode_tokens_per_s=decode_tokens_per_s)
     sizes = options.model_bytes
     if replicas is None:
         disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
@@ -146,10 +125,11 @@ def simulate(
         raise stop
     if stop is not None:
         say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
-    report = policies_report(traces, rows) if replicas is None else replicas_report(traces, rows, speeds)
-    outputs.show(*report.shown)
+    reported = policies_report(traces, rows) if replicas is None else replicas_report(traces, rows, speeds)
+    shown, document = reported
+    outputs.show(*shown)
     if rows:
-        document = {**report.document, "interrupted": stop is not None, **about(context)}
+        document = {**document, "interrupted": stop is not None, **about(context)}
         outputs.write("--json", lambda: json_bytes(document))
     if rows and plot_file is not None:
         infinite, form = document["infinite_block_hit_ratio"], picture_format(plot_file)

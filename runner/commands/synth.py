@@ -18,9 +18,7 @@ class Format(StrEnum):
 
 def synth(
     file: Annotated[Path, Argument(help="File to write.", show_default=False)],
-    file_format: Annotated[
-        Format, Option("--format", help="compact: our own, labelled synthetic; mooncake: JSONL.")
-    ] = Format.COMPACT,
+    file_format: Annotated[Format, Option("--format", help="compact: our own; mooncake: JSONL.")] = Format.COMPACT,
     force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
     seed: Annotated[int, Option(help="Same seed and options, same trace.")] = 0,
     requests: Annotated[int, Option(help="Requests to make.")] = 10_000,

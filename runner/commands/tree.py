@@ -48,9 +48,7 @@ def tree(
     ] = None,
     out: Annotated[Path | None, Option("--out", help="Write it to this .html, .svg, .txt or .json.")] = None,
     format_name: Annotated[str, Option("--format", help=f"To print: {', '.join(VIEW_ENDINGS.values())}.")] = "text",
-    max_nodes: Annotated[
-        int | None, Option(help="Nodes to show; the rest is counted.  [default: 200, on a page 50,000]")
-    ] = None,
+    max_nodes: Annotated[int | None, Option(help="Nodes to show.  [default: 200, on a page 50,000]")] = None,
     model: Annotated[str, Option(help="Tokenizer and sizes: demo, tiny, tiny:KIND, a folder or hub id.")] = "demo",
     budget_mib: Annotated[float | None, Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
     policy: Annotated[str, Option(help="What is evicted first.")] = "lru",

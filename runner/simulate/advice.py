@@ -233,9 +233,7 @@ def advice_of(
 ) -> Advice:
     """Work out the advice. The user's budget is in bytes, which need `token_bytes`, or in blocks.
 
-    Args:
-        token_bytes: bytes of cache per token; None or 0: blocks have no size.
-        checkpoint_bytes: bytes of windows and recurrent state per checkpoint, which the curve does not count.
+    The curve does not count `checkpoint_bytes`, the windows and recurrent state of a checkpoint.
     """
     block_bytes = token_bytes * trace.block_tokens if token_bytes else None
     if budget_bytes is not None:

@@ -72,10 +72,9 @@ class References:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Hit ratios of LRU over capacity, a step function.
+    """Hit ratios of LRU over capacity, a step function: they hold from each of the ascending capacities on.
 
     Attributes:
-        capacity_blocks: ascending capacities from which on the ratios hold.
         block_hit_ratio, token_hit_ratio: block hits / block references; tokens of the blocks hit / prompt tokens.
         block_error: standard error of `block_hit_ratio`; None: the curve is exact.
         sample_rate: share of the blocks that were followed.
@@ -115,8 +114,8 @@ class Curve:
     def knee_blocks(self) -> int:
         """The capacity where the curve is farthest above its chord; 0 without hits.
 
-        The definition of Satopaa et al., "Finding a Kneedle in a Haystack" (2011), without smoothing. The chord runs
-        from the empty cache to the smallest capacity with the infinite cache's hits, on a linear axis.
+        As in Satopaa et al., "Finding a Kneedle in a Haystack" (2011), without smoothing, on a linear axis. The chord
+        runs from the empty cache to the smallest capacity with the infinite cache's hits.
         """
         if not len(self.capacity_blocks) or not self.infinite_block_hit_ratio:
             return 0
@@ -126,7 +125,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CurveRow:
-    """A curve at one capacity, as JSON and tables have it; `block_error` is NaN if the sample is too small."""
+    """A curve at one capacity; `block_error` is NaN if the sample is too small."""
 
     capacity_blocks: int
     capacity_bytes: int | None

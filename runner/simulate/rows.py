@@ -65,10 +65,9 @@ class ResultRow:
     """One trace through one or more caches with one policy and budget.
 
     Attributes:
-        capacity_blocks, capacity_bytes: the budget of each cache, if blocks, or tokens, have a known size.
+        capacity_blocks, capacity_bytes: the budget of each cache; None: blocks, or tokens, have no size.
         block_refs, block_hits: blocks of all prompts, and those found in memory or in a tier below.
-        token_hit_ratio: prompt tokens without prefill / prompt tokens. A prompt's last token counts as found with its
-            block, although a model evaluates it again.
+        token_hit_ratio: tokens of found blocks / prompt tokens; a model evaluates a prompt's last token all the same.
         seconds: wall time of the simulation.
     """
 
@@ -146,9 +145,7 @@ def infinite_token_ratio(trace: Trace) -> float:
 class Column:
     """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
 
-    Attributes:
-        value: the path of a field, as "disk.read_bytes", or a function of the row.
-        form: a format specification, or a function from the value to its text.
+    `value` is the path of a field, as "disk.read_bytes", or a function; `form` is a format specification or a function.
     """
 
     title: str
@@ -353,26 +350,20 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
     return [group for hits, group in groups.items() if len(group) > 1 and len(hits) > 1]
 
 
-# Both together
-
-
-class SimulationReport(NamedTuple):
-    """What is shown to people, and the same figures for JSON."""
-
-    shown: Sequence[Any]
-    document: dict[str, Any]
+#: What is shown to people, and the same figures for JSON.
+SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
 def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> SimulationReport:
     table = filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
-    shown = [*([table] if rows else []), *policy_notes(traces, rows)]
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    return SimulationReport(shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite))
+    shown = [*([table] if rows else []), *policy_notes(traces, rows)]
+    return shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite)
 
 
 def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
     shown = [*([replicas_table(rows)] if rows else []), *replica_notes(traces, rows, speeds)]
-    return SimulationReport(shown, _document(traces, rows, REPLICA_COUNTS))
+    return shown, _document(traces, rows, REPLICA_COUNTS)
 
 
 def _document(traces: Sequence[Trace], rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:

@@ -51,9 +51,8 @@ GROW_TOKENS = 256
 class BlockSizes:
     """Bytes per block of a trace. Without a model a block is one byte, and a budget counts blocks.
 
-    Attributes:
-        span_bytes, checkpoint_bytes: of a block in layers that can be cut anywhere; of a checkpoint without windows.
-        windows: sliding windows of at least a block, as (whole blocks, bytes per block).
+    `span_bytes` are those of layers that can be cut anywhere, `checkpoint_bytes` leave out windows; `windows` are
+    sliding windows of at least a block, as (whole blocks, bytes per block).
     """
 
     span_bytes: int = 1

@@ -59,9 +59,7 @@ class TraceRequest:
 class Trace:
     """Requests in the order of their arrival, and a line for each bad record that was left out.
 
-    Attributes:
-        is_timing_synthetic: arrival times were made up by the reader; every output says so.
-        sessions_per_hour: the rate of conversations that the reader assumed; None: arrivals are recorded.
+    `is_timing_synthetic`: the reader made up arrival times, at `sessions_per_hour` unless that is None.
     """
 
     name: str

@@ -58,15 +58,13 @@ def read_trace(
     """Read files or folders of any formats into one trace.
 
     Args:
-        name: of the trace; a single path's own name if there is none.
-        skip_bad: leave bad lines out and list them in `Trace.skipped` instead of raising.
+        skip_bad: list bad lines in `Trace.skipped` instead of raising.
         seed, pace: of arrival times that are not recorded.
         tokenizer: for conversations: mlx-lm's or transformers', with a chat template.
         block_tokens: for conversations (64 by default) and for Mooncake's format (512 by default).
 
     Raises:
-        TraceError: a file cannot be read or has no known format, a line is bad and `skip_bad` is off, blocks differ
-            in length, or no request is left.
+        TraceError: a file or a line is bad, blocks differ in length, or no request is left.
         ValueError: no path was given.
     """
     if not paths:
