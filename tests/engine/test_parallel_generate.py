@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache import BudgetFullError, PrefixCache, render_chat
+from radixcache import BudgetFullError, PrefixCache
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Completion, Piece, generate
 from runner.engine.sequence import Ticket
@@ -231,16 +229,6 @@ def test_each_row_has_its_own_sampler_stop_tokens_and_text(llama: LoadedModel) -
     require_alone(llama, [greedy], [PROMPTS[4]])
     assert done(own_stop).done_reason == "stop"
     assert tokens_of(own_stop) == alone(llama, PROMPTS[3])[: len(tokens_of(own_stop))]
-
-
-def test_the_readme_serves_two_requests_together(llama: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (code,) = [block for block in text.split("```python")[1:] if "ParallelGenerator(" in block]
-    names = {"cache": new_cache(llama), "model": llama.model, "tokenizer": llama.tokenizer, "render_chat": render_chat}
-    exec(compile(code.partition("```")[0], "README.md", "exec"), names)
-    ends = re.findall(r"^(?:stop|length) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
-    assert sorted(int(cached) > 30 for cached, _ in ends) == [False, True]
-    assert {shifted for _, shifted in ends} == {"0"}
 
 
 def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: LoadedModel) -> None:

@@ -160,21 +160,6 @@ def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
     cache.check()
 
 
-def test_the_readmes_example_runs_and_stores_both_rows() -> None:
-    model, cache = opened("llama")
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (code,) = (
-        block.split("```")[0] for block in text.split("```python\n") if "cache.begin_many(" in block.split("```")[0]
-    )
-    names: dict[str, Any] = {"model": model, "cache": cache, "tokens": PROMPTS[0]}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["logits"].shape[:2] == (2, 1)
-    assert cache.stats.requests == 2
-    assert cache.explain([*PROMPTS[0], 1]).matched_tokens >= len(PROMPTS[0])
-    assert cache.stats.tokens == len(PROMPTS[0]) + 64 + 64
-    cache.check()
-
-
 # What is shared
 
 

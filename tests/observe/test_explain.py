@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,19 +277,6 @@ def test_after_clear_nothing_of_earlier_prompts_is_told() -> None:
     for prompt in (TOKENIZER.encode(f"id SECRET10466 {rules}"), asked):
         assert reasons(cache.explain(prompt)) == [(Reason.NEVER_STORED, 0, len(prompt))]
     cache.check()
-
-
-def test_the_example_in_the_readme_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    example = text.partition("## Why was that not a hit?")[2].partition("```python")[2].partition("```")[0]
-    exec(example, {"model": tiny_model("llama"), "tokenizer": TOKENIZER, "PrefixCache": PrefixCache})
-    printed = capsys.readouterr().out
-    first, last = printed.partition("tokens resumed")[0], printed.rpartition("tokens resumed")[2]
-    assert first.startswith("0 of ")
-    assert "diverged at 6 from a stored path behind 'It is ': stored 'Tuesday" in last
-    assert printed.count("hint: ") == 1
-    assert "hint: tokens 6 to 11 change in every request (stored 'Tues', asked 'Wednes')" in last
-    assert "{'resumed': 3, 'stored': 3, " in last
 
 
 # Events

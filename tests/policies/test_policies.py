@@ -177,10 +177,12 @@ def test_a_policy_that_lacks_a_method_is_refused_before_the_first_request(wrong:
             PrefixCache(caches=list, policy=policy)
 
 
-def test_the_readme_s_policy_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (block,) = re.findall(r"```python\n(from policies import .*?)```", readme, re.DOTALL)
-    (name,) = re.findall(r"--policy (my_policies:\w+)", readme)
+def test_the_policy_of_the_docs_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "policies.md").read_text()
+    (block,) = re.findall(r"```python\n(from policies import .*?)```", page, re.DOTALL)
+    (name,) = re.findall(r"--policy (my_policies:\w+)", page)
     (tmp_path / "my_policies.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     # As for an installed program: Python does not search the working directory by itself.
