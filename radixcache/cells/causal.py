@@ -32,7 +32,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from radixcache.adapters.registry import leaves, with_leaves
 from radixcache.cells.cell_layers import CellLayer, CellPass, Held, RowStates
@@ -68,7 +68,7 @@ class CausalCache:
 
     Raises:
         UnsupportedCacheError: a layer is quantized, chunked, of an unknown class, or a window that keeps its first
-            tokens; or the model's attention goes by slots (without a model: raised at the first forward pass).
+            tokens; or the model's attention goes by slots (without a model, the first forward pass raises it).
     """
 
     def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
@@ -82,7 +82,7 @@ class CausalCache:
         self._rotations: list[Rotation | None] | None = None
         if model is not None:
             self._require_model(model)
-        self._layers = [_layer(cache, capacity) for cache in self._fresh()]
+        self._layers = with_leaves(self._fresh(), lambda leaf: _layer(leaf, capacity))
         self._cells = [leaf for leaf in leaves(self._layers) if isinstance(leaf, CellLayer)]
         self._states = RowStates([len(leaf.cache) for leaf in leaves(self._layers) if isinstance(leaf, ArraysCache)])
         self._tainted: dict[int, int] = {}
@@ -118,7 +118,7 @@ class CausalCache:
         return self._table.end(sequence)
 
     def clean_tokens(self, sequence: int) -> int:
-        """How many tokens, from the first on, have the state that they would have alone: all, until a shift."""
+        """How many tokens, from the first on, have the state of a cold run: all, until a shift."""
         return min(self.length(sequence), self._tainted.get(sequence, self.length(sequence)))
 
     def add(self, sequence: int) -> None:
@@ -199,7 +199,7 @@ class CausalCache:
         """Take positions [begin, end) out of a sequence; what follows moves up to close the gap.
 
         At the end this is a rewind. Else keys behind the gap are rotated to their new positions, shared ones in copies,
-        and the sequence is tainted from `begin` on: its state is not what its tokens alone would have given.
+        and the sequence is tainted from `begin` on: its state differs from a cold run of the same tokens.
 
         ValueError: no such sequence, or the range is not in it.
         ShiftError: the model's keys cannot be rotated, or it has layers that cannot forget.
@@ -281,9 +281,7 @@ class CausalCache:
                 return True
         if not self._is_right(model, [(row,) for row in ROWS], wanted, rounding):
             name = type(model).__module__.rpartition(".")[2]
-            raise UnsupportedCacheError(
-                f"{name} cannot run on cells: its logits depend on where in them a sequence is."
-            )
+            raise UnsupportedCacheError(f"{name} cannot run on cells: its logits depend on where in them it is.")
         return False
 
     def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:
@@ -384,15 +382,12 @@ def _kinds_of(caches: Sequence[Any]) -> Kinds:
     return tuple((type(leaf), getattr(leaf, "max_size", None)) for leaf in leaves(caches))
 
 
-def _layer(cache: Any, capacity: int) -> Any:
-    """What stands for one of a model's caches in a forward pass; an ArraysCache only marks the place."""
-    if cache is None or type(cache) is ArraysCache:
-        return cache
-    if type(cache) is CacheList:
-        return CacheList(*(_layer(each, capacity) for each in cache.caches))
-    if type(cache) is KVCache:
-        return CellLayer(capacity)
-    if type(cache) is RotatingKVCache and not cache.keep:
-        return CellLayer(capacity, cache.max_size)
-    detail = f" that keeps its first {cache.keep} tokens" if type(cache) is RotatingKVCache else ""
-    raise UnsupportedCacheError(f"a layer's {type(cache).__name__}{detail} cannot be put into cells.")
+def _layer(leaf: Any, capacity: int) -> Any:
+    """What replaces a cache of the model in a forward pass; an ArraysCache only marks the place."""
+    kind = type(leaf)
+    if kind is ArraysCache:
+        return leaf
+    if kind is KVCache or (kind is RotatingKVCache and not leaf.keep):
+        return CellLayer(capacity, getattr(leaf, "max_size", None))
+    detail = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
+    raise UnsupportedCacheError(f"a layer's {kind.__name__}{detail} cannot be put into cells.")

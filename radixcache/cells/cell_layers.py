@@ -63,35 +63,30 @@ class CellPass:
         return self._spans[window]
 
     def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
-        """What each token sees of `span(span_window)`, with a window that is no wider: as mlx-lm's caches say it.
+        """What each token sees of `span(span_window)`, with a window that is no wider, in the form of mlx-lm.
 
-        A bool mask is (T, C) for T > 1, or (N, 1, 1, C) as in mlx-lm's own batches: some models gather from it.
+        A bool mask is (T, C) for T > 1, or (N, 1, 1, C) as in mlx-lm's batches: some models gather from it.
         """
         key = span_window, window, as_array
         if key not in self._masks:
-            row = self.batch.rows[0]
-            first = 0 if span_window is None else max(row.begin - span_window + 1, 0)
-            # One row, which sees a single run of cells.
-            is_in_order = self.row_count == 1 and len(self._table.ranges(row.sequence, first)) == 1
-            self._masks[key] = self._in_order(*key) if is_in_order else self._any_order(span_window, window)
+            self._masks[key] = self._mask(*key)
         return self._masks[key]
 
-    def _in_order(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
+    def _mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         start, stop = self.span(span_window)
-        cells, tokens = stop - start, self.tokens_per_row
-        is_cut = window is not None and cells > window
-        if not is_cut and (tokens == 1 or not as_array):
-            return None if tokens == 1 else "causal"
-        mask: mx.array = create_causal_mask(tokens, cells - tokens, window_size=window if is_cut else None)
-        return mask
-
-    def _any_order(self, span_window: int | None, window: int | None) -> Mask:
-        start, stop = self.span(span_window)
+        row, cells, tokens = self.batch.rows[0], stop - start, self.tokens_per_row
+        begin = 0 if span_window is None else max(row.begin - span_window + 1, 0)
+        if self.row_count == 1 and len(self._table.ranges(row.sequence, begin)) == 1:  # a single run of cells
+            is_cut = window is not None and cells > window
+            if not is_cut and (tokens == 1 or not as_array):
+                return None if tokens == 1 else "causal"
+            in_order: mx.array = create_causal_mask(tokens, cells - tokens, window_size=window if is_cut else None)
+            return in_order
         first, last = self.span(window)
         mask = mx.array(self._table.mask(self.batch, window=window))
         if (first, last) != (start, stop):
             mask = mx.pad(mask, [(0, 0), (first - start, stop - last)])
-        return mask if self.tokens_per_row > 1 else mask[:, None, None, :]
+        return mask if tokens > 1 else mask[:, None, None, :]
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]

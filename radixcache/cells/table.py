@@ -82,8 +82,7 @@ class CellPlan:
     removed: tuple[int, int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(NamedTuple):
     """Tokens of one sequence in a batch: positions [begin, begin + length)."""
 
     sequence: int
@@ -91,8 +90,7 @@ class BatchRow:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class CellBatch:
+class CellBatch(NamedTuple):
     """Tokens of one forward pass, row after row in cells [start, start + length)."""
 
     start: int
@@ -268,9 +266,17 @@ class CellTable:
             raise ValueError("the table has changed since this plan was made; plan again.")
         to = _destinations(self.capacity, plan.moves)
         if plan.removed is None:
-            self._move_all(to)
-        else:
-            self._remove(to, *plan.removed)
+            sources = np.flatnonzero(to != np.arange(self.capacity))
+            self._counts[to[sources]] = self._counts[sources]
+            self._counts[sources] = 0
+            self._cells = {name: to[cells] for name, cells in self._cells.items()}
+        else:  # the sequence goes on in cells `to` of its own
+            sequence, begin, end = plan.removed
+            before, gone, after = np.split(self._cells[sequence], [begin, end])
+            moved = to[after]
+            for cells, change in ((gone, -1), (after, -1), (moved, 1)):
+                self._counts[cells] += change
+            self._cells[sequence] = np.concatenate([before, moved])
         self._changed()
 
     def remove(self, sequence: int, begin: int, end: int) -> CellPlan:
@@ -347,23 +353,6 @@ class CellTable:
 
     def _free_cells(self) -> Cells:
         return np.flatnonzero(self._counts == 0).astype(np.int32)
-
-    def _move_all(self, to: Cells) -> None:
-        """Move the token of each cell to cell `to[cell]`."""
-        sources = np.flatnonzero(to != np.arange(self.capacity))
-        self._counts[to[sources]] = self._counts[sources]
-        self._counts[sources] = 0
-        for name, cells in self._cells.items():
-            self._cells[name] = to[cells]
-
-    def _remove(self, to: Cells, sequence: int, begin: int, end: int) -> None:
-        """Take positions [begin, end) out of a sequence, which goes on in cells `to` of its own."""
-        before, gone, after = np.split(self._cells[sequence], [begin, end])
-        moved = to[after]
-        self._counts[gone] -= 1
-        self._counts[after] -= 1
-        self._counts[moved] += 1
-        self._cells[sequence] = np.concatenate([before, moved])
 
     def _visible(self, batch: CellBatch, window: int | None) -> list[Cells]:
         """For each row the cells that any of its tokens sees, in order of position."""

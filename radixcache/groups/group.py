@@ -268,7 +268,7 @@ class Group:
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
-                row.report(array, index)
+                row.known.report(array, index, index + 1)
         self._room.measure()
         return logits
 

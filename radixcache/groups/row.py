@@ -11,11 +11,9 @@ cache's lock, except where a method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
-
-import mlx.core as mx
 
 from radixcache.adapters.contract import Spans
 from radixcache.core import Core
@@ -43,13 +41,7 @@ class Row:
         is_closed: whether the row was closed; its state is gone then.
     """
 
-    def __init__(
-        self,
-        row_id: int,
-        request: PrefixRequest,
-        vocab_size: int | None,
-        close: WeakMethod[Callable[[Sequence[Row]], None]],
-    ) -> None:
+    def __init__(self, row_id: int, request: PrefixRequest, vocab_size: int | None, close: WeakMethod[Any]) -> None:
         self.id = row_id
         self.request = request
         self.prompt = request.prompt
@@ -69,7 +61,7 @@ class Row:
         self.right_tokens: int | None = None  # how many tokens are right, if later ones were found wrong
         self.lost: str | None = None  # why its state was lost
         self._tainted: int | None = None
-        self._known = KnownTokens(request.prompt, request.keys, vocab_size)
+        self.known = KnownTokens(request.prompt, request.keys, vocab_size)
         self._prompt_end = len(request.prompt)
         self._close = close  # weak, so that a group closes as soon as nobody holds it
 
@@ -95,7 +87,7 @@ class Row:
     @property
     def known_tokens(self) -> int:
         """Prompt tokens and those passed to step(), without those removed."""
-        return self._known.count
+        return self.known.count
 
     @property
     def clean_tokens(self) -> int:
@@ -142,15 +134,11 @@ class Row:
     def next_ids(self, count: int) -> TokenIds:
         """The next tokens of the prompt."""
         position = self.position
-        return self._known.read_ids[position : position + count]
-
-    def report(self, tokens: mx.array, index: int) -> None:
-        """Append the token at `index` of an array, which need not be evaluated, to what is known."""
-        self._known.report(tokens, index, index + 1)
+        return self.known.read_ids[position : position + count]
 
     def known_keys(self) -> Keys:
         """Keys of all known tokens, up to the first that is no token id. Waits for evaluation."""
-        return self._known.keys()
+        return self.known.keys()
 
     def clean_keys(self) -> Keys:
         """Keys of the clean tokens, as far as they are known."""
@@ -158,7 +146,7 @@ class Row:
 
     def common(self, keys: Keys) -> int:
         """How many of these keys the clean tokens begin with; waits for tokens only if the whole prompt matches."""
-        return self._known.common(keys, self.clean_tokens)
+        return self.known.common(keys, self.clean_tokens)
 
     def common_later(self, keys: Keys, chunk_tokens: int, has_states: bool) -> int:
         """The most tokens of a prompt with these keys that the row can share at some moment of its prefill.
@@ -166,7 +154,7 @@ class Row:
         With recurrent layers they end at the end of a chunk, or at a future checkpoint.
         """
         position, clean = self.position, self.clean_tokens
-        prompt = self._known.read_keys
+        prompt = self.known.read_keys
         common = common_length(prompt if clean == position else prompt[:clean], keys)
         if not has_states:
             return common
@@ -178,11 +166,11 @@ class Row:
     def cut(self, begin: int, end: int) -> None:
         """Forget the tokens [begin, end), which were taken out of the state."""
         self.is_fresh = False
-        if end < self._known.count:
+        if end < self.known.count:
             self._tainted = begin if self._tainted is None else min(begin, self._tainted)
         elif self._tainted is not None and self._tainted >= begin:
             self._tainted = None
-        self._known.remove(begin, end)
+        self.known.remove(begin, end)
         self._prompt_end -= max(0, min(end, self._prompt_end) - begin)
         self.stops = {}
 

@@ -120,13 +120,9 @@ class Pass:
 class TailLayer(_BaseCache):  # type: ignore[misc]
     """One layer of tails: keys and values (row capacity, H, capacity, D), made when written; `leaf`: of the layout."""
 
-    def __init__(
-        self, columns: Columns, leaf: int, keys: mx.array | None = None, values: mx.array | None = None
-    ) -> None:
-        self.columns = columns
-        self.leaf = leaf
-        self.keys = keys
-        self.values = values
+    def __init__(self, columns: Columns, leaf: int, keys: Any = None, values: Any = None) -> None:
+        self.columns, self.leaf = columns, leaf
+        self.keys, self.values = keys, values
 
     # What a model calls
 
@@ -199,7 +195,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        return () if self.keys is None or self.values is None else (self.keys, self.values)
+        return () if self.keys is None else (self.keys, self.values)
 
     @property
     def nbytes(self) -> int:
