@@ -34,6 +34,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from radixcache.adapters.point import copied
 from radixcache.adapters.registry import leaves, with_leaves
 from radixcache.cells.cell_layers import CellLayer, CellPass, Held, RowStates
 from radixcache.cells.table import CellPlan, CellTable, Shift
@@ -269,7 +270,7 @@ class CausalCache:
                 raise ValueError("another model, with other layers than this cache was made for; make one for it.")
             self._takes_rows = self._rotations = None
             for layer in self._cells:
-                layer.clear()
+                layer.keys = layer.values = None
         self._model = model
 
     def _try_rows(self, model: Any) -> bool:
@@ -299,7 +300,7 @@ class CausalCache:
     # Forward passes
 
     def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array, compacting: bool = False) -> mx.array:
-        """Run the model on rows (sequence, tokens); `compacting`: what it leaves in ArraysCaches is copied."""
+        """Run the model on rows (sequence, tokens); `compacting`: copy its states, most of them views of the pass."""
         self._require_model(model)
         if len(self.sequences) > 1 or self._tainted:
             self.steps_together(model)
@@ -314,7 +315,8 @@ class CausalCache:
                 layer.enter(current)
             logits: mx.array = model(ids, cache=self._caches_for(sequences))
             if compacting:
-                self._states.compact(*sequences)
+                for cache in self._states.take(sequences):
+                    cache.cache = copied(cache.cache)
         except BaseException:
             self._undo(sequences, ends, held)
             raise
@@ -341,7 +343,8 @@ class CausalCache:
 
     def _undo(self, sequences: Sequence[int], ends: Sequence[int], held: Held) -> None:
         with uninterrupted():
-            self._states.roll_back(held)
+            for cache, arrays in held:
+                cache.cache = arrays
             for each, end in zip(sequences, ends, strict=True):
                 if self._table.end(each) > end:
                     self._table.remove(each, end, self._table.end(each))

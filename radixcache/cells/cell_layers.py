@@ -137,7 +137,12 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of all cells that the pass sees: for layers that read what another one wrote."""
-        return self._view(self.keys), self._view(self.values)
+        start, stop = self._running.span(self.window)
+        keys, values = (buffer[..., start:stop, :] for buffer in self.state)
+        count = self._running.row_count
+        if count == 1:
+            return keys, values
+        return mx.broadcast_to(keys, (count, *keys.shape[1:])), mx.broadcast_to(values, (count, *values.shape[1:]))
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -153,9 +158,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     def token_bytes(self) -> int:
         """Bytes that a cell takes; 0 without buffers."""
         return sum(buffer.nbytes // buffer.shape[2] for buffer in self.state)
-
-    def clear(self) -> None:
-        self.keys = self.values = None
 
     def write(self, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values (1, H, T, D) into the cells [start, start + T).
@@ -194,13 +196,6 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         if self._pass is None:
             raise ValueError("cells are read and written by CausalCache.prefill and step; no forward pass is running.")
         return self._pass
-
-    def _view(self, buffer: mx.array | None) -> mx.array:
-        assert buffer is not None
-        start, stop = self._running.span(self.window)
-        view = buffer[..., start:stop, :]
-        count = self._running.row_count
-        return view if count == 1 else mx.broadcast_to(view, (count, *view.shape[1:]))
 
 
 def without_overflow(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -282,18 +277,9 @@ class RowStates:
         shapes = [[None if array is None else array.shape for arrays in each for array in arrays] for each in caches]
         return all(each == shapes[0] for each in shapes)
 
-    def compact(self, sequence: int) -> None:
-        """Copy a sequence's arrays: after a pass most are views of what it computed."""
-        for cache in self.take((sequence,)):
-            cache.cache = copied(cache.cache)
-
     def hold(self, sequences: tuple[int, ...]) -> Held:
-        """What `roll_back` needs to undo a forward pass of these sequences that has not started yet."""
+        """The caches for a forward pass of these sequences, with their present arrays."""
         return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
-
-    def roll_back(self, held: Held) -> None:
-        for cache, arrays in held:
-            cache.cache = arrays
 
     def arrays(self) -> list[mx.array]:
         """All arrays."""

@@ -360,8 +360,6 @@ class Group:
         checkpoint_bytes = sum(row.own.nbytes for row in self._room.rows.values())
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
-    # Private
-
     def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model
         tried = model if own is None or isinstance(model, nn.Module) else own  # not a callable around it

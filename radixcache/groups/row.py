@@ -1,12 +1,12 @@
 """Row: one request of a Group, and where its state is. Room: the open rows of a group, and what they hold.
 
     prompt          cached_tokens | remaining
-    state           [0, position); the first clean_tokens have the state that they would have alone
-                    in place: spans of nodes on the row's path; the rest in its columns of a batch
-    known           the prompt, and the tokens given to step(), which need not be evaluated yet
+    state           [0, position); the first clean_tokens have the state of a cold run
+                    in place: spans of nodes on the row's path; the rest in columns of a batch
+    known           the prompt, and the tokens passed to step(), which need not be evaluated yet
 
-Room counts tokens against the group's capacity and asks the byte budget before anything is evaluated. Callers hold the
-cache's lock, except where a method says otherwise.
+Room counts tokens against the capacity and asks the byte budget before anything is evaluated. Callers hold the cache's
+lock, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -221,8 +221,6 @@ class Room:
         if node is not row.node:
             self.stand(row, node)
 
-    # Tokens
-
     def used_tokens(self, more: StateNode | None = None) -> int:
         """Tokens of the rows, and of one more path, one that several share counted once; takes no lock."""
         ends = {id(row.node): row.node for row in self.rows.values()} | {id(more): more}
@@ -235,8 +233,6 @@ class Room:
         used = self.used_tokens()
         if used + wanted > self.capacity:
             raise CacheFullError(self.capacity, used, None, wanted)
-
-    # Bytes
 
     def point_bytes(self, position: int) -> int:
         """Bytes of a row's state at `position` in the layers without tails; 0 before the first pass."""

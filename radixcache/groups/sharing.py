@@ -1,7 +1,6 @@
 """Sharing: what the rows of one group take from the tree, and what they give to it. Callers hold the cache's lock.
 
-restore    a new row stands on the path of the tree that has its prompt, and keeps it; first the tree gets what open
-           rows have of the prompt and the tree lacks
+restore    a new row guards the path of the tree that has its prompt; before, the tree gets what open rows have of it
 place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail
 close      the tree gets all tokens of a row that are known, clean and not quarantined
 """
@@ -26,19 +25,15 @@ from radixcache.paging.resume import ResumePlan, deepest_whole
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.entries import StateNode
 
-#: Spans of so many bytes per layer are worth a segment in every decode step. On a CPU, two rows that share such a span
-#: save about what a segment costs (benchmarks.bench_decode). For a GPU it is an estimate: what the GPU reads at 1 TB/s
-#: while it starts the kernels of one more segment, at some 5 us each.
+#: From this many bytes per layer on, a span is worth a segment. On a CPU, two rows that share it save about what a
+#: segment costs (benchmarks.bench_decode). For a GPU it is estimated as what it reads at 1 TB/s while it starts the
+#: kernels of one more segment, about 5 us each.
 CPU_BYTES = 400 << 10
 GPU_BYTES = 4 << 20
 
 
 class Sharing:
-    """What the rows of one group share through the tree.
-
-    Args:
-        segment_bytes: spans of so many bytes per layer, or more, are read in place; None: CPU_BYTES or GPU_BYTES.
-    """
+    """What the rows of one group share; spans of `segment_bytes` per layer are read in place; None: the default."""
 
     def __init__(self, room: Room, segment_bytes: int | None) -> None:
         self._room = room
@@ -55,7 +50,7 @@ class Sharing:
     # From the tree
 
     def restore(self, row: Row) -> None:
-        """Let a new row stand as far as tree and rows have its prompt. CacheFullError, BudgetFullError: no room."""
+        """Start a new row behind what tree and rows have of its prompt. CacheFullError, BudgetFullError: no room."""
         core, request = self._core, row.request
         core.read_store(request)
         self._offer_from_others(row)
@@ -65,13 +60,13 @@ class Sharing:
         core.tidy_unpinned()
         if self._layout.has_points:
             for other in self._room.rows_of(request.namespace):
-                # Where the two part: what goes on from there needs a checkpoint, which cannot be made later.
+                # A checkpoint where the two part cannot be made later.
                 common = common_length(other.request.keys, request.keys)
                 if other.position < common < len(other.prompt):
                     other.stops.setdefault(common, "branch")
 
     def restore_more(self, row: Row) -> None:
-        """Let a row that has not started stand as far as other rows have computed its prompt by now."""
+        """Move a row that has not started to the longest prefix that other rows have computed."""
         self._offer_from_others(row)
         before = row.position
         if self._resume_of(row) > before:
@@ -79,7 +74,7 @@ class Sharing:
             self._core.count_more_hits(row.position - before)
 
     def sharable_tokens(self, keys: Keys, namespace: str) -> int:
-        """How many tokens of a prompt would share what the rows hold, were it admitted now; changes nothing."""
+        """How many tokens of a prompt would be shared with the rows if it were admitted now; changes nothing."""
         allowed = self._core.unquarantined(keys, namespace)
         rows = self._room.rows_of(namespace)
         common = max((row.common(allowed) for row in rows), default=0)
@@ -111,7 +106,7 @@ class Sharing:
             self._states.events.paged_in(node, node.start, node.end, token_bytes)
 
     def orphan(self, row: Row, start: int) -> None:
-        """Let a row own what it reads in place behind an offset: the tree is about to lose it."""
+        """Let a row own what it reads in place behind an offset, before the tree loses it."""
         gone = [node for node in row.path() if node.end > start]
         reads = {id(spans) for spans in row.reads()}
         row.orphans = [s for node in gone if (s := node.payload.spans) is not None and id(s) in reads] + row.orphans
@@ -124,7 +119,7 @@ class Sharing:
         return self._core.lookup(request.keys, request.namespace, request.limit, evaluate=False).plan.resume
 
     def _stand(self, row: Row) -> ResumePlan:
-        """Move a row to where it resumes: it keeps that path, with its point layers restored; or raise and stay."""
+        """Move a row to where it resumes, guard that path and restore point layers; or raise and change nothing."""
         request, room = row.request, self._room
         plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
         stored = self._states.windows.stored(plan.path)
@@ -176,7 +171,7 @@ class Sharing:
     # To the tree
 
     def close(self, rows: Sequence[Row], is_intact: bool) -> None:
-        """Store what these rows evaluated, if it is intact, and release their state; an error of one spares others."""
+        """Store what these rows evaluated, if it is intact, and release their state, all of them despite errors."""
         with ExitStack() as stack:
             for row in reversed(rows):
                 stack.callback(self._close, row, is_intact)
@@ -205,7 +200,7 @@ class Sharing:
         self._core.write_store(keys, row.request, row.cached_tokens)
 
     def _reach(self, row: Row, keys: Keys) -> int:
-        """How many tokens of a prompt with these keys a row can give to the tree, with the state to resume there."""
+        """How many tokens of these keys a row can give to the tree so that a request can resume there."""
         common = row.common(keys)
         return self._end(row, common) if self._layout.has_points and common else common
 
@@ -234,7 +229,7 @@ class Sharing:
         """Give the tree what a row has of these keys, if there is room; the row reads it in place if it is long."""
         end = self._end(row, len(keys)) if self._layout.has_points else len(keys)
         known = row.clean_keys()[:end]
-        # A checkpoint that others do not need yet stays the row's, which can give it up; windows alone cost nothing.
+        # Other checkpoints stay with the row, which can drop them; those of windows alone cost nothing.
         offsets = (end,) if self._layout.has_states else range(end + 1)
         given = [each for each in row.own.checkpoints if each.offset in offsets]
         if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch"):
@@ -259,24 +254,23 @@ class Sharing:
         *,
         closing: bool = False,
     ) -> bool:
-        """Give the tree what it lacks of these keys, which are a row's first; False: there is nothing, or no room.
+        """Give the tree what it lacks of a row's first keys; False: nothing, or no room.
 
         Args:
-            checkpoints: those of the row's own that go along.
-            kind: of the checkpoint at their end, where point layers want one.
-            closing: the row's own state goes, and its bytes are free.
+            checkpoints: those of the row to store as well.
+            kind: of the checkpoint at the end, if point layers need one.
+            closing: the row's own state is released, and its bytes are free.
         """
         core, layout, batch = self._core, self._layout, row.batch
         match = self._states.match(keys, row.request.namespace)
         start, end = match.offset, len(keys)
-        in_place = any(start < high for _, high in row.in_place)  # of that nothing is in the tails
+        in_place = any(start < high for _, high in row.in_place)  # then it is not in the tails
         if not layout.has_points if start == end else in_place:
             return False
         takes = layout.has_points and row.lost is None and (row.position == end or not layout.has_states)
         is_alone = closing and all(each is None or each is row for each in batch.rows)
         held = batch.nbytes
-        # A batch with other rows frees nothing before they have moved to another one.
-        freed_bytes = held if is_alone else 0
+        freed_bytes = held if is_alone else 0  # a batch with other rows frees nothing
         with self._states.guarded(match.node):
             need = (end - start) * layout.token_bytes - freed_bytes
             need += self._room.point_bytes(end) if takes else 0
@@ -303,7 +297,7 @@ class Sharing:
         return True
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:
-        """Take a row's tokens [start, end), which the tree has now, out of its tails: they are read in place."""
+        """Take a row's tokens [start, end), which the tree has now, out of the tails, and read them in place."""
         row.leave_others()
         batch, away, length = row.batch, row.batch.columns.in_place[0], row.tail_tokens
         first, last = start - away, end - away
@@ -321,7 +315,7 @@ class Sharing:
 
 
 def _join(node: StateNode) -> None:
-    """Make one segment of each leaf's spans, one leaf at a time so that at most one is held twice."""
+    """Make one segment of the spans of each leaf, one leaf at a time so that at most one is held twice."""
     for snapshot in [] if node.payload.spans is None else node.payload.spans.leaves:
         if snapshot is not None:
             snapshot.join()
