@@ -8,11 +8,11 @@
     causal.prefill(model, 2, other_question)
     logits = causal.step(model, [1, 2], [token, other_token])   # (2, 1, V): both in one forward pass
 
-Full attention and sliding windows live in cells. Recurrent and linear-attention layers keep a state per sequence.
+Full attention and sliding windows live in cells. Recurrent and linear-attention layers have a state per sequence.
 
-Most models of mlx-lm rotate each row by its own offset. Some put every row where the first one is, or fail: they run a
-row at a time. Some use the index of a key in the buffer as its position: they cannot run on cells. A short trial finds
-out; see layers/trials.py.
+A short trial finds out how a model runs; see layers/trials.py. Most models rotate each row by its own offset. Some use
+the offset of the first row for all, or fail: they run a row at a time. Some use the index of a key in the buffer as its
+position: they cannot run on cells.
 
 Invariants, asserted by `check`, besides those of CellTable and RowStates:
 
@@ -20,8 +20,8 @@ Invariants, asserted by `check`, besides those of CellTable and RowStates:
   K2  No layer's buffer has more cells than the table. Each buffer reaches as far as any cell in use.
   K3  A sequence is tainted from the first position that a removal from its middle moved, while it has that position.
 
-A call that raises leaves every sequence as it was; an evaluation that fails later loses all buffers. A sequence whose
-keys or values overflow gets NaN from there on, as it would alone; the others do not. Not thread-safe.
+A call that raises leaves every sequence as it was; an evaluation that fails later loses all buffers. Keys or values
+that overflow make NaN of the rest of their own sequence only. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """CellLayer: what an attention layer sees of the cells. RowStates: the layers that have a state per sequence instead.
 
-A forward pass is one row of any length or several rows of one token. C are the cells between the first and the last
-that any row sees; nothing is gathered and no cell is copied:
+A forward pass is one row of any length or several rows of one token. It fetches the C cells between the first and the
+last that any row sees, without a copy:
 
-    one row         keys (1, H, T, D) are written behind each other; the fetch is a view (1, H, C, D), mask (T, C)
-    several rows    keys (N, H, 1, D) are written side by side; the fetch is the same view for every row, by broadcast
-                    (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to whom
+    one row         keys (1, H, T, D) are written behind each other; a view (1, H, C, D) is fetched, mask (T, C)
+    several rows    keys (N, H, 1, D) are written side by side; the same view is fetched for all, by broadcast
+                    (N, H, C, D), and the mask (N, 1, 1, C) says which cells belong to which row
 
-RowStates has an ArraysCache per sequence and recurrent layer. A step of several sequences runs on joined caches with a
-row for each. They stay joined while the same sequences step in the same order. Copies are `mx.array(x)`: they share
-memory until a model writes into one of them.
+RowStates has an ArraysCache per sequence and recurrent layer. A step of several sequences joins them into caches with a
+row for each, which stay joined while the same sequences step in the same order.
 
 Invariants of RowStates, asserted by `check`:
 
@@ -33,7 +32,6 @@ from radixcache.adapters.span import owned
 from radixcache.cells.table import CellBatch, CellTable, Move
 
 Mask = mx.array | str | None
-
 #: Buffers grow by a twentieth of their cells, and by GROWTH_CELLS at least.
 GROWTH_CELLS = 64
 GROWTH_PART = 20
@@ -65,7 +63,7 @@ class CellPass:
     def mask(self, span_window: int | None, window: int | None, as_array: bool) -> Mask:
         """What each token sees of `span(span_window)`, with a window that is no wider, in the form of mlx-lm.
 
-        A bool mask is (T, C) for T > 1, or (N, 1, 1, C) as in mlx-lm's batches: some models gather from it.
+        A bool mask is (T, C) for T > 1, or (N, 1, 1, C), as some models gather from it.
         """
         key = span_window, window, as_array
         if key not in self._masks:
@@ -90,16 +88,11 @@ class CellPass:
 
 
 class CellLayer(_BaseCache):  # type: ignore[misc]
-    """Keys and values of one layer for all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written.
-
-    Args:
-        capacity: the most cells.
-        window: how many tokens a token sees, itself included; None: all.
-    """
+    """One layer's keys and values of all cells: buffers (1, H, cells, Dk) and (1, H, cells, Dv), made when written."""
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
-        self.capacity = capacity
-        self.window = window
+        self.capacity = capacity  # the most cells
+        self.window = window  # how many tokens a token sees, itself included; None: all
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._pass: CellPass | None = None
@@ -282,7 +275,6 @@ class RowStates:
         return [(cache, copied(cache.cache, mx.array)) for cache in self.take(sequences)]
 
     def arrays(self) -> list[mx.array]:
-        """All arrays."""
         joined = set(self._joined)
         caches = [cache for name, own in self._own.items() if name not in joined for cache in own]
         return [array for cache in (*caches, *self._batch) for array in cache.cache if array is not None]

@@ -70,15 +70,12 @@ class Shift(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What to do with the data: all moves, then all shifts.
-
-    Attributes:
-        removed: a sequence and its positions [begin, end) that go; None: the plan brings free cells together.
-    """
+    """What to do with the data: all moves, then all shifts."""
 
     moves: tuple[Move, ...]
     stamp: object = field(repr=False, compare=False)
     shifts: tuple[Shift, ...] = ()
+    #: A sequence and its positions [begin, end) that go; None: the plan brings free cells together.
     removed: tuple[int, int, int] | None = None
 
 
@@ -165,10 +162,7 @@ class CellTable:
         self._changed()
 
     def append(self, rows: Iterable[tuple[int, int]]) -> CellBatch:
-        """Take the first run of free cells that fits the next tokens of some sequences; a forward pass then fills it.
-
-        Args:
-            rows: (sequence, tokens >= 1) for each row of the batch, a sequence at most once.
+        """Take the first run of free cells that fits rows (sequence, tokens >= 1); a forward pass then fills it.
 
         ValueError: no rows, a row without tokens, a sequence twice or unknown, or more tokens than capacity.
         CacheFullError: no run of free cells is that long.
@@ -236,11 +230,9 @@ class CellTable:
         return CellPlan(moves, self._stamp, shifts, (sequence, begin, end))
 
     def plan_defragment(self, room: int | None = None) -> CellPlan:
-        """Plan to bring free cells together, moving as few used ones as possible.
+        """Plan to bring `room` free cells together, or (None) all at the end, with as few moves as possible.
 
-        Args:
-            room: free cells wanted in a row, anywhere; of equally cheap places the last is taken. None: all used cells
-                go to the front.
+        Of equally cheap places the last is taken.
 
         ValueError: room is not in 1 to capacity. CacheFullError: fewer cells than `room` are free.
         """
@@ -292,10 +284,9 @@ class CellTable:
         return _bounds(self._visible(batch, window))
 
     def mask(self, batch: CellBatch, *, window: int | None = None) -> NDArray[np.bool_]:
-        """Which cells each token of a batch sees: those of its own sequence at its own position or before.
+        """Which cells of `span` each token of a batch sees, bool, shape (batch.length, stop - start).
 
-        Bool, shape (batch.length, stop - start) with (start, stop) = `span(batch, window=window)`. A token sees at most
-        `window` tokens, itself included.
+        A token sees at most `window` tokens of its sequence, up to itself.
 
         ValueError: window below 1; a sequence of the batch is gone, or its cells have been removed or moved.
         """
@@ -375,10 +366,10 @@ def cut(cells: Cells) -> tuple[Cells, Cells]:
 
 
 def pack(sources: Cells, holes: Cells) -> tuple[Move, ...]:
-    """Moves of these cells into free ones, run by run, in order of source; often, but not always the fewest possible.
+    """Moves of these cells into free ones, run by run, in order of source; often the fewest possible.
 
-    The longest run goes first, to the smallest hole that takes it whole, of equal ones the first. If no hole does, the
-    run fills the largest hole, and its rest waits. So each move uses up a run or a hole.
+    The longest run goes first, to the smallest hole that takes all of it, of equal holes the first. If there is none,
+    the run fills the largest hole, and its rest waits.
     """
     waiting, room = (
         sorted(zip(lengths.tolist(), starts.tolist(), strict=True)) for starts, lengths in (cut(sources), cut(holes))
@@ -406,5 +397,4 @@ def _destinations(capacity: int, moves: tuple[Move, ...]) -> Cells:
 
 
 def _bounds(visible: list[Cells]) -> tuple[int, int]:
-    """The first of all these cells, and the one after the last."""
     return min(int(cells.min()) for cells in visible), max(int(cells.max()) for cells in visible) + 1

@@ -37,18 +37,11 @@ Held = tuple[list[int], int, list[Callable[[], bool]]]
 
 
 class Batch:
-    """Caches of one row or several.
-
-    Args:
-        columns: of all tails.
-        caches: in the order and nesting that the model wants.
-        rows: None in the place of a row that has left: a hole.
-    """
+    """Caches of one row or several, in the order and nesting that the model wants."""
 
     def __init__(self, columns: Columns, caches: Sequence[Any], rows: Sequence[Any]) -> None:
-        self.columns = columns
-        self.caches = list(caches)
-        self.rows = list(rows)
+        self.columns, self.caches = columns, list(caches)
+        self.rows = list(rows)  # None in the place of a row that has left: a hole
         self._idle_tokens = 0
 
     @classmethod
@@ -62,8 +55,7 @@ class Batch:
     def gathered(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
         """A batch of these rows, in this order, evaluated; batches whose rows are all here are emptied on the way.
 
-        Args:
-            spare, spare_rows: additional columns, one at least, and rows that the tails have room for.
+        The tails have `spare` more columns, one at least, and `spare_rows` more rows.
         """
         lengths = [batch.columns.lengths[at] for batch, at in places]
         in_place = [batch.columns.in_place[at] for batch, at in places]
@@ -130,7 +122,6 @@ class Batch:
 
     @property
     def open_rows(self) -> list[Any]:
-        """The rows that have not left."""
         return [row for row in self.rows if row is not None]
 
     @property

@@ -59,14 +59,13 @@ class Group:
     """Requests that decode together; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        namespace, priority: of its rows; `admit` may name another namespace for one.
+        namespace, priority: of the rows; `admit` may name another namespace.
         is_closed: whether the group was closed.
-        is_lost: whether an evaluation failed, and with it the rows' state.
+        is_lost: whether the rows' state was lost, because an evaluation failed.
     """
 
     def __init__(self, room: Room, namespace: str, priority: int, segment_bytes: int | None) -> None:
-        self.namespace = namespace
-        self.priority = priority
+        self.namespace, self.priority = namespace, priority
         self.is_lost = False
         self._room = room
         self._core, self._layout, self._lock = room.core, room.layout, room.core.lock
@@ -321,7 +320,6 @@ class Group:
         self.close()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
-        """Close some rows: store what they evaluated and release their state."""
         with self._lock:
             try:
                 self._close([row for row in rows if not row.is_closed])
@@ -380,7 +378,6 @@ class Group:
                     self._room.book()
 
     def _close(self, rows: Sequence[Row]) -> None:
-        """Store and release some open rows."""
         try:
             if rows and not self.is_lost:
                 try:

@@ -7,8 +7,6 @@
                     row that leaves leaves a hole, until another row joins or holes have cost as much as a step
     one by one      rows that do not fit side by side, padded to the longest; a row that prefills a chunk alone
 
-Bytes are asked for before anything runs, for all rows of a step at once.
-
 Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
     in place    tails                              in place    tails
@@ -55,8 +53,7 @@ class Passes:
     """Forward passes of one group; takes the lock where the tree and the budget are concerned."""
 
     def __init__(self, room: Room) -> None:
-        self._room = room
-        self._lock = room.core.lock
+        self._room, self._lock = room, room.core.lock
 
     def prefill(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
         """Run the next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: no room side by side."""
@@ -386,12 +383,11 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
     own = [[(None, spans) for _, spans in its] for its in (parts, parts[:1])]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
         batch.forward(model, mx.array([chunk]), its, ours=ours)
+    steps = mx.array(STEPS).T
+    passes = [steps] if is_wide else mx.split(steps, len(STEPS), axis=1)
     if way is Way.SINGLE:
-        rows = [
-            [batch.forward(model, mx.array([[step[row]]])) for step in STEPS]
-            for row, batch in ((0, first), (1, second))
-        ]
-        return mx.concatenate([mx.concatenate(steps, axis=1) for steps in rows])
-    both = Batch.gathered([(first, 0), (second, 0)])
-    passes = [mx.array(STEPS).T] if is_wide else [mx.array(step)[:, None] for step in STEPS]
-    return mx.concatenate([both.forward(model, ids, parts, ours=ours) for ids in passes], axis=1)
+        batches = [(first, slice(0, 1)), (second, slice(1, 2))]
+    else:
+        batches = [(Batch.gathered([(first, 0), (second, 0)]), slice(0, 2))]
+    found = [[batch.forward(model, ids[rows], parts, ours=ours) for ids in passes] for batch, rows in batches]
+    return mx.concatenate([mx.concatenate(logits, axis=1) for logits in found])

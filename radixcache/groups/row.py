@@ -132,7 +132,6 @@ class Row:
             Batch.gathered([(self.batch, self.at)]).take_over()
 
     def next_ids(self, count: int) -> TokenIds:
-        """The next tokens of the prompt."""
         position = self.position
         return self.known.read_ids[position : position + count]
 
@@ -141,7 +140,6 @@ class Row:
         return self.known.keys()
 
     def clean_keys(self) -> Keys:
-        """Keys of the clean tokens, as far as they are known."""
         return self.known_keys()[: self.clean_tokens]
 
     def common(self, keys: Keys) -> int:
@@ -176,17 +174,13 @@ class Row:
 
 
 class Room:
-    """The open rows of one group, by id in order of admission, with their tokens and bytes.
-
-    Args:
-        capacity: tokens of all rows together, one that several share counted once.
-    """
+    """The open rows of one group, with their tokens and bytes; `capacity` is in tokens of all rows together."""
 
     def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
         self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
         self.layout = layout = core.layout
         self.capacity = capacity
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}  # by id, in order of admission
         self.booking: Booking
         adapters = layout.leaves(layout.fresh())
         #: For each leaf the length of its window; 0: it has none; None: it is a tail.
@@ -198,7 +192,6 @@ class Room:
         return [row for row in self.rows.values() if row.request.namespace == namespace]
 
     def batches(self) -> list[Batch]:
-        """The batches of the rows."""
         return list({id(row.batch): row.batch for row in self.rows.values()}.values())
 
     def points_of(self, row: Row) -> list[Any]:

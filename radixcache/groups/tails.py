@@ -5,9 +5,7 @@
     row 2   in place: nothing         x x x x x x
     -                                 . . . . . .     room for a row that is still to come
 
-`Columns` say where tokens are, for all layers. A `TailLayer` has the buffers of one layer; the model uses it as a
-cache. A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes
-nothing.
+A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes nothing.
 
 Up to CASCADE_TOKENS tokens attend to segments in place. For more tokens, of one row alone, keys and values of segments
 and tail are copied side by side and released after the layer: MLX's own attention is faster and worth the copy. Where
@@ -45,24 +43,15 @@ class PassError(RuntimeError):
 
 
 class Columns:
-    """Where the tokens of a batch of rows are.
-
-    Attributes:
-        lengths: columns of each row.
-        in_place: tokens of each row that are in segments instead.
-        end: columns in use; a row has the last of them.
-        capacity: columns of a buffer when it is made or grows.
-        row_capacity: rows of a buffer; the first ones are in use.
-        current: the forward pass that is running.
-    """
+    """Where the tokens of a batch of rows are."""
 
     def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0, spare_rows: int = 0) -> None:
-        self.lengths = list(lengths)
-        self.in_place = list(in_place)
-        self.end = max(self.lengths)
-        self.capacity = capacity
-        self.row_capacity = len(self.lengths) + spare_rows
-        self.current: Pass | None = None
+        self.lengths = list(lengths)  # columns of each row
+        self.in_place = list(in_place)  # tokens of each row that are in segments instead
+        self.end = max(self.lengths)  # columns in use; a row has the last of them
+        self.capacity = capacity  # columns of a buffer when it is made or grows
+        self.row_capacity = len(self.lengths) + spare_rows  # rows of a buffer; the first ones are in use
+        self.current: Pass | None = None  # the forward pass that is running
 
     @property
     def positions(self) -> list[int]:
@@ -89,15 +78,7 @@ class Columns:
 
 
 class Pass:
-    """One forward pass: how many tokens per row, where they stand, and what they read in place.
-
-    Attributes:
-        before: tokens in front of the pass: an int for one row, an int32 array (R,) for several.
-        padding: which columns belong to a row, bool (R, 1, 1, C), those of the pass included; None: all.
-        seen: in a cascade, which columns each token sees, bool (T, C) or (R, 1, T, C); None: all.
-        fetched: by leaf the keys and values that its layer returned.
-        unattended: ids of keys that were handed out and not attended yet.
-    """
+    """One forward pass: how many tokens per row, where they stand, and what they read in place."""
 
     def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
         self.tokens = tokens
@@ -105,14 +86,16 @@ class Pass:
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
         self.is_dispatched_early = tokens == 1 and is_on_cpu()
         self.masks: list[mx.array] = []
-        self.fetched: dict[int, Pair] = {}
-        self.unattended: set[int] = set()
+        self.fetched: dict[int, Pair] = {}  # by leaf the keys and values that its layer returned
+        self.unattended: set[int] = set()  # ids of keys that were handed out and not attended yet
         rows, positions, width = len(columns.lengths), columns.positions, columns.width
+        # Tokens in front of the pass: an int for one row, an int32 array (R,) for several.
         self.before: Any = positions[0] if rows == 1 else mx.array(positions, dtype=mx.int32)
         starts = [width - length for length in columns.lengths]
         is_ragged = any(starts)
+        # Which columns belong to a row, bool (R, 1, 1, C), those of the pass included; None: all.
         self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if is_ragged else None
-        if self.is_cascade:
+        if self.is_cascade:  # which columns each token sees, bool (T, C) or (R, 1, T, C); None: all
             self.seen = self.padding if tokens == 1 else _under(create_causal_mask(tokens, width), self.padding)
             self.readers = Readers(rows, [its for its, spans in parts for _ in range(spans.pieces)])
 
