@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.architecture import ROOT
 
-TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-STEPS = [
-    step
-    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    for step in re.findall(r"\brun: *(.*)", path.read_text(encoding="utf-8"))
-]
 
-
+@pytest.mark.skipif(not (ROOT / ".github").is_dir(), reason="the workflows are not beside these tests")
 def test_every_step_of_a_workflow_is_a_make_target_that_ci_runs() -> None:
-    commands = [re.sub(r' ARGS=".*"', "", step).split() for step in STEPS]
-    assert {make for make, *_ in commands} == {"make"}
-    ran = {target for _, *targets in commands for target in targets}
-    assert ran <= TARGETS
-    assert ran == set((ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1].split()) - {"make"}
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    steps = [re.sub(r' ARGS=".*"', "", step).split() for text in texts for step in re.findall(r"\brun: *(.*)", text)]
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    last_line = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1].split()
+    assert {make for make, *_ in steps} == {"make"}
+    assert {target for _, *named in steps for target in named} == {*last_line[1:]} <= {*targets}
