@@ -248,7 +248,6 @@ class ProbedAdapter(PointAdapter):
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
-    """All arrays in a nest, in order."""
     if isinstance(tree, mx.array):
         return [tree]
     if isinstance(tree, dict):

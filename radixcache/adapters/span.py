@@ -44,7 +44,6 @@ class SpanSnapshot:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """Where each segment begins and ends."""
         return list(pairwise(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start)))
 
     def join(self) -> None:

@@ -48,7 +48,6 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         """Whether no token is lost yet, so that the state can be rewound."""
 
     def filled(self, cache: Any) -> int:
-        """Tokens of the state."""
         return tokens_in(self.window(cache).needs(cache.offset))
 
     def state(self, cache: Any) -> list[mx.array]:
@@ -61,7 +60,6 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return sum(b.nbytes // b.shape[2] * (b.shape[2] - self.filled(cache)) for b in self.buffers(cache))
 
     def snapshot(self, cache: Any, start: int, end: int) -> WindowSnapshot | None:  # type: ignore[override]
-        """Copy the tokens of [start, end) that the buffers have."""
         return None if cache.keys is None else self.snapshot_stack([cache], start, end, [(start, end)])
 
     def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:

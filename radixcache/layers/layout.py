@@ -81,7 +81,6 @@ class Layout:
     # What is known of the model
 
     def fresh(self) -> list[Any]:
-        """A new live cache."""
         return [cache if self._kv_bits is None else self._quantized(cache) for cache in self._factory()]
 
     def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
@@ -103,7 +102,6 @@ class Layout:
         return self._in_use is not None
 
     def is_in_use(self, leaf: int) -> bool:
-        """Whether a forward pass that was seen wrote this leaf."""
         return self._in_use is not None and self._in_use[leaf]
 
     def leaf_bytes(self, leaf: int) -> int:
@@ -224,7 +222,6 @@ class Layout:
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
 
     def evaluate(self, caches: Sequence[Any]) -> None:
-        """Evaluate every live array. NATIVE_ERRORS: MLX failed."""
         mx.eval(self.arrays(caches))
 
     def own(self, caches: Sequence[Any], *, was_empty: bool = True, wait: bool = True) -> None:
@@ -266,7 +263,6 @@ class Layout:
                 assert moved, (type(cache).__name__, offset, target)
 
     def rewind_spans(self, caches: Sequence[Any], target: int) -> None:
-        """Move only the span leaves back to `target`."""
         for cache, adapter in self._span_leaves(caches):
             moved = adapter.restore(cache, None, target)
             assert moved, (type(cache).__name__, target)
@@ -284,7 +280,6 @@ class Layout:
                 adapter.reserve(cache, capacity_tokens, shaped, wait)
 
     def empty(self, caches: Sequence[Any]) -> None:
-        """Free all state in the cache objects."""
         self._empty_points(caches)
         for cache, adapter in self._span_leaves(caches):
             adapter.free(cache)

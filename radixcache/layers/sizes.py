@@ -218,7 +218,6 @@ class SizedCache:
     passed: int = 0
 
     def advance(self, keys: int) -> None:
-        """A forward pass over that many keys."""
         if self.grow_keys and self.spans + keys > self.capacity:
             # As KVCache: whole steps follow the keys that are there.
             filled = self.spans if self.spans % self.grow_keys else self.capacity

@@ -166,7 +166,6 @@ def _packed(tree: Any, arrays: list[mx.array]) -> Any:
 
 
 def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
-    """Snapshots of the tokens [start, end), one per leaf, not evaluated."""
     leaves: list[Any] = [None] * leaf_count
     for (leaf,), segment in _grouped(buffers, "span").items():
         leaves[leaf] = SpanSnapshot(start, end, [segment])
@@ -174,7 +173,6 @@ def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[An
 
 
 def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
-    """Snapshots of windows with some of the tokens [start, end), one per leaf, not evaluated."""
     leaves: list[Any] = [None] * leaf_count
     for (leaf, first), segment in sorted(_grouped(buffers, "window").items(), key=lambda each: each[0]):
         piece = SpanSnapshot(first, first + segment[0].shape[2], [segment])
@@ -183,7 +181,6 @@ def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[
 
 
 def points_in(buffers: Buffers, end: int, leaf_count: int) -> list[Any]:
-    """Snapshots of point layers at offset `end`, one per leaf, not evaluated."""
     arrays, leaves = _grouped(buffers, "point"), [buffers.get(f"point.{leaf}") for leaf in range(leaf_count)]
     return [
         its and PointSnapshot(end, _unpacked(json.loads(bytes(its.data)), arrays.get((leaf,), ())))
@@ -192,7 +189,6 @@ def points_in(buffers: Buffers, end: int, leaf_count: int) -> list[Any]:
 
 
 def shapes_in(buffer: Buffer) -> list[Any]:
-    """The shapes of the layout that stored a block."""
     return [
         None if its is None else tuple(tuple(_DTYPE_OF.get(item, item) for item in each) for each in its)
         for its in json.loads(bytes(buffer.data))

@@ -56,7 +56,6 @@ def render_view(view: TreeView, format: str = "text", max_nodes: int | None = No
 
 
 def page(view: TreeView, max_nodes: int) -> str:
-    """The tree as an HTML document."""
     # ASCII escapes lone surrogates too; without "<" no text can end the element.
     embedded = json.dumps(tree_data(view, max_nodes), separators=(",", ":")).replace("<", "\\u003c")
     about = f"<p>{escape(words.about_words(view))}</p>" if view.about else ""
@@ -98,7 +97,6 @@ def tree_markup(totals: str = "", about: str = "") -> str:
 
 
 def page_file(name: str, package: str = "radixcache.observe") -> str:
-    """A file that is part of a page."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -134,7 +132,6 @@ def _cells(row: NodeLine, slot_count: int) -> list[Any]:
 
 
 def picture(view: TreeView, max_nodes: int) -> str:
-    """The tree as an SVG document."""
     rows = words.choose(view, max_nodes)
     longest = max((node.end for node in view.nodes), default=1)
     scale = AXIS_WIDTH / longest

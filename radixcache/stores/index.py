@@ -146,7 +146,6 @@ class Index:
         return path[::-1]
 
     def oldest(self) -> IndexEntry | None:
-        """The least recently used block."""
         return next(iter(self._entries.values()), None)
 
     def is_on_path(self, key: bytes, last: bytes) -> bool:

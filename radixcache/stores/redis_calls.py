@@ -80,8 +80,6 @@ class Breaker:
 
 
 class Call(Generic[T]):
-    """A call on its way."""
-
     def __init__(self, calls: Calls, future: Future[T], ends_s: float) -> None:
         self._calls, self._future, self._ends_s = calls, future, ends_s
 
@@ -144,7 +142,6 @@ class Calls:
         self._client.connection_pool.disconnect()
 
     def close(self) -> None:
-        """Close the connections. Later calls make new ones."""
         self._client.connection_pool.disconnect()
 
     def _sent(self, commands: Sequence[Command]) -> Replies:

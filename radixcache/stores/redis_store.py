@@ -324,8 +324,6 @@ class RedisStore(BlockStore):
 
 
 class Names:
-    """The names of one store's values."""
-
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
 
@@ -357,8 +355,6 @@ class Names:
 
 
 class StoredPrompt(NamedTuple):
-    """The prompt of a look-up."""
-
     identity: Identity
     namespace: str
     tokens: Keys

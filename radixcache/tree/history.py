@@ -282,7 +282,6 @@ class History:
         return piece
 
     def _forget_prompt(self) -> None:
-        """Forget the oldest prompt of the oldest namespace."""
         namespace, ring = next(iter(self._prompts.items()))
         self._prompt_keys -= len(ring.popleft())
         if not ring:

@@ -92,7 +92,6 @@ class StateTree:
         return self.paged_in_bytes + self.paged_out_bytes + self.copied_window_bytes + self.cut_bytes
 
     def add_leaf(self, parent: StateNode, keys: Keys, use: Use) -> StateNode:
-        """Append a leaf without state."""
         node = self.tree.append(parent, keys)
         entry = self.entries.new(node, "span", use)
         node.payload = NodeState(entry)
@@ -263,7 +262,6 @@ class StateTree:
         self._refresh(node)
 
     def drop_checkpoint(self, node: StateNode) -> None:
-        """Evict a checkpoint alone."""
         entry = node.payload.checkpoint_entry
         assert entry is not None, node
         self.on_loss(node)

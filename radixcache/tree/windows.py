@@ -34,7 +34,6 @@ class Windows:
         self._unneeded: dict[int, StateNode] = {}
 
     def set(self, node: StateNode, spans: Spans | None) -> None:
-        """Set or remove a node's state of windows."""
         state = node.payload
         before = 0 if state.windows is None else state.windows.nbytes
         after = 0 if spans is None else spans.nbytes
@@ -46,7 +45,6 @@ class Windows:
             self._file(node)
 
     def joined(self, node: StateNode, child: StateNode) -> Spans | None:
-        """The state of a node and its child, as of one node."""
         upper, lower = node.payload.windows, child.payload.windows
         if upper is None or lower is None:
             found = upper or lower
@@ -154,7 +152,6 @@ class Windows:
         return min((child.payload.nearest for child in node.children.values()), default=NEVER)
 
     def _needed(self, node: StateNode) -> dict[Window, list[Range]]:
-        """The tokens of a node that checkpoints need."""
         nearest, bounds = node.payload.nearest, [(node.start, node.end)]
         return {
             window: [] if nearest == NEVER else common(window.needs(nearest), bounds) for window in self._layout.windows
