@@ -238,7 +238,8 @@ def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
     before = _active_bytes()
     cache = _fresh(case)
     adapter = adapter_for(cache)
-    mx.eval(adapter.own(cache))
+    if case.kind not in (KV, QUANTIZED_8):  # their arrays may be those of the forward pass
+        mx.eval(adapter.own(cache))
     adapter.reserve(cache, case.length)
     mx.eval(adapter.buffers(cache))
     stated, count = sum(b.nbytes for b in adapter.buffers(cache)), len(adapter.buffers(cache))

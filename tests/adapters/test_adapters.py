@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,6 @@ from radixcache.adapters.registry import ADAPTERS, adapter_for
 from radixcache.adapters.span import SpanAdapter
 from tests.adapters.cases import (
     CASES,
-    CHUNKED,
     CONTINUATIONS,
     DIGEST,
     KINDS,
@@ -32,7 +31,6 @@ from tests.adapters.cases import (
     Case,
     Kind,
     picture,
-    spelled_attention,
     spelled_pieces,
     state_bits,
     temporal_buffers,
@@ -45,10 +43,6 @@ window_cases = pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 token_cases = pytest.mark.parametrize("case", SPAN_CASES + WINDOW_CASES, ids=str)
 cut_cases = pytest.mark.parametrize("case", [case for case in CASES if case.can_cut], ids=str)
 point_cases = pytest.mark.parametrize("case", POINT_CASES, ids=str)
-# The model makes the mask of a chunked layer itself, from the offsets.
-masked_cases = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.kind.spelled is spelled_attention and case.kind is not CHUNKED], ids=str
-)
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 CUTS = (1, 2, 255, 256, 257, 511, 512, 513, 800, 1024, 1299)
 SHORT_CONTINUATIONS = ((1, 1, 7, 1), (3, 40, 1))
@@ -107,14 +101,6 @@ def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_els
         else:
             assert picture(cache) == untouched, target
     assert picture(snapshot) == before
-
-
-@masked_cases
-def test_masks_of_a_restored_cache_are_those_of_an_undisturbed_one(case: Case) -> None:
-    caches = _restored(case, case.length), case.cache()
-    for count, window_size, as_array in product((2, 16, 40), (None, 5, 16), (False, True)):
-        masks = [picture(cache.make_mask(count, window_size=window_size, return_array=as_array)) for cache in caches]
-        assert masks[0] == masks[1], (count, window_size, as_array)
 
 
 @all_cases

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache import SnapshotError, UnsupportedCacheError
-from radixcache.layers.layout import Layout, LiveStateError
+from radixcache.layers.layout import Layout
 from tests.adapters.cases import (
     ARRAYS,
     CHUNK_LENGTH,
@@ -209,25 +209,6 @@ def test_points_without_a_checkpoint_are_emptied_and_start_over(model: Model) ->
     layout.restore_points(live, None, 0)
     model.feed(layout, live, token_ids(50, seed=5), [30, 1, 19])
     assert model.bits(layout, live) == model.bits(layout, model.fed(layout, token_ids(50, seed=5), [30, 1, 19]))
-
-
-def test_tokens_taken_out_of_a_window_one_part_after_the_other_are_its_state_anywhere() -> None:
-    model = Model("gemma", lambda: [KVCache(), RotatingKVCache(WINDOW_LENGTH, keep=4)], [KV, ROTATING_4])
-    layout = model.layout()
-    live = model.fed(layout, IDS[:10], [10])
-    (window,) = layout.windows
-    parts = [layout.capture(live, 0, 10, {window: [(0, 10)]})]
-    for start, end in ((10, 11), (11, 30), (30, 64)):
-        model.feed(layout, live, IDS[start:end], [end - start])
-        parts.append(layout.capture(live, start, end, {window: [(max(start, end - WINDOW_LENGTH + 4), end)]}))
-    assert layout.window_bytes(window) * (10 + 1 + 12 + 12) == sum(part.nbytes for part in parts)
-    with pytest.raises(LiveStateError, match="the state at 64 is not complete"):
-        layout.restore_points(layout.fresh(), None, 64, parts[:2])
-    for target in (64, 11, 5):
-        caches = layout.fresh()
-        layout.page_in(caches, layout.page_out(live, 0, 64), target)
-        layout.restore_points(caches, None, target, parts)
-        assert model.bits(layout, caches) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
 
 
 def test_identities_change_when_a_layer_without_offset_is_written_unseen() -> None:

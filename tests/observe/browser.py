@@ -51,7 +51,7 @@ class Page:
         requested: URLs that the page asked for, its own among them.
     """
 
-    def __init__(self, path: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.complaints: list[str] = []
         self.requested: list[str] = []
         self._profile = tempfile.mkdtemp(prefix="radixcache-browser-")
@@ -60,19 +60,9 @@ class Page:
         self._last_id = 0
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        arguments = [
-            path,
-            "--headless",
-            "--remote-debugging-pipe",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--no-default-browser-check",
-            f"--window-size={width},{height}",
-            f"--user-data-dir={self._profile}",
-            *(["--no-sandbox"] if os.geteuid() == 0 else []),
-            *(["--blink-settings=preferredColorScheme=0"] if dark else []),
-        ]
+        flags = "--headless --remote-debugging-pipe --disable-gpu --disable-dev-shm-usage --no-first-run"
+        arguments = [path, *flags.split(), "--no-default-browser-check", "--window-size=1280,900"]
+        arguments += [f"--user-data-dir={self._profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
         silent = os.open(os.devnull, os.O_WRONLY)
         # Above 4 first, so that neither duplicate overwrites the other's source.
         sources = [_above(descriptor) for descriptor in (to_browser, from_browser)]

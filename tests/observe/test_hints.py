@@ -74,17 +74,6 @@ def test_the_first_span_that_varies_is_found_whole(systems: list[str], start: st
     assert hint.values == 4
 
 
-def test_an_id_per_conversation_is_found_while_conversations_take_turns() -> None:
-    prompts = []
-    for turn in range(2):
-        for user in ("ann", "bert", "carol-anne"):
-            contents = [f"{user} asks {turn}", "It is.", f"And then, {user}?"][: 2 * turn + 1]
-            prompts.append(chat(*contents, system=f"Session {user}. {SYSTEM}"))
-    (hint,) = found(prompts)
-    assert text(prompts[-1][hint.start : hint.end]) == "carol-anne"
-    assert (hint.values, hint.requests) == (3, 6)
-
-
 TALK = ("Is it open?", "It is.", "Until when?", "Until eight.", "Thanks!")
 LANDS, TENANTS = ("France", "Spain", "Chile", "Japan", "Peru"), ("Rome", "Oslo", "Bern")
 

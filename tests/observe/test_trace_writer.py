@@ -154,16 +154,6 @@ def test_a_header_that_could_not_be_written_and_short_writes_leave_a_file_that_c
     assert len(read_trace(path).requests) == 1
 
 
-def test_requests_that_ended_out_of_order_are_read_in_the_order_they_arrived(tmp_path) -> None:
-    path = tmp_path / "t.jsonl"
-    with TraceWriter(path) as writer:
-        for time in (3, 1, 2):
-            writer.append([time], time=time)
-    trace = read_trace(path)
-    assert [request.time_ms for request in trace.requests] == [0, 1, 2]
-    assert trace.is_timing_synthetic, "ticks are no milliseconds"
-
-
 def test_wrong_arguments_are_refused_and_write_nothing(tmp_path) -> None:
     path = tmp_path / "t.jsonl"
     for wrong in ({"block_tokens": 0}, {"salt": b"x" * 65}, {"clock": "days"}):
@@ -180,25 +170,6 @@ def test_wrong_arguments_are_refused_and_write_nothing(tmp_path) -> None:
         assert path.stat().st_size == length
     with pytest.raises(ValueError, match="closed"):
         writer.append([1], time=1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, ":1: version is int 2; wanted 1."),
-        ({"clock": "days"}, ":1: clock is str 'days'; wanted one of requests, ms, synthetic_ms."),
-        ({"block_tokens": 0}, ":1: block_tokens is int 0"),
-    ],
-)
-def test_foreign_header_is_refused(tmp_path, change: dict, message: str) -> None:
-    path = tmp_path / "t.jsonl"
-    with TraceWriter(path) as writer:
-        writer.append([1], time=1)
-    header, request = lines(path)
-    path.write_text(json.dumps({**header, **change}) + "\n" + json.dumps(request) + "\n")
-    with pytest.raises(TraceError) as raised:
-        read_trace(path)
-    assert str(raised.value).startswith(f"{path}{message}")
 
 
 def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_before(tmp_path) -> None:
@@ -244,22 +215,26 @@ def test_a_plain_trace_holds_ids_and_the_namespace_and_they_are_counted(tmp_path
         ({"after": 7}, "after is int 7; wanted [request, blocks]."),
         ({"kind": 3}, "kind is int 3; wanted text."),
         ({"time": "now"}, "time is str 'now'; wanted a whole number"),
+        ({"version": 2}, "version is int 2; wanted 1."),
+        ({"clock": "days"}, "clock is str 'days'; wanted one of requests, ms, synthetic_ms."),
+        ({"block_tokens": 0}, "block_tokens is int 0"),
     ],
 )
-def test_bad_request_line_is_named(tmp_path, change: dict, message: str) -> None:
+def test_bad_line_is_named(tmp_path, change: dict, message: str) -> None:
     path = tmp_path / "t.jsonl"
     with TraceWriter(path) as writer:
         writer.append(range(100), time=1)
         writer.append([*range(64), *range(80)], time=2)
     header, first, second = lines(path)
     assert second["after"] == [0, 1]
-    third = {**first, "request": 2}
-    path.write_text("".join(json.dumps(each) + "\n" for each in (header, first, {**second, **change}, third)))
+    parts, bad = [header, first, second, {**first, "request": 2}], 0 if change.keys() <= header.keys() else 2
+    parts[bad] |= change
+    path.write_text("".join(json.dumps(each) + "\n" for each in parts))
     with pytest.raises(TraceError) as raised:
         read_trace(path)
-    assert str(raised.value).startswith(f"{path}:3: ")
+    assert str(raised.value).startswith(f"{path}:{bad + 1}: ")
     assert message in str(raised.value)
-    assert len(read_trace(path, skip_bad=True).requests) == 2
+    assert not bad or len(read_trace(path, skip_bad=True).requests) == 2
 
 
 # What a live cache records

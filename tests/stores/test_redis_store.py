@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -395,17 +394,6 @@ def test_a_password_is_used_and_never_shown(caplog: pytest.LogCaptureFixture) ->
         assert all(each not in text for each in (PASSWORD, PASSWORD[::-1], str(redis.socket)))
     finally:
         redis.end()
-
-
-def test_an_error_of_the_network_shows_no_address(caplog: pytest.LogCaptureFixture) -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    listening.close()
-    with store_at(f"redis://me:{PASSWORD}@127.0.0.1:{port}") as store:
-        assert matched(store, range(4)) == []
-        shown = "\n".join([repr(store), str(store.stats), *caplog.messages])
-    assert "not reached" in shown
-    assert all(each not in shown for each in (PASSWORD, "127.0.0.1", str(port)))
 
 
 def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(redis: Server) -> None:

@@ -7,7 +7,6 @@ Nothing here depends on how fast anything is: what the store has is read, unless
 
 from __future__ import annotations
 
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -86,20 +85,6 @@ def test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too(opened: 
         cached, logits = serve(cache, model, branch)
         assert cached == 400
         assert is_close(logits, cold(model, branch))
-
-
-@pytest.mark.parametrize("kind", ["llama", "mamba2"])
-def test_a_session_that_the_garbage_collector_closes_is_stored(opened: Open, kind: str) -> None:
-    model, prompt = tiny_model(kind), tokens(1, 90)
-    with opened() as store, PrefixCache(model, store=store) as cache:
-        session: Any = cache.begin(prompt)
-        session.prefill(model)
-        mx.eval(session.step(model, prompt[-1:]))
-        session.itself = session  # so that nothing but the collector ends it
-        del session
-        gc.collect()
-    with opened() as store, PrefixCache(model, store=store) as cache:
-        assert serve(cache, model, [*prompt, 1])[0] == 90
 
 
 def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(opened: Open, llama: Any) -> None:
