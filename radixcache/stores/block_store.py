@@ -18,19 +18,47 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
-from radixcache.counters import Tally
+from radixcache.counters import Tally, counter, gauge
 from radixcache.errors import refuse_copy
 from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place, root_key
 from radixcache.stores.codec import encoded
 from radixcache.stores.index import Index, Link
-from radixcache.stores.store import WRITE_ON, StoreStats, WriteOn
 from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
+
+#: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
+WriteOn = Literal["eviction", "second_use", "close"]
+WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts since a store was opened, and what there is now, as far as this process knows."""
+
+    blocks: int = gauge("files", "Files of blocks.")
+    checkpoints: int = gauge("files", "Files of checkpoints.")
+    stored_bytes: int = gauge("bytes", "Files of both.")
+    budget_bytes: int = gauge("bytes", "What they may take at most.")
+    waiting_bytes: int = gauge("bytes", "State in memory that waits to be written.")
+    stopped: str = gauge("", "1 while nothing is written.")
+    dropped: dict[str, int] = counter("blocks", "Blocks that were not written, by why.", label="reason")
+    read_files: int = counter("files", "Files that were read and found right.")
+    read_bytes: int = counter("bytes", "Their bytes.")
+    read_seconds: float = counter("seconds", "What that took, summed over readers.")
+    written_files: int = counter("files", "Files that were written.")
+    written_bytes: int = counter("bytes", "Their bytes.")
+    evicted_files: int = counter("files", "Files that were removed to keep the budget.")
+    evicted_bytes: int = counter("bytes", "Their bytes.")
+    damaged_files: int = counter("files", "Files that were no blocks, or not as they were written, and were set aside.")
+    vanished_files: int = counter("files", "Files that were gone when they were to be read.")
+    read_errors: int = counter("errors", "Files or folders that the system could not read.")
+    failed_calls: dict[str, int] = counter("calls", "Calls of a server that failed, by how.", label="kind")
 
 
 class WriteQueue:

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from radixcache.stores.block import Block, Head, Identity, Kind, Place
-from radixcache.stores.block_store import BudgetedStore
+from radixcache.stores.block_store import BudgetedStore, WriteOn
 from radixcache.stores.codec import Damaged
 from radixcache.stores.files import Folder, file_name, place_of
-from radixcache.stores.store import WriteOn
 from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)

@@ -40,10 +40,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixcache.stores.block import BLOCK_TOKENS, KEY_BYTES, KINDS, Block, Head, Identity, Kind, Place, root_key
-from radixcache.stores.block_store import BlockStore
+from radixcache.stores.block_store import BlockStore, WriteOn
 from radixcache.stores.codec import VERSION, Damaged, decoded
 from radixcache.stores.redis_calls import Call, Calls, Command, Replies
-from radixcache.stores.store import WriteOn
 from radixcache.tokens import Keys
 
 PREFIX = f"radixcache{VERSION}:".encode()

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from radixcache.stores.block import BLOCK_TOKENS, Block, Head, Kind, Place
-from radixcache.stores.block_store import BudgetedStore
-from radixcache.stores.store import WriteOn
+from radixcache.stores.block_store import BudgetedStore, WriteOn
 
 #: About what a file takes besides its state: 8 bytes a token.
 HEAD_BYTES = 8 * BLOCK_TOKENS

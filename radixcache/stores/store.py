@@ -1,4 +1,4 @@
-"""Store: what a cache asks of the place where its state is stored: DiskStore, RedisStore, SizedStore, or Tiers.
+"""Store: what a cache stores its state in: a DiskStore, RedisStore or SizedStore, or Tiers of them.
 
 No method raises for a fault of a disk, a server or a stored file: the answer is a miss, and `stats` counts it.
 
@@ -9,51 +9,22 @@ No method raises for a fault of a disk, a server or a stored file: the answer is
   M1  A link names the store that its block is read from, and its checkpoint, if it ends with one.
   M2  A store that is down, full or stopped does not stop writes to other stores.
 
-A block that was read from one store is put to the others when the cache writes, each at its own moment.
-
-Methods may be called from any thread. Never imports MLX.
+A block that was read from one store is put to the others when the cache writes, each at its own moment. Methods may be
+called from any thread. Never imports MLX.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import groupby
-from typing import Any, Literal, Protocol, get_args
+from typing import Any
 
-from radixcache.counters import counter, gauge
 from radixcache.stores.block import KINDS, Block, Identity, Kind, Place
+from radixcache.stores.block_store import BlockStore, StoreStats, WriteOn
 from radixcache.stores.index import Link, chain_end
 from radixcache.tokens import Keys
-
-#: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
-WriteOn = Literal["eviction", "second_use", "close"]
-WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counts since a store was opened, and what there is now, as far as this process knows."""
-
-    blocks: int = gauge("files", "Files of blocks.")
-    checkpoints: int = gauge("files", "Files of checkpoints.")
-    stored_bytes: int = gauge("bytes", "Files of both.")
-    budget_bytes: int = gauge("bytes", "What they may take at most.")
-    waiting_bytes: int = gauge("bytes", "State in memory that waits to be written.")
-    stopped: str = gauge("", "1 while nothing is written.")
-    dropped: dict[str, int] = counter("blocks", "Blocks that were not written, by why.", label="reason")
-    read_files: int = counter("files", "Files that were read and found right.")
-    read_bytes: int = counter("bytes", "Their bytes.")
-    read_seconds: float = counter("seconds", "What that took, summed over readers.")
-    written_files: int = counter("files", "Files that were written.")
-    written_bytes: int = counter("bytes", "Their bytes.")
-    evicted_files: int = counter("files", "Files that were removed to keep the budget.")
-    evicted_bytes: int = counter("bytes", "Their bytes.")
-    damaged_files: int = counter("files", "Files that were no blocks, or not as they were written, and were set aside.")
-    vanished_files: int = counter("files", "Files that were gone when they were to be read.")
-    read_errors: int = counter("errors", "Files or folders that the system could not read.")
-    failed_calls: dict[str, int] = counter("calls", "Calls of a server that failed, by how.", label="kind")
 
 
 def total(parts: Mapping[str, StoreStats]) -> StoreStats:
@@ -70,45 +41,8 @@ def total(parts: Mapping[str, StoreStats]) -> StoreStats:
     return StoreStats(**found)
 
 
-class Store(Protocol):
-    """Blocks of state by the keys of their chains. `BlockStore` says what each method does.
-
-    Attributes:
-        tiers: names of the stores, such as "disk"; `Link.tier` is an index into them.
-        write_on: when a cache writes; the cache acts on it.
-        takes_cuts: whether a block may continue from inside another one (`Head.cut`).
-    """
-
-    @property
-    def tiers(self) -> tuple[str, ...]: ...
-    @property
-    def write_on(self) -> WriteOn: ...
-    @property
-    def takes_cuts(self) -> bool: ...
-
-    def match(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]: ...
-
-    def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]: ...
-
-    def file_bytes(self, key: bytes, kind: Kind = "block") -> int: ...
-    def holds(self, key: bytes, kind: Kind = "block") -> bool: ...
-    def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]: ...
-    def accepts(self, nbytes: int) -> bool: ...
-    def put(self, block: Block) -> bool: ...
-    def remove(self, keys: Iterable[bytes]) -> None: ...
-    def flush(self, timeout_s: float | None = None) -> bool: ...
-    def close(self, timeout_s: float | None = None) -> bool: ...
-    @property
-    def stats(self) -> StoreStats: ...
-    def check(self) -> None: ...
-
-
 class Tiers:
-    """Stores, the first one asked first.
+    """Several stores as one, the first one asked first.
 
     Attributes:
         tiers: their names, numbered if several have the same.
@@ -195,6 +129,10 @@ class Tiers:
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         done = [each(None if ends_s is None else max(0.0, ends_s - time.monotonic())) for each in methods]
         return all(done)
+
+
+#: What a cache can be given. `BlockStore` says what each method does.
+Store = BlockStore | Tiers
 
 
 def joined(store: Store | Sequence[Store]) -> Store:

@@ -25,7 +25,7 @@ from radixcache import CacheStats, PrefixCache
 from radixcache.errors import CacheClosedError, RadixCacheError
 from radixcache.observe.page import content_policy, document, page_file, tree_data, tree_markup
 from radixcache.observe.words import about_words, bytes_words, tokens_words, total_words
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
 from runner.serve.bodies import Count

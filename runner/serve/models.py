@@ -35,7 +35,7 @@ from radixcache.chat import message_ends
 from radixcache.layers.stored import weights_identity
 from radixcache.observe.trace import TraceWriter
 from radixcache.prefix_cache import analytic_cost, default_budget_bytes
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder

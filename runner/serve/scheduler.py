@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from radixcache import PrefixCache, RadixCacheError
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.serve import mlx_lm_border
 from runner.serve.models import Models

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from radixcache.stores.store import WriteOn
+from radixcache.stores.block_store import WriteOn
 from runner.picture import new_figure, picture_bytes
 from runner.text import GIB, plural
 from runner.traces.trace import Trace

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import PrefixCache
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import Event, EventKind
 from runner.serve.metrics import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
 from runner.serve.request import ModelNames

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from runner.serve.admin import cache_page, page_state
 from runner.serve.http_server import HttpServer, listen, url_of
 from runner.serve.metrics import Watch

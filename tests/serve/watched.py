@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache import PrefixCache
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from runner.serve.request import ModelNames, RequestRecord
 
 

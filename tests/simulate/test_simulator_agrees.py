@@ -20,8 +20,8 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.paging.tier import Disk
 from radixcache.sized_cache import sized_cache
 from radixcache.stores.block import Identity
+from radixcache.stores.block_store import WriteOn
 from radixcache.stores.sized_store import SizedStore
-from radixcache.stores.store import WriteOn
 from runner.models.tiny import VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.restarts import Open, opened, reading  # noqa: F401

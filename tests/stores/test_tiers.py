@@ -9,7 +9,8 @@ import pytest
 
 from radixcache import DiskStore
 from radixcache.stores.block import Block
-from radixcache.stores.store import Store, Tiers, WriteOn, joined, moments
+from radixcache.stores.block_store import WriteOn
+from radixcache.stores.store import Store, Tiers, joined, moments
 from tests.stores.made import chain, checkpoint, file_of, matched, opened, put_all, resumed
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
 from radixcache import DiskStore, Explanation, PrefixCache
-from radixcache.stores.store import WRITE_ON
+from radixcache.stores.block_store import WRITE_ON
 from tests.restarts import Failing
 from tests.restarts import reading as reading
 from tests.walks.common import Told
