@@ -56,7 +56,9 @@ class Tiers:
         self.write_on: WriteOn = self.stores[0].write_on
         names = [name for store in self.stores for name in store.tiers]
         counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
-        self.tiers = tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
+        self.tiers: tuple[str, ...] = tuple(
+            name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True)
+        )
 
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
