@@ -14,7 +14,6 @@ from tests.restarts import reading  # noqa: F401
 from tests.stores.redis_server import Server, redis, store_at  # noqa: F401
 from tests.whole.test_store import (  # noqa: F401
     test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too,
-    test_a_session_that_the_garbage_collector_closes_is_stored,
     test_a_store_whose_calls_fail_changes_no_answer,
     test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit,
     test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left,
