@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from policies.entry import Entry
 from policies.ghosts import Ghosts
-from policies.runs import Run, RunPolicy, key_count
+from policies.runs import Run, RunPolicy, runs_of
 
 ONCE, AGAIN = 0, 1
 
@@ -34,22 +34,10 @@ class ARC(RunPolicy):
         self._met_again = False
 
     def admit(self, entry: Entry) -> list[Run]:
-        met = [(end, digest, queue) for queue in (ONCE, AGAIN) for end, digest in self.ghosts[queue].meet(entry)]
-        runs = []
-        start = entry.end - key_count(entry)
-        self._met_again = False
-        for end, digest, queue in sorted(met):
-            known = min(self._adapt(entry, end, digest, queue), end - start)
-            if known < end - start:
-                runs.append(Run(end - start - known, ONCE, entry.created))
-            if known:
-                runs.append(Run(known, AGAIN, entry.created))
-            start = end
-            self._met_again = queue == AGAIN
-        if start < entry.end:
-            runs.append(Run(entry.end - start, ONCE, entry.created))
-            self._met_again = False
-        return runs
+        met = sorted((end, digest, queue) for queue in (ONCE, AGAIN) for end, digest in self.ghosts[queue].meet(entry))
+        self._met_again = bool(met) and met[-1][0] == entry.end and met[-1][2] == AGAIN
+        known = ((end, self._adapt(entry, end, digest, queue)) for end, digest, queue in met)
+        return runs_of(entry, known, (ONCE, entry.created), (AGAIN, entry.created))
 
     def use(self, run: Run, entry: Entry) -> None:
         run.queue, run.place = AGAIN, entry.last_used

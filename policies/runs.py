@@ -16,6 +16,7 @@ O(log n) per operation, plus the runs of the edge; a victim takes O(log n) more 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from sortedcontainers import SortedList
 from policies.entry import Entry
 
 Place = tuple[float, int, int]
+QueuePlace = tuple[int, float]
 
 
 @dataclass(slots=True)
@@ -62,8 +64,6 @@ class RunPolicy:
         self._fresh = [0] * self.queue_count
         self._asked = False
 
-    # What a policy defines
-
     def admit(self, entry: Entry) -> list[Run]:
         """The runs of a new entry, root side first."""
         raise NotImplementedError(f"{type(self).__name__} must define admit(entry).")
@@ -78,8 +78,6 @@ class RunPolicy:
 
     def lost(self, entry: Entry, runs: list[Run]) -> None:
         """A victim or its tail goes; `tokens` no longer counts its runs."""
-
-    # Hooks
 
     def inserted(self, entry: Entry) -> None:
         self._advance(entry.created)
@@ -233,6 +231,21 @@ class RunPolicy:
         if filed is not None:
             self._queues[filed[0]].remove(filed[1])
         return filed is not None
+
+
+def runs_of(entry: Entry, known: Iterable[tuple[int, int]], fresh: QueuePlace, met: QueuePlace) -> list[Run]:
+    """The runs of a new entry, root side first: for each (end, tokens) the last `tokens` keys before `end` met a ghost.
+
+    `fresh` and `met` are queue and place of the keys without and with a ghost.
+    """
+    runs = []
+    start = entry.end - key_count(entry)
+    for end, tokens in known:
+        tokens = min(tokens, end - start)
+        runs += [Run(end - start - tokens, *fresh), Run(tokens, *met)]
+        start = end
+    runs.append(Run(entry.end - start, *fresh))
+    return [run for run in runs if run.tokens]
 
 
 def joined(runs: list[Run]) -> list[Run]:

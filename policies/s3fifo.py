@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from policies.entry import Entry
 from policies.ghosts import Ghosts
-from policies.runs import Run, RunPolicy, key_count
+from policies.runs import Run, RunPolicy, runs_of
 
 SMALL, MAIN = 0, 1
 MOST_MARKS = 3
@@ -47,24 +47,16 @@ class S3FIFO(RunPolicy):
         if entry.created != self._last_tick:
             self._last_tick = entry.created
             self._request += 1
-        runs = []
-        start = entry.end - key_count(entry)
-        for end, digest in self.ghosts.meet(entry):
-            known = min(self.ghosts.take(entry.state, end, digest), end - start)
-            if known < end - start:
-                runs.append(Run(end - start - known, SMALL, entry.created))
-            runs.append(Run(known, MAIN, (self._request + 1) * MOST_MOVES - 1))
-            start = end
-        if start < entry.end:
-            runs.append(Run(entry.end - start, SMALL, entry.created))
-        return runs
+        known = ((end, self.ghosts.take(entry.state, end, digest)) for end, digest in self.ghosts.meet(entry))
+        return runs_of(entry, known, (SMALL, entry.created), (MAIN, (self._request + 1) * MOST_MOVES - 1))
 
     def use(self, run: Run, entry: Entry) -> None:
         run.marks = min(MOST_MARKS, run.marks + 1)
 
     def choose(self) -> Entry:
-        self._warm_up()
-        if self.counted(SMALL) >= self._small_tokens or not self._queues[MAIN]:
+        if self._warming:
+            self._warm_up()
+        if self.counted(SMALL) >= int(self.capacity * self.small_share) or not self._queues[MAIN]:
             while (entry := self.oldest(SMALL)) is not None:
                 if self._runs[entry.entry_id][-1].marks < self.marks_to_promote:
                     return entry
@@ -87,16 +79,10 @@ class S3FIFO(RunPolicy):
         self._moves += 1
         return (self._request if self.is_serving else self._request + 1) * MOST_MOVES + self._moves
 
-    @property
-    def _small_tokens(self) -> int:
-        return int(self.capacity * self.small_share)
-
     def _warm_up(self) -> None:
         """Once, when the capacity is known: move keys that came after the small queue was full to the main queue."""
-        if not self._warming:
-            return
         self._warming = False
-        room = self._small_tokens
+        room = int(self.capacity * self.small_share)
         for place, _, number in sorted(self._arrivals()):
             if not (self.is_serving and place == self._now):
                 room = self._fill(self._entries[number], place, room)

@@ -1,10 +1,10 @@
 """Turn: evict last the conversations that are likely to go on soon, by turn number and growth.
 
 Every request becomes the last user of its path. How likely the path is to be used again depends on the request's class:
-its kind ("main", "subagent"), its turn and its size. The size of a first turn is its length (long prompts go on less
-often, and later), or "branch" if it leaves a stored path in the middle (a shared document rarely goes on). The size of
-a later turn is its growth (a long pasted text is mostly the last question). Lengths are in units of the typical first
-turn, ages in units of the typical interval. A ReuseModel gives the worth of a class at an age; the least worth goes.
+its kind ("main", "subagent"), its turn and its size: the length of a first turn (long prompts go on less often, and
+later), "branch" if it leaves a stored path in the middle (a shared document rarely goes on), and the growth of a later
+turn (a long pasted text is mostly the last question). Lengths are in units of the typical first turn, ages in units of
+the typical interval. A ReuseModel gives the worth of a class at an age; the least worth goes.
 
     spent      almost without worth: the end of a prompt that its continuation does not share. A new end counts as spent
                if continuations cut such ends off and one eviction takes no more than that
@@ -83,8 +83,6 @@ class Turn:
         self._uses_since_rebuild = 0
         self._kinds: set[str] = set()
         self._turns_are_given = False
-
-    # Hooks
 
     def inserted(self, entry: Entry) -> None:
         if entry.state == "checkpoint":
@@ -167,8 +165,6 @@ class Turn:
     def weight_of(self, entry: Entry) -> int:
         """By how many half octaves a subclass scales an entry's worth; all entries of a queue have one weight."""
         return 0
-
-    # Requests
 
     def _request(self, tick: int) -> Request:
         self._advance(tick)
@@ -305,8 +301,6 @@ class Turn:
         del request.holds[entry.entry_id]
         request.passed = [each for each in request.passed if each is not entry]
         self._drop_if_unused(request, self._now)
-
-    # Queues
 
     def _rank(self, queue: Queue, head: tuple[int, int, int]) -> Rank:
         class_key, branching, is_spent, weight = queue

@@ -25,10 +25,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a neighbour, then rename it. A link stays a link; a FIFO or a device is written to directly.
-
-    OSError: it cannot be written; `strerror` and `filename` say why.
-    """
+    """Write a neighbour, then rename it. A link stays a link; a FIFO or a device is written to directly."""
     with _naming(path):
         if _is_special(path):
             path.write_bytes(content)

@@ -40,10 +40,7 @@ INTERRUPTED = "Interrupted: policies were not compared. These are LRU's figures.
 
 
 class Comparison(NamedTuple):
-    """Policies at one budget: their rows on the whole trace (None: not compared), and how they were compared.
-
-    `estimates` of all policies are from samples; `stop` interrupted the comparison.
-    """
+    """Policies at one budget: rows on the whole trace, or None; estimates from samples; `stop` interrupted it."""
 
     rows: list[dict[str, Any]] | None
     notes: "Sequence[str]" = ()

@@ -195,10 +195,7 @@ Command = Callable[..., None]
 
 
 def with_options(kind: type[Any], *, come_first: bool = False) -> Callable[[Command], Command]:
-    """Turn `command(options, ...)` into a command with an option for each annotated field of a dataclass.
-
-    `--help` lists the fields behind the command's own options, or before them.
-    """
+    """Turn `command(options, ...)` into a command with an option for each annotated field of a dataclass."""
     fields = signature(kind, eval_str=True).parameters.values()
     shared = [each for each in fields if get_origin(each.annotation) is Annotated]
 

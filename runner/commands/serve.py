@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -58,12 +58,15 @@ def serve(
         "--budget-gib and --prompt-cache-bytes are the same budget. Leave one of them out.",
     )
     require_policy(options.policy)
+    with usage_errors(ValueError, prefix="--chat-template-args is no JSON: "):
+        template_args = json.loads(chat_template_args)
+    require(isinstance(template_args, dict), f"--chat-template-args is {chat_template_args}; wanted a JSON object.")
     if prompt_cache_size is not None:
         say("note: --prompt-cache-size has no effect; --prompt-cache-bytes bounds what is kept.")
     options = replace(
         options,
         allowed_origins=tuple(allowed_origins.split(",")),
-        chat_template_args=_json_object(chat_template_args),
+        chat_template_args=template_args,
         log_level=log_level.upper(),
         budget_bytes=_budget_bytes(budget_gib, prompt_cache_bytes),
         namespace_by="key" if namespace_by == "key" else "none",
@@ -74,13 +77,6 @@ def serve(
     if runner.BLAS_ADVICE:
         say(f"note: {runner.BLAS_ADVICE}")
     _run(options)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    with usage_errors(ValueError, prefix="--chat-template-args is no JSON: "):
-        value = json.loads(text)
-    require(isinstance(value, dict), f"--chat-template-args is {text}; wanted a JSON object.")
-    return dict(value)
 
 
 def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> int | None:

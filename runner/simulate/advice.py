@@ -45,15 +45,9 @@ DISK_FACTOR = 10
 LEVEL = 0.0005
 
 
-# Samples
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How much more prompt tokens a policy finds than LRU, as a mean over samples, and its standard error.
-
-    Samples differ far more than policies do on one sample, so the differences are averaged.
-    """
+    """How much more prompt tokens a policy finds than LRU: the mean of the differences on samples, and its error."""
 
     policy: str
     gain: float
@@ -122,9 +116,6 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
     )
 
 
-# A disk
-
-
 @dataclass(frozen=True, slots=True)
 class DiskAdvice:
     """What a disk brings LRU over a whole trace: the share of prompt tokens without prefill, alone and with the disk.
@@ -162,9 +153,6 @@ def estimated_disk(
     alone = curve.token_hit_ratio_at(capacity_blocks)
     found = curve.token_hit_ratio_at(together) if is_read else alone
     return DiskAdvice(plan, alone, found, max(0, missed - capacity_blocks) * file_bytes, is_estimate=True)
-
-
-# Budgets and policies
 
 
 @dataclass(frozen=True)
@@ -282,9 +270,6 @@ def best_policy(
     gain = online[policy] - online["lru"] if "lru" in online else None
     bound = max(((name, ratios[name]) for name in BOUNDS if name in ratios), key=lambda each: each[1], default=None)
     return BestPolicy(policy, capacity, online[policy], gain, bound)
-
-
-# Text, JSON and page
 
 
 def lru_text(advice: Advice) -> str:

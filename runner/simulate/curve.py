@@ -296,9 +296,6 @@ def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[int]) ->
     return np.where(index >= 0, ratios[np.maximum(index, 0)], 0.0) if len(ratios) else np.zeros(len(wanted))
 
 
-# Table, JSON and picture
-
-
 def capacities_of(curve: Curve) -> list[int]:
     """Round capacities, 1, 2 and 5 times the powers of ten, up to the first one with room for all blocks."""
     capacities = [1]

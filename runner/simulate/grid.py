@@ -170,8 +170,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# In a worker process
-
+#: What a worker process has.
 _traces: Sequence[Trace] = ()
 _served: Any = None
 _stop: Any = None

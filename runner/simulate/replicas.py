@@ -66,10 +66,7 @@ class SimulatedReplica:
 
 
 class Replicas:
-    """A trace on its way through a router, the setup's or another one.
-
-    By the request's number, `served` has its times and `went` its replica.
-    """
+    """A trace on its way through a router. By a request's number, `served` has its times and `went` its replica."""
 
     def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:
         self.trace, self._speeds = trace, setup.speeds

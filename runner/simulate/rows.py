@@ -138,9 +138,6 @@ def infinite_token_ratio(trace: Trace) -> float:
     return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
 
 
-# Columns and tables
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
@@ -250,8 +247,6 @@ def replicas_table(rows: Sequence[ReplicaRow]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     return filled(shown, columns, rows, names=("trace", "router"), is_narrow=True)
 
-
-# Footnotes
 
 POLICY_COUNTS = (
     "Block hit ratio: blocks of prompts that were stored / blocks of prompts. Token hit ratio: prompt tokens in them / "
@@ -376,8 +371,6 @@ def _document(traces: Sequence[Trace], rows: Sequence[ResultRow], counts: str, *
         "counts": counts,
     }
 
-
-# The picture of policies
 
 PANEL_INCHES = (9.0, 5.0)
 OFFLINE_LINES = {"belady": "-", "belady-bypass": "--"}

@@ -161,10 +161,7 @@ _NO_PARENT = -1
 
 
 class KeyTable:
-    """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id.
-
-    It remembers the block before each id, so an id behind another prefix is noticed.
-    """
+    """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -202,10 +199,7 @@ class KeyTable:
 
 
 def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
-    """Join traces on one time axis, each from its own beginning, with keys numbered anew.
-
-    Requests that arrive at the same time keep the order of the traces. TraceError: their blocks differ in length.
-    """
+    """Join traces on one time axis, with keys numbered anew. TraceError: their blocks differ in length."""
     first = traces[0]
     if len(traces) == 1:
         return replace(first, name=name or first.name)
@@ -233,8 +227,6 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
         ", ".join(trace.source for trace in traces),
     )
 
-
-# What readers share: lines and fields; a wrong field raises TraceError
 
 #: Larger whole numbers are not exact as floats.
 MOST_EXACT = 1 << 53

@@ -38,17 +38,10 @@ from runner.traces.trace import (
 MOONCAKE_BLOCK_TOKENS = 512
 
 
-def _list(record: dict[str, Any], name: str, where: str) -> list[Any]:
-    value = record.get(name)
-    if not isinstance(value, list):
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted a list.")
-    return value
-
-
-def _text(record: dict[str, Any], name: str, where: str) -> str:
-    value = record.get(name, "")
-    if not isinstance(value, str):
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted text.")
+def _field(record: dict[str, Any], name: str, where: str, kind: type[Any], wanted: str, default: Any = None) -> Any:
+    value = record.get(name, default)
+    if not isinstance(value, kind):
+        raise TraceError(f"{where}: {name} is {shown(value)}; wanted {wanted}.")
     return value
 
 
@@ -98,8 +91,7 @@ class _CompactReader:
     """All requests so far, and of the present part its header, its start and the blocks of its requests."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
-        self._path = path
-        self._reading = reading
+        self._path, self._reading = path, reading
         self._table = KeyTable()
         self._requests: list[TraceRequest] = []
         self._is_timing_synthetic = False
@@ -170,7 +162,7 @@ class _CompactReader:
         tokens = whole_number(record, "tokens", where, at_least=1)
         output_tokens = whole_number(record, "output", where)
         turn = whole_number(record, "turn", where) if "turn" in record else None
-        session, kind = (_text(record, name, where) for name in ("session", "kind"))
+        session, kind = (_field(record, name, where, str, "text", "") for name in ("session", "kind"))
         assert self._block_tokens is not None
         digests = self._shared(record, where)
         if self._is_plain:
@@ -223,7 +215,7 @@ class _CompactReader:
         wanted = max(0, tokens - len(shared) * block_tokens)
         if len(ids) != wanted:
             raise TraceError(f"{where}: {len(ids)} ids behind {len(shared)} blocks; tokens {tokens} needs {wanted}.")
-        namespace = _text(record, "namespace", where)
+        namespace = _field(record, "namespace", where, str, "text", "")
         before = shared[-1] if shared else None
         return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
 
@@ -335,7 +327,7 @@ class _Session:
         self._table = KeyTable()
         document = _session_document(path)
         self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
-        records, session_id = _list(document, "requests", str(path)), document.get("id")
+        records, session_id = _field(document, "requests", str(path), list, "a list"), document.get("id")
         self._main = _Agent(session_id if isinstance(session_id, str) else path.stem, "main", 0.0, records, str(path))
 
     def requests(self) -> list[TraceRequest]:
@@ -360,7 +352,7 @@ class _Session:
             yield from found
 
     def _subagent(self, record: dict[str, Any], agent: _Agent, where: str) -> _Agent:
-        records = _list(record, "requests", where)
+        records = _field(record, "requests", where, list, "a list")
         duration_s = whole_number(record, "duration_ms", where) / 1e3 if "duration_ms" in record else 0.0
         start_s = agent.start_s + max(0.0, seconds(record, "t", where) - duration_s)
         return _Agent(f"{agent.session}/{record.get('agent_id', where)}", "subagent", start_s, records, where)

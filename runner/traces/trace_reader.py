@@ -92,10 +92,7 @@ def read_trace(
 
 
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals.
-
-    A reply that was not recorded is also missing in later prompts.
-    """
+    """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
     if reading.tokenizer is None:
         raise TraceError(
             f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
@@ -128,10 +125,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
 
 
 def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
-    """The requests of a conversation: tokens of the prompt, length of the reply, and whether it calls a tool.
-
-    The length counts the recorded text and calls, without the template's additions; 0 if there is no reply.
-    """
+    """The requests of a conversation: tokens of a prompt, length of the recorded reply, and whether it calls a tool."""
     from radixcache.chat import chat_tokens  # needs MLX, which no other format does
 
     rendered = []

@@ -127,17 +127,6 @@ def test_advise_compares_policies_with_the_optimum_and_with_checkpoints_where_th
     assert json.loads(json_file.read_text())["best_policy"]["token_hit_ratio"] < spans["token_hit_ratio"]
 
 
-def test_bad_lines_are_counted_when_they_are_skipped(command, trace) -> None:
-    with trace.open("a") as file:
-        file.write("{}\n")
-    code, _, err = command("mrc", trace)
-    assert code == 2
-    assert "small.jsonl:301: timestamp is missing" in err
-    code, _, err = command("mrc", trace, "--skip-bad")
-    assert code == 0
-    assert "note: 1 line skipped, the first:" in err
-
-
 def test_conversations_are_read_with_a_model_s_tokenizer(tmp_path, command) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 300}]}) + "\n")

@@ -1,4 +1,4 @@
-"""The simulator: its figures against a plain simulation block by block, its grid, its command."""
+"""The simulator: its figures, its footnotes and pictures, its command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from runner.models.footprint import ModelBytes
 from runner.simulate.rows import FIFO_NOTE, infinite_ratio, infinite_token_ratio, policies_picture, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
-from runner.traces.trace import Trace
 from tests.simulate.made import made, mooncake_file, rows_in, words
 
 Command = Callable[..., tuple[int, str, str]]
@@ -38,65 +37,6 @@ REFERENCE = {
     "belady": (3_000, 0.2916),
     "belady-bypass": (3_000, 0.2945),
 }
-
-
-def block_by_block(trace: Trace, capacity: int, key: str, bypass: bool = False) -> int:
-    """Hits of a plain simulation: a set of blocks, and of the leaves outside the request's path the worst one goes."""
-    upcoming = _next_uses(trace)
-    held: dict[int, dict[str, float]] = {}
-    children: dict[int, int] = {}
-    hits = 0
-    for tick, request in enumerate(trace.requests):
-        keys = request.keys.tolist()
-        path = set() if bypass else set(keys)
-        found = 0
-        while found < len(keys) and keys[found] in held:
-            found += 1
-        hits += found
-        for depth, block in enumerate(keys):
-            if depth >= found:
-                if depth:
-                    children[keys[depth - 1]] = children.get(keys[depth - 1], 0) + 1
-                held[block] = {"created": tick, "uses": 0, "depth": depth, "parent": keys[depth - 1] if depth else -1}
-            state = held[block]
-            state.update(used=tick, next=upcoming[tick][depth], uses=state["uses"] + 1)
-        while len(held) > capacity:
-            leaves = [block for block in held if not children.get(block) and block not in path]
-            if not leaves:
-                # The path alone is too long: its own tail goes.
-                leaves = [block for block in held if not children.get(block)]
-            gone = min(leaves, key=lambda block: _rank(held[block], key))
-            parent = held.pop(gone)["parent"]
-            if parent >= 0:
-                children[int(parent)] -= 1
-    return hits
-
-
-def _rank(state: dict[str, float], key: str) -> tuple[float, ...]:
-    if key == "lru":
-        return (state["used"], -state["depth"])
-    if key == "fifo":
-        return (state["created"], -state["depth"])
-    if key == "lfu":
-        return (state["uses"], state["used"], -state["depth"])
-    return (-state["next"], -state["depth"], state["used"])
-
-
-def _next_uses(trace: Trace) -> list[list[float]]:
-    keys = [request.keys.tolist() for request in trace.requests]
-    return [
-        [next((later for later in range(tick + 1, len(keys)) if key in keys[later]), float("inf")) for key in each]
-        for tick, each in enumerate(keys)
-    ]
-
-
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "belady", "belady-bypass"])
-@given(paths=words, capacity=st.integers(6, 20))
-@settings(max_examples=30, deadline=None)
-def test_compressed_edges_give_the_hits_of_single_blocks(policy: str, paths: list[list[int]], capacity: int) -> None:
-    trace = made(paths)
-    expected = block_by_block(trace, capacity, policy, bypass=policy == "belady-bypass")
-    assert simulate(trace, policy, capacity).block_hits == expected
 
 
 @given(paths=words, capacity=st.integers(6, 20))
