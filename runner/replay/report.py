@@ -168,9 +168,6 @@ class Report:
             return "No request was answered by every cache."
         return f"{self._comparison()} {self._answers()}"
 
-    def progress(self, requests: int) -> str:
-        return f"{len(self.runs[0].rows) if self.runs else 0} of {requests} requests"
-
     def document(self, **about: Any) -> dict[str, Any]:
         """Everything, for JSON: `about`, and per run its summary and a row per request."""
         left_out = ONE_USER_KEYS if self._is_parallel else MANY_USERS_KEYS
@@ -188,12 +185,11 @@ class Report:
         return {**found, **about, "machine": machine(), "versions": versions()}
 
     def _summarize(self, run: CacheRun) -> Summary:
-        rows = run.rows
+        rows, equal = run.rows, None
         ttft_ms = [row.ttft_ms for row in rows]
         p50, p95 = np.percentile(ttft_ms, (50, 95)).tolist()
         token_ms = [row.decode_ms / (row.output_tokens - 1) for row in rows if row.output_tokens > 1]
         prompt_tokens, output_tokens = (sum(row.prompt_tokens for row in rows), sum(row.output_tokens for row in rows))
-        equal = None
         if self._reference is not None:
             pairs = zip(rows, self._reference.rows, strict=True)
             equal = sum(row.output_hash == expected.output_hash for row, expected in pairs)
@@ -255,14 +251,13 @@ class Report:
     def _answers(self) -> str:
         if self._reference is None:
             return f"Answers were not compared: {REFERENCE} was not among the caches."
-        compared = [summary for summary in self.summaries if summary.cache != REFERENCE]
+        if len(self.summaries) == 1:
+            return "There was no other cache to compare answers with."
         wrong = [
             f"{each.requests - (each.answers_equal or 0)} of {each.requests} with {each.cache}"
-            for each in compared
+            for each in self.summaries
             if each.answers_equal != each.requests
         ]
-        if not compared:
-            return "There was no other cache to compare answers with."
         if wrong:
             return f"Answers DIFFER from those without a cache: {', '.join(wrong)}."
         return "Every answer is the same as without a cache."
@@ -283,9 +278,9 @@ class Report:
             for other in others
         ]
         for alone in self._alone_summaries:
-            what = "without a cache" if alone.cache == REFERENCE else f"with {alone.cached_share:.0%} cached"
+            how = "without a cache" if alone.cache == REFERENCE else f"with {alone.cached_share:.0%} cached"
             ratio = alone.wall_s / first.wall_s
-            said.append(f"One after the other, {what}, they take {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
+            said.append(f"One after the other, {how}, they take {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
         return " ".join(said)
 
     def _partings(self) -> str:

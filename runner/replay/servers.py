@@ -124,7 +124,7 @@ class OneAtATime:
         with self._cache.begin(request.prompt) as run:
             begun_s = time.perf_counter()
             completion, decode_ms, text = self._reply(run, request, arrived_s)
-            cached_tokens, matched_tokens, reason = run.cached_tokens, run.matched_tokens, run.reason
+            matched_tokens, reason = run.matched_tokens, run.reason
             self._watch(is_settled=True)
             closing_s = time.perf_counter()
         closed_s = time.perf_counter()
@@ -132,12 +132,11 @@ class OneAtATime:
         del run
         self._held_bytes = mx.get_active_memory() - self._others_bytes
         self.peak_bytes = max(self.peak_bytes, self._request_peak_bytes)
-        row = _row(
+        row = _request_row(
             request,
             completion,
-            matched_tokens=matched_tokens,
-            cached_tokens=cached_tokens,
-            reason=reason,
+            matched_tokens,
+            reason,
             begin_ms=(begun_s - arrived_s) * 1e3,
             decode_ms=decode_ms,
             close_ms=(closed_s - closing_s) * 1e3,
@@ -222,17 +221,9 @@ class TreeServer:
                 continue
             if done.error is not None:
                 raise done.error
-            assert done.ttft_ms is not None and done.prompt_ms is not None, "nothing cancels a replayed request"
             index, request = self._requests.pop(ticket)
-            row = _row(
-                request,
-                done,
-                matched_tokens=ticket.matched_tokens,
-                cached_tokens=done.cached_tokens,
-                reason=ticket.reason,
-                waited_ms=done.ttft_ms - done.prompt_ms,
-                peak_bytes=self.peak_bytes,
-            )
+            figures = {"waited_ms": _waited_ms(done), "peak_bytes": self.peak_bytes}
+            row = _request_row(request, done, ticket.matched_tokens, ticket.reason, **figures)
             yield Answer(index, row, done.tokens, self._texts.pop(ticket))
 
     def close(self) -> None:
@@ -246,8 +237,7 @@ class _Running:
     request: RenderedRequest
     reply: Reply
     kinds: list[str]
-    arrived_s: float
-    began_s: float | None = None
+    has_begun: bool = False
     text: str = ""
 
 
@@ -268,8 +258,8 @@ class BatchServer:
         return self._stored.evictions
 
     def submit(self, index: int, request: RenderedRequest) -> None:
-        arrived_s = time.perf_counter()
-        tokens, max_tokens = request.prompt.tokens.tolist(), self._options.max_tokens
+        arrived_s, max_tokens = time.perf_counter(), self._options.max_tokens
+        tokens = request.prompt.tokens.tolist()
         caches, cached_tokens = self._stored.fetch(tokens)
         kinds = [(end, kind) for end, kind in self._stored.segments(request.prompt) if end > cached_tokens]
         ends = [cached_tokens, *(end for end, _ in kinds), len(tokens)]
@@ -285,7 +275,7 @@ class BatchServer:
             arrived_at_s=arrived_s,
         )
         reply.cached_tokens = cached_tokens
-        self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds], arrived_s)
+        self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds])
 
     def answers(self) -> Iterator[Answer]:
         while self._running:
@@ -293,8 +283,8 @@ class BatchServer:
             prompts, tokens = self._generator.next()
             for response in prompts:
                 running = self._running[response.uid]
-                if running.began_s is None:
-                    running.began_s = time.perf_counter()
+                if not running.has_begun:
+                    running.has_begun = True
                     running.reply.start()
             ended = [each.uid for each in prompts if each.end_of_segment and not each.end_of_prompt]
             ended = [user for user in ended if self._running[user].kinds]
@@ -325,15 +315,8 @@ class BatchServer:
             entries = list(self._generator.remove([response.uid], return_prompt_caches=True).values())
         for caches, key in entries:
             self._stored.insert(list(key), list(caches), "assistant")
-        row = _row(
-            running.request,
-            completion,
-            matched_tokens=completion.cached_tokens,
-            cached_tokens=completion.cached_tokens,
-            reason=None,
-            waited_ms=((running.began_s or running.arrived_s) - running.arrived_s) * 1e3,
-            peak_bytes=self.peak_bytes,
-        )
+        figures = {"waited_ms": _waited_ms(completion), "peak_bytes": self.peak_bytes}
+        row = _request_row(running.request, completion, completion.cached_tokens, None, **figures)
         return Answer(running.index, row, completion.tokens, running.text)
 
 
@@ -345,19 +328,26 @@ def output_hash(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=OUTPUT_HASH_BYTES).hexdigest()
 
 
-def _row(
-    request: RenderedRequest, completion: Completion, *, decode_ms: float | None = None, **figures: Any
+def _waited_ms(completion: Completion) -> float:
+    assert completion.ttft_ms is not None and completion.prompt_ms is not None, "nothing cancels a replayed request"
+    return completion.ttft_ms - completion.prompt_ms
+
+
+def _request_row(
+    request: RenderedRequest, completion: Completion, matched_tokens: int, reason: str | None, **figures: Any
 ) -> RequestRow:
-    assert completion.ttft_ms is not None, "nothing cancels a replayed request"
-    return RequestRow(
-        user=request.user,
-        conversation_id=request.conversation_id,
-        turn=request.turn,
-        prompt_tokens=completion.prompt_tokens,
-        ttft_ms=completion.ttft_ms,
-        decode_ms=completion.completion_ms if decode_ms is None else decode_ms,
-        output_tokens=completion.completion_tokens,
-        output_hash=output_hash(completion.tokens),
-        done_reason=completion.done_reason,
-        **figures,
-    )
+    about = {
+        "user": request.user,
+        "conversation_id": request.conversation_id,
+        "turn": request.turn,
+        "prompt_tokens": completion.prompt_tokens,
+        "matched_tokens": matched_tokens,
+        "cached_tokens": completion.cached_tokens,
+        "reason": reason,
+        "ttft_ms": completion.ttft_ms,
+        "decode_ms": completion.completion_ms,
+        "output_tokens": completion.completion_tokens,
+        "output_hash": output_hash(completion.tokens),
+        "done_reason": completion.done_reason,
+    }
+    return RequestRow(**{**about, **figures})

@@ -95,9 +95,6 @@ def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> Conversation
     return conversation
 
 
-# Files
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -135,9 +132,6 @@ def _read_text(path: Path, skip_bad: bool) -> str:
         raise ConversationError(
             f"{path}:{line}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8; wanted UTF-8 text."
         ) from None
-
-
-# JSON
 
 
 def _split(text: str, path: str) -> Iterable[JsonRecord]:
