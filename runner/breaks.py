@@ -182,15 +182,14 @@ class _Search:
 
     def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
         """The longest range that follows a short span by which this prompt differs from an earlier one."""
-        found = [
-            each
-            for prompt in self._prompts
-            if (each := parting(keys, prompt)) is not None
-            and each.behind >= max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start))
-            and _goes_on(each.start, each.end, borders)
-        ]
-        best = max(found, key=lambda each: each.behind, default=None)
-        return (0, 0) if best is None else (best.end, best.end + best.behind)
+        longest = (0, 0)
+        for prompt in self._prompts:
+            each = parting(keys, prompt)
+            if each is None or each.behind < max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start)):
+                continue
+            if each.behind > longest[1] - longest[0] and _goes_on(each.start, each.end, borders):
+                longest = (each.end, each.end + each.behind)
+        return longest
 
     def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
         key = (gap.reason, piece, role)
@@ -244,8 +243,7 @@ def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
     for low, high in sorted(ranges):
         low, high = max(low, reached), min(high, end)
         if high > low:
-            count += high - low
-            reached = high
+            count, reached = count + high - low, high
     return count
 
 
@@ -257,15 +255,15 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
         f"{report.resumed_tokens / total:.1%} resumed, {report.new_tokens / total:.1%} new, "
         f"{report.lost_tokens / total:.1%} lost ({report.lost_tokens:,} tokens)."
     ]
-    if not report.breaks:
-        lines.append("Nothing was lost: what could be reused was.")
-    else:
+    if report.breaks:
         lines += ["", f"{'tokens lost':>11}  {'of prompts':>10}  {'requests':>8}  where, and why"]
-        for each in report.breaks[:top]:
-            lines += _break_lines(each, total)
-        if len(report.breaks) > top:
-            rest = sum(each.lost_tokens for each in report.breaks[top:])
-            lines.append(f"{rest:>11,}  {rest / total:>10.1%}  {'':>8}  {len(report.breaks) - top} more; see --top")
+    else:
+        lines.append("Nothing was lost: what could be reused was.")
+    for each in report.breaks[:top]:
+        lines += _break_lines(each, total)
+    if rest := report.breaks[top:]:
+        lost = sum(each.lost_tokens for each in rest)
+        lines.append(f"{lost:>11,}  {lost / total:>10.1%}  {'':>8}  {len(rest)} more; see --top")
     for span in report.hints[:SHOWN_HINTS]:
         requests = plural(span.requests, "request")
         lines += ["", f"hint, in {requests}, {span.lost_tokens:,} tokens lost: {span.hint}"]

@@ -99,7 +99,7 @@ class Replay:
     def run(self) -> None:
         """Serve all requests. ScriptError: a prompt with generated replies does not fit the model or the capacity."""
         with wired_limit(self._loaded.model):
-            warm_up(self._loaded, self._script[0].prompt)
+            _warm_up(self._loaded, self._script[0].prompt)
             if self._users is None:
                 self._take_turns(map(self._open_alone, self._caches), self._alone)
                 return
@@ -154,7 +154,7 @@ class Replay:
     def _take_turns(self, opening: Iterable[_Run], into: list[_Run]) -> None:
         """Open runs and serve the script by all of them; a run that was opened is in `into` whatever happens."""
         runs: list[_Run] = []
-        release()
+        _release()
         try:
             for run in opening:
                 runs.append(run)
@@ -169,7 +169,7 @@ class Replay:
         finally:
             for run in runs:
                 run.close(self._loaded.tokenizer, self._options)
-            release()
+            _release()
 
     def _gap(self, index: int, one: Sequence[int], other: Sequence[int]) -> float:
         """The difference of the two highest logits at the first token where two replies differ."""
@@ -192,25 +192,22 @@ def replay(
     return made.result()
 
 
+@dataclass(eq=False)
 class _Run:
     """One server on its way through the script. By default it serves one request at a time."""
 
-    def __init__(
-        self,
-        server: Server,
-        label: str,
-        script: Script,
-        observer: Observer,
-        users: int = 1,
-        capacity: int = 0,
-        reply_tokens: int = 0,
-    ) -> None:
-        self.server, self.label = server, label
+    server: Server
+    label: str
+    script: Script
+    observer: Observer
+    users: int = 1
+    capacity: int = 0
+    reply_tokens: int = 0
+
+    def __post_init__(self) -> None:
         self.rows: dict[int, RequestRow] = {}
         self.replies: dict[int, list[int]] = {}
-        self._script, self._observer = script, observer
-        self._users, self._capacity, self._reply_tokens = users, capacity, reply_tokens
-        self._left = list(range(len(script)))
+        self._left = list(range(len(self.script)))
         self._busy: set[str] = set()
         self._evictions: list[int] = []  # so far, after each reply
         self._wall_s = 0.0
@@ -226,10 +223,10 @@ class _Run:
                 self.rows[index], self.replies[index] = row, list(answer.tokens)
                 self._evictions.append(self.server.evictions)
                 if records_replies:
-                    self._script.record_reply(index, answer.text)
+                    self.script.record_reply(index, answer.text)
                 self._busy.remove(row.user)
                 self._wall_s += time.perf_counter() - began_s
-                self._observer.request_done(self.label, row)
+                self.observer.request_done(self.label, row)
                 yield
                 began_s = time.perf_counter()
                 self._submit()
@@ -251,42 +248,42 @@ class _Run:
             self._wall_s,
             self._tree,
             self._view,
-            self._users,
+            self.users,
             self.server.peak_tokens,
-            self._capacity,
+            self.capacity,
         )
 
     def _submit(self) -> bool:
         """Submit every request that can be served now; False: there was none."""
         waiting = len(self._left)
         for index in list(self._left):
-            if len(self._busy) == self._users:
+            if len(self._busy) == self.users:
                 break
-            user = self._script.requests[index].user
+            user = self.script.requests[index].user
             if user not in self._busy:
                 self._busy.add(user)
                 self._left.remove(index)
-                request = self._script[index]
+                request = self.script[index]
                 self._require_capacity(request)
                 self.server.submit(index, request)
         return len(self._left) < waiting
 
     def _require_capacity(self, request: RenderedRequest) -> None:
-        needed = len(request.prompt.tokens) + self._reply_tokens
-        if self._capacity and needed > self._capacity:
+        needed = len(request.prompt.tokens) + self.reply_tokens
+        if self.capacity and needed > self.capacity:
             raise ScriptError(
                 f"user {request.user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
-                f"and reply take {needed:,} tokens of {self._capacity:,}. Ask for shorter replies with --max-tokens."
+                f"and reply take {needed:,} tokens of {self.capacity:,}. Ask for shorter replies with --max-tokens."
             )
 
 
-def release() -> None:
+def _release() -> None:
     gc.collect()
     mx.clear_cache()
 
 
-def warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
-    """Run a short prompt and a decode step: otherwise the first cache pays for compiling and for loading weights."""
+def _warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
+    """Run a short prompt and a decode step, so that the first cache does not pay for compiling and loading weights."""
     tokens = prompt.tokens[:WARM_UP_TOKENS]
     run = PlainRun(tokens, make_prompt_cache(loaded.model))
     for _ in generate(run, loaded.model, loaded.tokenizer, max_tokens=2):

@@ -13,6 +13,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from runner.script.conversation import Conversation
@@ -54,7 +55,7 @@ class GeneratedReplies:
 
     def record(self, request: ScheduledRequest, text: str) -> None:
         *_, end = beginnings(request.messages)
-        self._texts[_reply_key(end, request.recorded_reply)] = text
+        self._texts[_extended(end, request.recorded_reply or {})] = text
 
     def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
         """The request's messages with generated replies in place of recorded ones. ValueError: a reply is missing."""
@@ -65,7 +66,7 @@ class GeneratedReplies:
                 filled.append(message)
                 continue
             recorded = message if message["role"] == "assistant" else None
-            text = self._texts.get(_reply_key(digests[position], recorded))
+            text = self._texts.get(_extended(digests[position], recorded or {}))
             if text is None and recorded is None:
                 raise ValueError(
                     f"conversation {request.conversation_id!r}: the reply before message {position} was neither"
@@ -143,14 +144,7 @@ def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | Non
 
 def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:
     """Yield the digests of `messages[:0]`, which is given, of `messages[:1]`, ... and of all messages."""
-    yield digest
-    for message in messages:
-        digest = _extended(digest, message)
-        yield digest
-
-
-def _reply_key(beginning: bytes, recorded: Mapping[str, Any] | None) -> bytes:
-    return _extended(beginning, recorded or {})
+    return accumulate(messages, _extended, initial=digest)
 
 
 def _extended(digest: bytes, message: Any) -> bytes:
