@@ -1,4 +1,4 @@
-"""Replicas, part by part, without Ray's processes: what is told, where requests go, what is put together."""
+"""Replicas, part by part, without Ray's processes: news, places, relayed replies, combined routes."""
 
 from __future__ import annotations
 
@@ -82,19 +82,16 @@ def test_changes_alone_are_told_and_no_more_digests_than_may_be() -> None:
     assert DigestChanges("tiny", SECRET, max_digests=7).update([edge])[0] == digests(edge.keys)[:7]
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+def two_replicas() -> Switchboard:
+    """Two replicas, `a` and `b`, behind the prefix router."""
+    board = Switchboard("prefix", lambda names: None, lambda: 0.0)
+    board.set_names({"a", "b"})
+    return board
 
 
 @pytest.fixture
 def board() -> Switchboard:
-    """Two replicas, `a` and `b`, behind the prefix router."""
-    board = Switchboard("prefix", lambda names: None, Clock())
-    board.set_names({"a", "b"})
-    return board
+    return two_replicas()
 
 
 def routed(number: int, tokens: Any) -> RoutedRequest:
@@ -103,8 +100,7 @@ def routed(number: int, tokens: Any) -> RoutedRequest:
 
 def test_a_request_goes_where_its_prefix_was_told_to_be_and_follows_the_one_before() -> None:
     for name in ("a", "b"):
-        board = Switchboard("prefix", lambda names: None, Clock())
-        board.set_names({"a", "b"})
+        board = two_replicas()
         told, new = keys(range(2000)), keys(range(9000, 9600))
         board.learn(name, ReplicaNews(digests(told)))
         assert board.place(routed(1, told), {"a", "b"}) == name
@@ -146,8 +142,7 @@ def test_who_listens_is_told_of_replicas_once_when_they_come_or_go() -> None:
 def test_a_slow_model_measured_makes_a_free_replica_worth_less_than_a_stored_prefix() -> None:
     tokens, places = keys(range(4000)), []
     for prefill_ms in (4.0, 4e6):
-        board = Switchboard("prefix", lambda names: None, Clock())
-        board.set_names({"a", "b"})
+        board = two_replicas()
         board.learn("a", ReplicaNews(digests(tokens)))
         about = {"prompt_tokens": 4000, "cached_tokens": 0, "queue_ms": 0.0, "ttft_ms": prefill_ms, "gaps_ms": (1e3,)}
         board.learn("a", ReplicaNews(records=[record(**about, completion_tokens=2)] * 100))
@@ -159,8 +154,7 @@ def test_a_slow_model_measured_makes_a_free_replica_worth_less_than_a_stored_pre
 def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -> None:
     places = []
     for completion_tokens in (1, 400):
-        board = Switchboard("prefix", lambda names: None, Clock())
-        board.set_names({"a", "b"})
+        board = two_replicas()
         first = board.place(routed(1, keys(range(10))), {"a", "b"})
         board.end("request 1", record(prompt_tokens=10, cached_tokens=10, completion_tokens=completion_tokens))
         other = ({"a", "b"} - {first}).pop()
@@ -191,17 +185,18 @@ class Stream:
             raise ActorDiedError
 
 
+async def ask_of(asked: Request) -> Ask:
+    return Ask((), 0)
+
+
 def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
-    """The answers of a request whose calls are answered by these streams, one after the other."""
+    """The events of a request whose calls get these streams, one after the other."""
     answers: list[ReplyEvent] = []
     coming = iter(streams)
 
     def call(asked: Request, to: RoutedRequest) -> Stream:
         assert board.place(to, {"a", "b"})
         return next(coming)
-
-    async def ask_of(asked: Request) -> Ask:
-        return Ask((), 0)
 
     def put(answer: ReplyEvent) -> None:
         if isinstance(answer, Ended | Failed):
@@ -238,9 +233,6 @@ def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboa
             await asyncio.Event().wait()
 
     stream, answers = Endless(), []
-
-    async def ask_of(asked: Request) -> Ask:
-        return Ask((), 0)
 
     async def given_up() -> None:
         started = asyncio.Event()
@@ -349,7 +341,5 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
     given = ServeOptions(model="tiny", replicas=4, budget_bytes=4000, api_keys=tmp_path, namespace_by="key", port=80)
     found = replica_options(given)
     assert (found.budget_bytes, found.api_keys, found.namespace_by, found.replicas) == (1000, None, "none", None)
-    whole, quarter = (replica_options(ServeOptions(model="tiny", replicas=count)).budget_bytes for count in (1, 4))
-    assert whole is not None
-    assert quarter is not None
+    whole, quarter = (replica_options(ServeOptions(model="tiny", replicas=count)).budget_bytes or 0 for count in (1, 4))
     assert 0.2 * whole < quarter < 0.3 * whole
