@@ -16,7 +16,7 @@ SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay serve test test-slow docs package-test mutants lint bench bench-policies architectures clean openblas browser redis
+.PHONY: help replay serve test test-slow docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -54,6 +54,9 @@ lint: $(INSTALLED) ## check style, formatting, types, import rules, workflows an
 docs: $(INSTALLED) ## build the site into build/site, and check its links and generated pages
 	@$(BIN)/python docs/generate.py --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-pictures: $(INSTALLED) openblas browser ## make the screenshots of the docs from real runs
+	@$(BIN)/python docs/pictures.py
 
 package-test: $(INSTALLED) openblas ## build wheel and sdist, install each into a fresh environment, and try it there
 	@$(BIN)/python -m tests.package $(ARGS)

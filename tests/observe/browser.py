@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from base64 import b64decode
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -130,6 +131,10 @@ class Page:
             "new Promise((done) => { const look = () => { const value = (() => (" + script + "))();"
             " value ? done(value) : setTimeout(look, 20); }; look(); })"
         )
+
+    def screenshot(self) -> bytes:
+        """What is in the window, as PNG."""
+        return b64decode(self._call("Page.captureScreenshot")["data"])
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1
