@@ -12,7 +12,8 @@ PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 # The interpreter for .venv; empty: the first one found that is new enough.
 PYTHON ?=
 
-SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
+# Each schema comes with the package; nothing is fetched.
+SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
