@@ -10,9 +10,10 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from benchmarks.architectures.kinds import kind_of
 from benchmarks.architectures.right_state import STEP_SIZE, Subject
 from radixcache import PrefixCache
-from runner.models.tiny import architecture, build, kind_of
+from runner.models.tiny import architecture, build
 
 #: A module whose layers are those of another, and whose caches are too: counted as the other.
 ALIASES = {

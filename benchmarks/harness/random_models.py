@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.models.tiny import TinyKind, build, kind_of
+from benchmarks.architectures.kinds import kind_of
+from runner.models.tiny import TinyKind, build
 
 WINDOW_TOKENS = 512
 VOCABULARY = 4096

@@ -2,7 +2,7 @@
 
 A kind is an architecture of mlx-lm and a small configuration of it: about 64 wide, two to six layers, windows short
 enough to wrap within a test's prompt. A configuration is made from `ModelArgs`, field by field: fields in `VALUES` get
-the value there, other fields have their default, and the type decides for the rest. `_EXCEPTIONS` has what no rule can
+the value there, other fields have their default, and the type decides for the rest. `_OVERRIDES` has what no rule can
 know: which layers are of which kind, and sizes that depend on each other.
 
 A new model hardly depends on its state: weights are small, gates and kernels are zero. These weights are scaled so that
@@ -97,60 +97,26 @@ TEXT_ARGS = ("TextConfig", "TextArgs", "TextModelArgs")
 MATRIX_NAMES = ("weight", "input_gate_weight", "recurrent_gate_weight", "fn", "conv_k", "conv_v")
 
 _SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
-_LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
-_CONV_THEN_FULL = ["conv", "full_attention"]
-_DEFAULT_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
-_ROPE_BY_KIND = dict.fromkeys(_SLIDING_THEN_FULL, _DEFAULT_ROPE)
-_SCALED_ROPE = {**_DEFAULT_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-_LATENT_THREE = {**_TWO_HEADS, "num_hidden_layers": 3}
-_KDA_LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
-_LINEAR_ATTENTION = {"num_heads": 2, "head_dim": HEAD_WIDTH, "short_conv_kernel_size": 4, **_KDA_LAYERS}
-_LONGCAT = {"num_layers": 2, "num_attention_heads": 2}
-_LFM2 = {"conv_L_cache": 3, "layer_types": _CONV_THEN_FULL * 2}
 
-#: Modules with a second configuration, by the name of that kind.
-_VARIANTS = {"llama_sliding": "llama"}
-#: Scales of weights other than 1. The linear attention of most of these sums up the whole prompt, and smaller weights
-#: make its rounding smaller; larger weights make a wrong state visible.
-_WEIGHT_SCALES = {
-    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear", "granitemoehybrid", "olmo_hybrid", "falcon_h1"), 0.7),
-    "deepseek_v32": 1.3,
-}
-
-#: Fields that no rule knows, by the kind: a module of `mlx_lm.models` or a variant.
-_EXCEPTIONS: dict[str, dict[str, Any]] = {
-    # Neighbouring keys and values are joined by a convolution of two; only some layers have a window.
-    "baichuan_m1": {
-        **{"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
-        "sliding_window_layers": [0, 2],
-    },
-    "cohere2": {"head_dim": 16},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
-        "ffn_config": {"ffn_hidden_size": EXPERT_WIDTH, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}},
-    "deepseek_v3": _LATENT_THREE,
-    # Picks fewer keys than a test's prompt has.
-    "deepseek_v32": _LATENT_THREE,
-    # A window, compressed groups of four, and an open group. Heads of 24 leave out the rounding to 8 and 4 bits, which
-    # turns a difference in the last bit into a large one.
-    "deepseek_v41": {
-        **{"num_hidden_layers": 3, "num_attention_heads": 2, "index_topk": 6},
-        **{"head_dim": 24, "index_head_dim": 24, "qk_rope_head_dim": 8},
-        **{"compress_ratios": (4, 4, 0), "kv_source_layer_ids": (0, 1), "index_source_layer_ids": (0, 1)},
-    },
-    "exaone": {"head_dim": 16},
-    "exaone4": {"sliding_window_pattern": "LG"},
-    "exaone_moe": {"is_moe_layer": [False, True, False, True]},
-    "falcon_h1": {
-        **{"num_hidden_layers": 3, "mamba_chunk_size": 32},
-        **{"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
-    },
-    "gear": {"layer_types": ["conv_mixer", "sliding_attention", "full_attention", "conv_mixer"]},
-    "gemma3": {"text_config": {"model_type": "gemma3_text"}},
+#: Fields that no rule knows, by the kind.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    # Full attention. Heads of 64 can be quantized in groups of 64.
+    "llama": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 64, "layer_types": None},
+    "qwen3": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    # One kv head, and queries, keys and values out of one product.
+    "gpt_bigcode": {"n_layer": 3, "num_key_value_heads": None},
+    # Sliding windows: in some layers, with attention sinks, and in all layers.
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "llama_sliding": {"layer_types": _SLIDING_THEN_FULL * 2},
+    "ministral3": {
+        "rope_parameters": {
+            **{"rope_theta": 10_000.0, "rope_type": "default"},
+            **{"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192},
+        }
+    },
+    "gpt_oss": {},
+    "step3p5": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3},
     # The last layers have no cache of their own and read another layer's.
     "gemma3n": {
         "text_config": {
@@ -158,89 +124,59 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
             **{"activation_sparsity_pattern": [0.0] * 6, "final_logit_softcapping": 30.0, "altup_coef_clip": 120.0},
         }
     },
-    "gemma4": {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 6}},
     "gemma4_text": {"num_hidden_layers": 6},
-    "glm_moe_dsa": {"rope_parameters": _DEFAULT_ROPE, "q_lora_rank": 32},
-    # One kv head, and queries, keys and values out of one product.
-    "gpt_bigcode": {"n_layer": 3, "num_key_value_heads": None},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
-    # Every second layer reads the keys and values of the one before and leaves its own cache empty.
-    "hunyuan": {"rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}},
-    "jamba": {"mamba_d_state": 16, "mamba_expand": 2, "num_experts": 2, "num_experts_per_tok": 1},
-    "kimi_k3": {"text_config": {**_TWO_HEADS, "linear_attn_config": _LINEAR_ATTENTION}},
-    "kimi_linear": {**_TWO_HEADS, "linear_attn_config": _LINEAR_ATTENTION},
-    "lfm2": _LFM2,
-    "lfm2-vl": {"text_config": {"model_type": "lfm2", **_LFM2}},
-    "lfm2_moe": _LFM2,
-    # Heads of 64, so that its cache can be quantized in groups of 64.
-    "llama": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 64, "layer_types": None},
-    "llama_sliding": {"layer_types": _SLIDING_THEN_FULL * 2},
     # Chunked attention, with a full layer every fourth.
     "llama4": {"text_config": {"num_experts_per_tok": 1, "num_local_experts": 2, "use_qk_norm": True}},
-    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
-    "longcat_flash": {**_LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"},
-    # The cache of the first entry belongs to no layer: it holds the last token ids for the n-gram embeddings.
-    "longcat_flash_ngram": _LONGCAT,
+    # Recurrent state alone.
     "mamba": {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8},
     "mamba2": {
         **{"num_hidden_layers": 3, "tie_word_embeddings": True},
         **{"time_step_limit": (0.0, float("inf")), "time_step_rank": "auto"},
     },
-    "mellum": {"rope_parameters": _ROPE_BY_KIND},
-    "mimo_v2_flash": {
-        "hybrid_layer_pattern": [1, 0, 1, 0],
-        "moe_layer_freq": [0, 1, 0, 1],
-        "partial_rotary_factor": 0.5,
+    "rwkv7": {"num_hidden_layers": 3},
+    # Recurrent or linear-attention state beside attention.
+    "falcon_h1": {
+        **{"num_hidden_layers": 3, "mamba_chunk_size": 32},
+        **{"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
     },
-    "minicpm3": {"rope_scaling": {"short_factor": 1.0, "long_factor": 1.0}},
-    # Full attention, and attention to the blocks of keys that an index of their own picks.
-    "minimax_m3_vl": {
-        "text_config": {"layer_types": ["full_attention", "sparse_attention"] * 2, "moe_layer_freq": [0, 1, 1, 1]}
+    "jamba": {"mamba_d_state": 16, "mamba_expand": 2, "num_experts": 2, "num_experts_per_tok": 1},
+    "kimi_linear": {
+        **_TWO_HEADS,
+        "linear_attn_config": {
+            **{"num_heads": 2, "head_dim": HEAD_WIDTH, "short_conv_kernel_size": 4},
+            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4]},
+        },
     },
-    "ministral3": {"rope_parameters": _SCALED_ROPE},
-    "mistral3": {"text_config": {"model_type": "ministral3", "rope_parameters": _SCALED_ROPE}},
-    "mistral4": {"rope_parameters": {**_SCALED_ROPE, "factor": 1.0}},
-    "muse_spark": {
-        "text_config": {
-            **{"rope_parameters": _DEFAULT_ROPE, "layer_rope_theta": [10_000.0, 0.0] * 2, "num_shared_experts": 0}
-        }
-    },
-    "nemotron": {"hidden_act": "relu2"},
-    # A layer without attention has no cache.
-    "nemotron-nas": {
-        "block_configs": [
-            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}},
-            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 2.0}},
-            {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
-            {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
-        ]
-    },
+    "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2},
     "nemotron_h": {"layer_types": None, "hybrid_override_pattern": ["M", "-", "*", "M", "-", "*"]},
-    "olmo_hybrid": {"layer_types": _LINEAR_THEN_FULL * 2},
-    "openelm": {"num_query_heads": [4] * 4, "num_kv_heads": [2, 2, 1, 1], "ffn_multipliers": [1.0, 2.0, 1.0, 2.0]},
-    "phi3small": {"gegelu_limit": 20.0},
-    "pixtral": {"text_config": {"model_type": "llama", "layer_types": None}},
-    "prism_hadamard_qwen35": {
-        "tensor_namespace": "mlx-vlm-qwen3_5",
-        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "modules": [{"path": "model.layers.1.mlp.down_proj", "embedding": False, "dtype": "float16", "block": 0}],
-        "text_config": {"model_type": "qwen3_5", "num_experts": 0},
-    },
-    "qwen2_vl": {"text_config": {"model_type": "qwen2"}},
-    "qwen3": {"num_hidden_layers": 3, "tie_word_embeddings": True},
-    "qwen3_5_moe": {"text_config": {"model_type": "qwen3_5"}},
+    "plamo2": {},
     "qwen3_next": {"decoder_sparse_step": 2, "partial_rotary_factor": 0.5},
-    "qwen3_vl": {"text_config": {"model_type": "qwen3"}},
-    "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_moe"}},
     "recurrent_gemma": {
         **{"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1},
         **{"logits_soft_cap": 30.0, "block_types": ["recurrent", "recurrent", "attention"]},
     },
-    "rwkv7": {"num_hidden_layers": 3},
-    "spark2_5": {"rope_parameters": _ROPE_BY_KIND},
-    # A window in every layer, and nothing else.
-    "step3p5": {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3},
+    # Neighbouring keys and values are joined by a convolution of two; only some layers have a window.
+    "baichuan_m1": {
+        **{"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4},
+        "sliding_window_layers": [0, 2],
+    },
+    # Latent attention; the second picks fewer keys than a test's prompt has.
+    "deepseek_v3": {**_TWO_HEADS, "num_hidden_layers": 3},
+    "deepseek_v32": {**_TWO_HEADS, "num_hidden_layers": 3},
+    # The cache of the first entry belongs to no layer: it has the last token ids for the n-gram embeddings.
+    "longcat_flash_ngram": {"num_layers": 2, "num_attention_heads": 2},
+    # A window, compressed groups of four, and an open group. Heads of 24 leave out the rounding to 8 and 4 bits, which
+    # turns a difference in the last bit into a large one.
+    "deepseek_v41": {
+        **{"num_hidden_layers": 3, "num_attention_heads": 2, "index_topk": 6},
+        **{"head_dim": 24, "index_head_dim": 24, "qk_rope_head_dim": 8},
+        **{"compress_ratios": (4, 4, 0), "kv_source_layer_ids": (0, 1), "index_source_layer_ids": (0, 1)},
+    },
 }
+#: Modules and scales of weights where they are not the kind's name and 1. With larger weights a wrong state shows;
+#: falcon_h1 sums up the whole prompt, and smaller weights make its rounding smaller.
+_MODULES = {"llama_sliding": "llama"}
+_WEIGHT_SCALES = {"falcon_h1": 0.7, "deepseek_v32": 1.3}
 
 
 @dataclass(frozen=True)
@@ -254,11 +190,6 @@ class TinyKind:
     @cached_property
     def config(self) -> dict[str, Any]:
         return tiny_config(self.module, self.overrides)
-
-
-def kind_of(name: str) -> TinyKind:
-    """Return the tiny kind of a module of `mlx_lm.models`, or of a variant; `build` finds out whether it exists."""
-    return TinyKind(_VARIANTS.get(name, name), _EXCEPTIONS.get(name, {}), _WEIGHT_SCALES.get(name, 1.0))
 
 
 def architecture(module: str) -> ModuleType:
@@ -356,26 +287,10 @@ def _draw(name: str, value: mx.array, scale: float, random: np.random.Generator)
     return np.asarray(value.astype(mx.float32), dtype=np.float32) + np.float32(0.3) * noise
 
 
-TINY_KINDS: dict[str, TinyKind] = {
-    name: kind_of(name)
-    for name in (
-        # Full attention; the second with queries, keys and values out of one product.
-        "llama", "gpt_bigcode", "qwen3",
-        # Sliding windows: in some layers, in all, and with attention sinks.
-        "gemma3_text", "gpt_oss", "llama_sliding", "ministral3", "step3p5",
-        # Layers that have no cache of their own and read another layer's.
-        "gemma3n", "gemma4_text",
-        # Chunked attention.
-        "llama4",
-        # Recurrent state alone.
-        "mamba", "mamba2", "rwkv7",
-        # Recurrent or linear-attention state beside attention.
-        "baichuan_m1", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h", "plamo2", "qwen3_next",
-        "recurrent_gemma",
-        # Latent attention, an index of keys, a cache that is no layer's, a class of cache of its own.
-        "deepseek_v3", "deepseek_v32", "longcat_flash_ngram", "deepseek_v41",
-    )
-}  # fmt: skip
+TINY_KINDS = {
+    name: TinyKind(_MODULES.get(name, name), overrides, _WEIGHT_SCALES.get(name, 1.0))
+    for name, overrides in _OVERRIDES.items()
+}
 
 # One id per byte that UTF-8 uses; the ids of the 13 bytes that it never uses go to special tokens.
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|pad|>", *(f"<|reserved_{index}|>" for index in range(3, 13)))

@@ -15,6 +15,7 @@ import pytest
 from mlx_lm.models.cache import ConcatenateKVCache, QuantizedKVCache, RotatingKVCache
 
 from benchmarks.architectures.catalogue import subject_of
+from benchmarks.architectures.kinds import kind_of
 from benchmarks.architectures.right_state import (
     BRANCH_OFFSET,
     PROMPT_A,
@@ -30,7 +31,7 @@ from benchmarks.architectures.right_state import (
 )
 from benchmarks.architectures.temporal import largest_error, temporal_state
 from radixcache import PrefixCache
-from runner.models.tiny import TINY_KINDS, build, kind_of
+from runner.models.tiny import TINY_KINDS, build
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks.architectures.catalogue import CUT_SENSITIVE, distinct_models
+from benchmarks.architectures.kinds import kind_of
 from radixcache.cells.causal import CausalCache
 from radixcache.cells.table import CellTable
 from radixcache.errors import UnsupportedCacheError
-from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, build, kind_of, tiny_model
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, build, tiny_model
 from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, words
 
 #: What cannot run on cells, and the word of the error that says why.

@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.architectures.kinds import kind_of
 from radixcache.cells.causal import CausalCache
 from radixcache.errors import CacheFullError, UnsupportedCacheError
-from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of, tiny_model
+from runner.models.tiny import VOCABULARY_LENGTH, build, tiny_model
 from tests import inside
 from tests.cells.causal_rows import ROUNDING, Rows, shared_model, words
 

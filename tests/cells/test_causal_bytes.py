@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from benchmarks.architectures.kinds import kind_of
 from radixcache.cells.causal import CausalCache
-from runner.models.tiny import build, kind_of
+from runner.models.tiny import build
 from tests.cells.causal_rows import words
 
 USERS = 8

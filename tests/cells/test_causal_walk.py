@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.architectures.kinds import kind_of
 from radixcache.errors import CacheFullError
-from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of
+from runner.models.tiny import VOCABULARY_LENGTH, build
 from tests.cells.causal_rows import ROUNDING, Rows
 
 CAPACITY = 56

@@ -15,10 +15,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
+from benchmarks.architectures.kinds import kind_of
 from radixcache import ShiftError
 from radixcache.layers import shift
 from radixcache.layers.shift import Rotation, rotation_of
-from runner.models.tiny import TinyKind, build, kind_of
+from runner.models.tiny import TinyKind, build
 
 HEADS, TOKENS, HEAD_WIDTH = 2, 12, 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 512}

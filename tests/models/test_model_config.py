@@ -15,11 +15,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from benchmarks.architectures.catalogue import models
 from benchmarks.architectures.document import DOCUMENT, rows_in
+from benchmarks.architectures.kinds import kind_of
 from benchmarks.architectures.right_state import STEP_SIZE
 from radixcache.layers.layout import Layout
 from runner.models.footprint import ModelConfigError
 from runner.models.sizes import model_bytes, read_model_bytes
-from runner.models.tiny import CHUNK_LENGTH, architecture, kind_of
+from runner.models.tiny import CHUNK_LENGTH, architecture
 
 #: Measured, but not told: its cache grows by compressed groups inside a class of its own.
 UNKNOWN = ("deepseek_v41",)

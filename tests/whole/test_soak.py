@@ -17,8 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.architectures.kinds import kind_of
 from radixcache import PrefixCache
-from runner.models.tiny import VOCABULARY_LENGTH, build, kind_of
+from runner.models.tiny import VOCABULARY_LENGTH, build
 
 REQUESTS = 6_000
 SAMPLES = 10
