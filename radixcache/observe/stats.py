@@ -7,8 +7,9 @@ A snapshot has the fields of CacheStats and the contents of the tree, pins and s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from radixcache.counters import Metric, Number, Sample, counter, exposition, fact, gauge, json_value, metrics_of
@@ -90,38 +91,6 @@ class CacheStats:
     dropped_events: int = counter("events", "Events that nobody was told of, because too many waited.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CacheFigures:
-    """Gauges besides CacheStats that belong to no single namespace."""
-
-    hit_ratio: float = gauge("", "Prompt tokens restored, as a share of all; 0 before the first request.")
-    ledger_bytes: int = gauge("bytes", "Live, paged and verify bytes of all caches on the budget.")
-    namespaces: int = gauge("namespaces", "Namespaces that hold anything.")
-    slots: dict[str, int] = gauge("slots", "Live slots: with an open session, idle on a path, empty.", label="state")
-    slot_offset_tokens: dict[str, int] = gauge("tokens", "Stored tokens on each slot's path.", label="slot")
-    slot_bytes: dict[str, int] = gauge("bytes", "Buffers of each slot, spare room included.", label="slot")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TreeFigures:
-    """Gauges of the nodes and pins of some namespaces."""
-
-    resident_nodes: dict[str, int] = gauge("nodes", "Tree nodes by where their spans are.", label="residency")
-    resident_tokens: dict[str, int] = gauge("tokens", "Distinct tokens by where their spans are.", label="residency")
-    resident_bytes: dict[str, int] = gauge(
-        "bytes", "Bytes of spans by where they are; both are counted once.", label="residency"
-    )
-    node_checkpoints: dict[str, int] = gauge(
-        "checkpoints", "Checkpoints in the tree by why they were taken.", label="kind"
-    )
-    node_checkpoint_bytes: dict[str, int] = gauge("bytes", "Bytes of the checkpoints in the tree.", label="kind")
-    depth_nodes: int = gauge("nodes", "Nodes on the path with the most of them.")
-    longest_path_tokens: int = gauge("tokens", "Tokens of the longest stored sequence.")
-    largest_node_bytes: int = gauge("bytes", "Spans and checkpoint of the node that holds most.")
-    pins: int = gauge("pins", "Pins that have not ended.")
-    named_pins: int = gauge("pins", "Pins with a name.")
-
-
 @dataclass(frozen=True, slots=True)
 class StatsSnapshot:
     """All metrics of one moment.
@@ -170,16 +139,19 @@ def metrics_of_cache(
     states = {"open": 0, "idle": 0, "empty": 0}
     for is_open, offset, _ in slots:
         states["open" if is_open else "idle" if offset else "empty"] += 1
-    figures = _CacheFigures(
-        hit_ratio=stats.hit_tokens / max(1, stats.hit_tokens + stats.miss_tokens),
-        ledger_bytes=ledger_bytes,
-        namespaces=namespaces,
-        slots=states,
-        slot_offset_tokens={str(number): offset for number, (_, offset, _) in enumerate(slots)},
-        slot_bytes={str(number): nbytes for number, (*_, nbytes) in enumerate(slots)},
-    )
-    info = Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),))
-    return [info, *metrics_of(stats, PREFIX), *metrics_of(figures, PREFIX)]
+    offsets = {str(number): offset for number, (_, offset, _) in enumerate(slots)}
+    sizes = {str(number): nbytes for number, (*_, nbytes) in enumerate(slots)}
+    ratio = stats.hit_tokens / max(1, stats.hit_tokens + stats.miss_tokens)
+    return [
+        Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),)),
+        *metrics_of(stats, PREFIX),
+        _gauge("hit_ratio", "", "Prompt tokens restored, as a share of all; 0 before the first request.", ratio),
+        _gauge("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches on the budget.", ledger_bytes),
+        _gauge("namespaces", "namespaces", "Namespaces that hold anything.", namespaces),
+        _gauge("slots", "slots", "Live slots: with an open session, idle on a path, empty.", states, "state"),
+        _gauge("slot_offset_tokens", "tokens", "Stored tokens on each slot's path.", offsets, "slot"),
+        _gauge("slot_bytes", "bytes", "Buffers of each slot, spare room included.", sizes, "slot"),
+    ]
 
 
 def snapshot(
@@ -193,22 +165,32 @@ def snapshot(
     for node in nodes:
         depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
 
-    def sums(groups: Mapping[str, Sequence[NodeView]], value: str) -> dict[str, int]:
-        return {key: sum(getattr(node, value) for node in group) for key, group in groups.items()}
+    def places(name: str, unit: str, help: str, value: Callable[[NodeView], int]) -> Metric:
+        sums = {place: sum(map(value, group)) for place, group in by_place.items()}
+        return _gauge(f"resident_{name}", unit, help, sums, "residency")
 
-    figures = _TreeFigures(
-        resident_nodes={key: len(group) for key, group in by_place.items()},
-        resident_tokens=sums(by_place, "tokens"),
-        resident_bytes=sums(by_place, "span_bytes"),
-        node_checkpoints={key: len(group) for key, group in by_kind.items()},
-        node_checkpoint_bytes=sums(by_kind, "checkpoint_bytes"),
-        depth_nodes=max(depths, default=0),
-        longest_path_tokens=max((node.end for node in nodes), default=0),
-        largest_node_bytes=max((node.nbytes for node in nodes), default=0),
-        pins=pins,
-        named_pins=named_pins,
+    counts = {kind: len(group) for kind, group in by_kind.items()}
+    sizes = {kind: sum(node.checkpoint_bytes for node in group) for kind, group in by_kind.items()}
+    longest, largest_bytes = (max(map(attrgetter(name), nodes), default=0) for name in ("end", "nbytes"))
+    metrics = (
+        places("nodes", "nodes", "Tree nodes by where their spans are.", lambda node: 1),
+        places("tokens", "tokens", "Distinct tokens by where their spans are.", lambda node: node.tokens),
+        places("bytes", "bytes", "Bytes of spans by where they are; both are counted once.", lambda n: n.span_bytes),
+        _gauge("node_checkpoints", "checkpoints", "Checkpoints in the tree by why they were taken.", counts, "kind"),
+        _gauge("node_checkpoint_bytes", "bytes", "Bytes of the checkpoints in the tree.", sizes, "kind"),
+        _gauge("depth_nodes", "nodes", "Nodes on the path with the most of them.", max(depths, default=0)),
+        _gauge("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", longest),
+        _gauge("largest_node_bytes", "bytes", "Spans and checkpoint of the node that holds most.", largest_bytes),
+        _gauge("pins", "pins", "Pins that have not ended.", pins),
+        _gauge("named_pins", "pins", "Pins with a name.", named_pins),
     )
     largest = heapq.nsmallest(LISTED_NODES, nodes, key=lambda node: (-node.nbytes, node.start, node.end))
     columns = {"start": "start", "end": "end", "tokens": "tokens", "bytes": "nbytes", "residency": "residency"}
     listed = ({name: getattr(node, field) for name, field in columns.items()} for node in largest)
-    return StatsSnapshot((*of_cache, *metrics_of(figures, PREFIX)), tuple(listed))
+    return StatsSnapshot((*of_cache, *metrics), tuple(listed))
+
+
+def _gauge(name: str, unit: str, help: str, value: Any, label: str = "") -> Metric:
+    """A gauge with one sample, or with a label for each item of a dict."""
+    samples = tuple(Sample(n, ((label, key),)) for key, n in value.items()) if label else (Sample(value),)
+    return Metric(PREFIX + name, "gauge", unit, help, samples)
