@@ -13,11 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from radixcache.adapters.registry import adapter_for
 from radixcache.adapters.span import owned
-from radixcache.layers.layout import Layout
 from tests.adapters.cases import (
     ARRAYS,
     CHUNKED,
@@ -29,7 +28,6 @@ from tests.adapters.cases import (
     Case,
     attention_rows,
     feed_all,
-    token_ids,
 )
 
 #: Allocators round up: by 8 bytes on CPU, to a page on Metal.
@@ -78,9 +76,6 @@ token_cases = pytest.mark.parametrize("case", SPANS + WINDOWS, ids=str)
 in_place_cases = pytest.mark.parametrize("case", IN_PLACE, ids=str)
 
 
-# Snapshots own compact arrays
-
-
 @all_cases
 def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
     before = _active_bytes()
@@ -126,21 +121,6 @@ def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -
     assert len(joined) == (0 if at % 512 == 0 else arrays_a_segment)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("length", [1, 7])
-def test_tokens_taken_out_of_a_ring_one_after_the_other_keep_nothing_of_it(heads: int, length: int) -> None:
-    before = _active_bytes()
-    cache = RotatingKVCache(1024, keep=4)
-    pieces = []
-    for count in (1024, *(1,) * 30):
-        rows = mx.random.normal((1, heads, count, 256))
-        mx.eval(cache.update_and_fetch(rows, rows + 0))
-        pieces.append(_snapshot(cache, cache.offset - length, cache.offset))
-    assert _active_bytes() - before > 2 * 1024 * heads * 256 * 4
-    del cache, rows
-    _assert_bytes(_active_bytes() - before, sum(piece.nbytes for piece in pieces), 2 * len(pieces))
-
-
 SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
     "whole": ((1, 8, 4096, 32), lambda a: a),
     "nearly-full-range-of-one-head": ((1, 1, 4096, 32), lambda a: a[..., :4090, :]),
@@ -172,9 +152,6 @@ def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype:
     _assert_bytes(_active_bytes() - before, copy.nbytes, 1)
 
 
-# The live cache is written in place
-
-
 @in_place_cases
 def test_a_snapshot_does_not_make_the_next_write_copy_the_buffer(case: Case) -> None:
     cache = _fresh(case)
@@ -182,22 +159,6 @@ def test_a_snapshot_does_not_make_the_next_write_copy_the_buffer(case: Case) -> 
     snapshot = _snapshot(cache, 0, case.length + 1)
     assert _write_peak_bytes(cache, case) <= write_bytes + SLACK_BYTES
     assert snapshot.nbytes > 30 * (write_bytes + SLACK_BYTES)
-
-
-@in_place_cases
-def test_a_snapshot_that_was_restored_does_not_make_the_next_write_copy_the_buffer(case: Case) -> None:
-    source = _fresh(case)
-    snapshot = _snapshot(source, 0, case.length)
-    cache = case.kind.make()
-    adapter = adapter_for(cache)
-    assert adapter.restore(cache, snapshot, case.length)
-    mx.eval(adapter.buffers(cache))
-    adapter.reserve(cache, case.length + 10)
-    mx.eval(adapter.buffers(cache))
-    if case.kind.is_point:
-        _write_peak_bytes(cache, case)  # the class makes room for itself; from then on it writes in place
-    assert _write_peak_bytes(cache, case) <= SLACK_BYTES
-    assert snapshot.end == case.length
 
 
 @pytest.mark.parametrize("case", [case for case in IN_PLACE if not case.kind.is_point], ids=str)
@@ -222,9 +183,6 @@ def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> N
     del held
 
 
-# Arrays that a forward pass leaves
-
-
 @all_cases
 def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
     before = _active_bytes()
@@ -245,29 +203,6 @@ def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
     stated, count = sum(b.nbytes for b in adapter.buffers(cache)), len(adapter.buffers(cache))
     assert adapter.spare_nbytes(cache) <= stated // case.length + 1
     _assert_bytes(_active_bytes() - before, stated, count)
-
-
-# A whole model's cache
-
-
-def test_the_live_bytes_of_a_layout_are_the_bytes_of_memory() -> None:
-    layout = Layout(_mixed_model, None, 64)
-    before = _active_bytes()
-    caches = layout.fresh()
-    ids = token_ids(3000)
-    kinds = (KV, ARRAYS, RING, QUANTIZED_8)
-    for (cache, _), kind in zip(layout.leaves(caches), kinds, strict=True):
-        feed_all(kind, cache, ids, [3000])
-    layout.own(caches)
-    _assert_bytes(_active_bytes() - before, layout.live_nbytes(caches), 20)
-    assert layout.spare_nbytes(caches) < layout.live_nbytes(caches) // 10
-
-
-def _mixed_model() -> list[Any]:
-    return [CacheList(KVCache(), ArraysCache(2)), None, RotatingKVCache(2048, keep=4), QuantizedKVCache(32, 8)]
-
-
-# Measuring
 
 
 def _fresh(case: Case) -> Any:

@@ -42,9 +42,6 @@ from tests.adapters.cases import (
 BATCH_CLASSES = {"BatchKVCache", "BatchRotatingKVCache"}
 
 
-# Which classes there are
-
-
 def test_mlx_lm_has_no_cache_class_that_the_adapters_do_not_know() -> None:
     classes = {
         name for name, each in vars(mlx_lm_cache).items() if isinstance(each, type) and issubclass(each, _BaseCache)
@@ -60,9 +57,6 @@ def test_no_model_brings_a_cache_class_that_the_adapters_do_not_know() -> None:
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             found |= {(path.stem, n.name) for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Cache")}
     assert found == {("deepseek_v41", "LayerCache")}
-
-
-# What they hold
 
 
 @pytest.mark.parametrize(
@@ -81,9 +75,6 @@ def test_no_model_brings_a_cache_class_that_the_adapters_do_not_know() -> None:
 )
 def test_a_cache_holds_the_fields_that_the_adapters_read_and_no_others(cache: Any, fields: set[str]) -> None:
     assert set(vars(cache)) == fields
-
-
-# How they change
 
 
 def test_a_concatenating_cache_takes_its_offset_from_its_arrays() -> None:
@@ -166,9 +157,6 @@ HABITS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def test_mlx_lm_still_has_the_habits_that_the_adapters_rely_on(habit: str) -> None:
     found, wanted = HABITS[habit]()
     assert found == wanted
-
-
-# MLX itself
 
 
 def test_a_second_handle_on_an_array_keeps_its_value_when_the_first_is_written() -> None:

@@ -75,9 +75,6 @@ small_layers = pytest.mark.parametrize("layer", SMALL_LAYERS, ids=lambda layer: 
 all_passes = pytest.mark.parametrize("name", list(LAYERS[0].passes()))
 
 
-# What is held, and taken out
-
-
 def test_an_adapter_that_does_not_say_is_not_windowed() -> None:
     silent: Any = SimpleNamespace(is_point=True)
     assert not is_windowed(silent)
@@ -100,9 +97,6 @@ def test_the_tokens_that_are_held_are_those_that_no_forward_pass_dropped(layer: 
         expected = layer.held(lengths[: count + 1])
         assert adapter.held(cache) == ranges_of(expected)
         assert positions_in(adapter.snapshot(cache, 0, cache.offset)) == expected
-
-
-# The state that is made of what was taken out
 
 
 @all_layers
@@ -163,9 +157,6 @@ def test_a_state_is_made_of_pieces_that_overlap_if_they_begin_in_order(
     cache = layer.make()
     assert adapter_of(cache).restore(cache, snapshot, offset) == is_there
     assert attended(cache) == (needed(layer.window, offset) if is_there else [])
-
-
-# What a window reads, against the tokens one by one
 
 
 @given(st.integers(1, 20), st.integers(0, 19), st.integers(0, 70))
@@ -251,9 +242,6 @@ def test_what_was_missing_is_put_in_its_place(
     assert positions_in(found) == sorted(there | others)
     assert (found.start, found.end) == (START, END)
     assert positions_in(snapshot) == sorted(there)
-
-
-# Feeding and reading
 
 
 def feed(cache: Any, length: int) -> list[int]:

@@ -179,46 +179,12 @@ def test_every_layer_is_rolled_back_also_behind_one_that_cannot_be() -> None:
     assert live[1].offset == 60
 
 
-@all_models
-def test_can_rewind_promises_what_rewind_does(model: Model) -> None:
-    layout = model.layout()
-    for length, target in ((12, 12), (12, 5), (60, 59), (60, 10)):
-        live = model.fed(layout, IDS[:length], [length])
-        if layout.can_rewind(live, length, target):
-            layout.rewind(live, length, target)
-            assert model.bits(layout, live) == model.bits(layout, model.fed(layout, IDS[:target], [target]))
-        else:
-            assert target < length
-            assert layout.has_points
-    assert not layout.can_rewind(layout.fresh(), 5, 6)
-
-
 def test_paging_in_counts_only_what_was_not_live() -> None:
     model = Model("one layer", lambda: [KVCache()], [KV])
     layout = model.layout()
     spans = layout.page_out(model.fed(layout, IDS[:60], [60]), 0, 60)
     live = model.fed(layout, IDS[:40], [40])
     assert layout.page_in(live, spans, 60) == 20 * layout.token_bytes
-
-
-@all_models
-def test_points_without_a_checkpoint_are_emptied_and_start_over(model: Model) -> None:
-    layout = model.layout()
-    live = model.fed(layout, IDS[:60], [60])
-    layout.rewind_spans(live, 0)
-    layout.restore_points(live, None, 0)
-    model.feed(layout, live, token_ids(50, seed=5), [30, 1, 19])
-    assert model.bits(layout, live) == model.bits(layout, model.fed(layout, token_ids(50, seed=5), [30, 1, 19]))
-
-
-def test_identities_change_when_a_layer_without_offset_is_written_unseen() -> None:
-    layout = MODELS[2].layout()
-    live = MODELS[2].fed(layout, IDS[:20], [20])
-    before = layout.identities(live)
-    assert all(a is b for pair in zip(layout.identities(live), before, strict=True) for a, b in zip(*pair, strict=True))
-    ARRAYS.feed(next(iter(layout.leaves(live)))[0], IDS[20:21])
-    pairs = zip(layout.identities(live), before, strict=True)
-    assert not any(a is b for pair in pairs for a, b in zip(*pair, strict=True))
 
 
 def test_a_layer_of_an_unknown_class_is_refused_when_the_layout_is_made() -> None:

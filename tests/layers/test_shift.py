@@ -73,9 +73,6 @@ def relative(found: mx.array, wanted: mx.array) -> float:
     return float((mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item())
 
 
-# A rotation
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("begin", "delta"), [(40, -40), (0, 1), (17, 0), (3, 500), (900, -123)])
 def test_shifted_keys_are_those_made_at_the_new_position(name: str, begin: int, delta: int) -> None:
@@ -95,9 +92,6 @@ def test_every_move_in_half_precision_costs_one_rounding(name: str, dtype: mx.Dt
     for _ in range(20):
         moved = rotation.shift(moved, -3)
     assert relative(moved, rotation.shift(keys.astype(mx.float32), -60)) <= 20 * mx.finfo(dtype).eps / 2
-
-
-# Rotations of models
 
 
 class CacheFrom:
@@ -169,9 +163,6 @@ def test_windows_are_over_ordinary_keys() -> None:
     assert [cache.offset for cache in windows] == before
 
 
-# Refusals
-
-
 def test_a_base_that_depends_on_the_length_is_refused_by_name() -> None:
     module = initialize_rope(16, 1e4, False, {"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
     with pytest.raises(ShiftError, match=r"rope_utils\.DynamicNTKScalingRoPE: its base depends on the length"):
@@ -212,12 +203,6 @@ REFUSALS = {
 def test_a_model_that_cannot_be_shifted_is_refused_with_the_layer_and_the_reason(name: str) -> None:
     with pytest.raises(ShiftError, match=REFUSALS[name]):
         rotations(build(kind_of(name)))
-
-
-def test_a_model_whose_base_depends_on_the_length_is_refused_by_the_name_of_its_rope() -> None:
-    model = with_fields("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=256)
-    with pytest.raises(ShiftError, match=r"layer 0 .* RoPEs: .*DynamicNTKScalingRoPE: its base depends"):
-        rotations(model)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)

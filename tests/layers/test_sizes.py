@@ -12,8 +12,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from radixcache.adapters.contract import Spans, Window
 from radixcache.adapters.registry import adapter_for
 from radixcache.layers.layout import Layout
-from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.sized_cache import sized_cache
+from radixcache.layers.sizes import SizedLayout
 
 #: Heads of each layer.
 HEADS = (2, 1, 2, 3, 2, 2)
@@ -99,24 +98,6 @@ def test_nothing_is_stored_of_a_stack_of_which_a_layer_was_not_written() -> None
     feed(fewer, [12], [0, 1, 3])
     assert layout.stored(captured(layout, fewer, 0, 12), Window(8)) == []
     assert layout.stored(captured(layout, caches, 0, 12), Window(8)) == [(0, 12)]
-
-
-# Of sizes
-
-
-def test_two_caches_on_one_layout_each_have_a_grid_of_their_own() -> None:
-    layout, model = SizedLayout(1), SizedModel()
-    exact = sized_cache(layout, budget_bytes=1 << 20, exact=True, step_size=16)
-    plain = sized_cache(layout, budget_bytes=1 << 20)
-    other = sized_cache(layout, budget_bytes=1 << 20, exact=True, step_size=32)
-    prompt = list(range(70))
-    for cache, resumed in ((exact, 64), (plain, 70), (other, 64), (exact, 64)):
-        for _ in range(2):
-            with cache.begin([*prompt, 1]) as session:
-                session.prefill(model)
-                session.step(model, [1])
-        assert session.cached_tokens == resumed
-        cache.check()
 
 
 def test_of_windows_what_is_wanted_and_still_there_is_stored_once() -> None:

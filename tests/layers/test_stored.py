@@ -33,15 +33,12 @@ def numbered(shape: tuple[int, ...], dtype: Any = mx.float32) -> mx.array:
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float64"])  # a GPU has none
 def test_arrays_of_every_dtype_come_back_bit_equal(dtype: str) -> None:
     for shape in ((1, 2, 3, 4), (), (0, 5)):
-        assert_comes_back(numbered(shape, getattr(mx, "bool_" if dtype == "bool" else dtype)))
-
-
-def assert_comes_back(array: mx.array) -> None:
-    buffers = stored.point_buffers(Checkpoint(7, [PointSnapshot(7, [array])], 0, "end"))
-    (snapshot,) = stored.points_in(as_read(buffers), 7, 1)
-    (found,) = snapshot.state
-    assert (found.dtype, found.shape, snapshot.end) == (array.dtype, array.shape, 7)
-    assert bits(found) == bits(array)
+        array = numbered(shape, getattr(mx, "bool_" if dtype == "bool" else dtype))
+        buffers = stored.point_buffers(Checkpoint(7, [PointSnapshot(7, [array])], 0, "end"))
+        (snapshot,) = stored.points_in(as_read(buffers), 7, 1)
+        (found,) = snapshot.state
+        assert (found.dtype, found.shape, snapshot.end) == (array.dtype, array.shape, 7)
+        assert bits(found) == bits(array)
 
 
 def test_a_nest_comes_back_with_its_lists_tuples_and_plain_values() -> None:

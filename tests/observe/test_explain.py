@@ -149,18 +149,6 @@ def test_a_checkpoint_that_was_evicted_is_named() -> None:
     assert "the checkpoint at" in str(found)
 
 
-@pytest.mark.parametrize("count", [1, 9])
-def test_prompts_shorter_than_a_chunk_are_told_what_exactness_costs_them_however_many_there_are(count: int) -> None:
-    cache = spans(exact=True, step_size=256)
-    prompts = [numbers(seed, 200) for seed in range(count)]
-    for prompt in [*prompts, *prompts]:
-        serve(cache, prompt)
-    assert cache.stats.off_grid_tokens == 199 * count
-    assert cache.stats.short_reasons == {"off_grid": count}
-    assert reasons(cache.explain(prompts[0])) == [(Reason.OFF_GRID, 0, 199), (Reason.LAST_TOKEN, 199, 200)]
-    cache.check()
-
-
 def test_quarantined_tokens_are_named_from_where_they_begin() -> None:
     cache = spans()
     serve(cache, A[:60])
@@ -179,9 +167,6 @@ def test_quarantined_tokens_are_named_from_where_they_begin() -> None:
 def test_every_reason_has_words_of_its_own() -> None:
     words = {str(Gap(3, 9, reason, 1.0, tick=1)) for reason in Reason}
     assert len(words) == len(Reason)
-
-
-# As begin does
 
 
 @pytest.mark.parametrize(("kind", "slots"), [("llama", 1), ("llama_sliding", 2), ("nemotron_h", 2)])
@@ -223,9 +208,6 @@ def test_what_only_another_threads_session_holds_is_live_elsewhere() -> None:
     assert found[0].gaps[0].end == 100
 
 
-# Hints
-
-
 def test_a_hint_names_the_span_and_what_it_costs() -> None:
     cache = spans(tokenizer=TOKENIZER)
     rules = "Answer in one short paragraph, in the language of the question, and say on which page you found it. "
@@ -255,9 +237,6 @@ def test_after_clear_nothing_of_earlier_prompts_is_told() -> None:
     for prompt in (TOKENIZER.encode(f"id SECRET10466 {rules}"), asked):
         assert reasons(cache.explain(prompt)) == [(Reason.NEVER_STORED, 0, len(prompt))]
     cache.check()
-
-
-# Events
 
 
 def listening(make: Any, **options: Any) -> tuple[PrefixCache, list[Event]]:

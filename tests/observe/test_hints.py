@@ -87,14 +87,7 @@ ORDINARY = {
     "numbers asked about": [chat(f"{index * 7919} and {index}?") for index in range(8)],
     "different questions": [chat(q) for q in ("Is it open?", "Where do I return books after hours?", "Why?", "Hello!")],
     "one conversation that grows": [chat(*TALK[: 2 * turn + 1]) for turn in range(3)],
-    "conversations that take turns": [
-        chat(*[f"{user}: {each}" for each in TALK[: 2 * turn + 1]])
-        for turn in range(3)
-        for user in ("Ann", "Bert", "Carol")
-    ],
-    "two tenants, each with a header of its own": [of_tenant(each) for each in TENANTS[:2] for _ in range(4)],
     "three tenants who come back": [of_tenant(each, f"Question {i}") for i in range(3) for each in TENANTS],
-    "two tenants who take turns": [of_tenant(each, f"Question {i}") for i in range(3) for each in ("A", "B")],
     "the same prompt again and again": [chat("Is it open?")] * 6,
     "questions that differ and get the same reply": [
         chat(*[f"Are you {name}?", "No, I am an assistant of the city library, made by people.", "Oh!"][:n])

@@ -69,9 +69,6 @@ def chain(length: int) -> TreeView:
     return grown([(index - 1, 5, {"text": f"turn {index}"}) for index in range(length)])
 
 
-# Text
-
-
 def test_text_has_a_line_per_node_with_its_span_bytes_place_and_marks() -> None:
     assert render_view(SMALL).splitlines() == [
         "4 nodes, 106 tokens, 13.4 KiB (2.9 KiB live, 3.9 KiB live and paged, 3.5 KiB paged, 3.0 KiB checkpoints)",
@@ -112,9 +109,6 @@ def test_what_is_left_out_is_counted_where_it_hangs() -> None:
     ]
     # A chain does not move to the right.
     assert {line.index("[") for line in render_view(chain(150)).splitlines()[2:]} == {0}
-
-
-# Choice
 
 
 def test_rows_show_the_most_tokens_and_pinned_nodes_first_and_count_every_other_node_once() -> None:
@@ -180,9 +174,6 @@ def page_data(page: str) -> Any:
     return json.loads(embedded)
 
 
-# Picture and page
-
-
 @pytest.mark.parametrize("view", [SMALL, wide(5_000), chain(5_000)], ids=["4", "5,001 wide", "5,000 deep"])
 def test_a_picture_is_valid_xml_of_readable_size(view: TreeView) -> None:
     drawing = ElementTree.fromstring(render_view(view, "svg"))
@@ -225,9 +216,6 @@ def test_a_page_needs_nothing_from_elsewhere_and_lets_nothing_in() -> None:
     assert "unsafe" not in page
 
 
-# Words
-
-
 def test_numbers_are_short_and_have_their_unit() -> None:
     sizes = [1, 1_023, 1_024, 1_048_524, 1 << 20, 3_650_722_201, 1 << 50]
     words = ["1 byte", "1,023 bytes", "1.0 KiB", "1,023.9 KiB", "1.0 MiB", "3.4 GiB", "1,024.0 TiB"]
@@ -247,9 +235,6 @@ def test_a_text_is_cut_by_the_columns_it_takes() -> None:
     assert fit("abcdefg", 6) == "abcde…"
     assert fit("漢字漢字", 8) == "漢字漢字"
     assert fit("漢字漢字", 7) == "漢字漢…"
-
-
-# Mistakes
 
 
 def test_wrong_arguments_are_refused() -> None:

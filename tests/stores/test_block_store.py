@@ -200,8 +200,6 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, Any
             store_at("unix:///nowhere", **wrong)
 
 
-# The queue
-
 BLOCKS = chain(range(12))
 EACH = BLOCKS[0].nbytes
 

@@ -44,9 +44,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# Budgets
-
-
 def test_what_was_used_longest_ago_goes_first_and_no_chain_loses_its_beginning(path: Path) -> None:
     stored(path, *chain(range(8)))
     nbytes = opened(path).stats.stored_bytes
@@ -105,9 +102,6 @@ def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, mo
     assert [each.name for each in path.glob("written-*")] == ["written-8"]
     for each in [path, *path.rglob("*")]:  # and nobody else may read what is stored
         assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600), each
-
-
-# The folder
 
 
 def test_a_head_of_many_buffers_is_found_by_a_restart(path: Path) -> None:
@@ -183,9 +177,6 @@ def test_a_survey_lists_what_there_is_and_finds_every_damaged_file(path: Path) -
     assert [name for name, _, wrong in verify(path) if wrong] == [str(bad.relative_to(path))]
     assert remove(path, ["../store/store.json", str(bad.relative_to(path))]) == 1
     assert sum(1 for _ in scan(path)) == 2
-
-
-# What is not ours, or not as it was
 
 
 def test_a_damaged_file_is_set_aside_and_named_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,8 +309,6 @@ def test_a_folder_that_is_no_store_is_refused_and_left_as_it_was(path: Path) -> 
         with pytest.raises(StoreError, match="cannot be used as a store"):
             use()
 
-
-# Every call of the system fails once, in turn
 
 READING = {"open", "preadv", "pread", "scandir", "stat", "lstat", "fstat", "statvfs"}
 CALLS = READING | {"write", "fsync", "rename", "unlink", "mkdir", "makedirs", "utime"}

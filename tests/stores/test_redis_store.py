@@ -122,9 +122,6 @@ def test_blocks_are_read_in_batches_and_in_order(redis: Server, monkeypatch: pyt
         reading.close()  # the rest is not wanted
 
 
-# Whose it is
-
-
 def test_nothing_crosses_namespaces_models_or_grids(redis: Server) -> None:
     stored(redis, *chain(range(8), namespace="a"), *chain(range(8), grid=16, identity=Identity(b"exact")))
     with store_at(redis.url) as store:
@@ -158,9 +155,6 @@ def test_names_have_no_text_in_them_and_with_a_secret_are_nothing_that_tokens_te
             assert store.match(MODEL, "tenant of a name", np.array(words)) == []
     with pytest.raises(ValueError, match="secret has 5 bytes"):
         store_at(redis.url, secret=b"short")
-
-
-# What is not ours, or not as it was
 
 
 @pytest.mark.parametrize("field", ["way", "tokens"])
@@ -239,8 +233,6 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     with pytest.raises(StoreError, match=r"pip install 'radixcache\[redis\]'"):
         RedisStore("redis://host")
 
-
-# Calls
 
 #: Far beyond any limit of these tests: a busy machine takes its time, and what has no limit takes forever.
 LONG_S = 60.0
@@ -365,8 +357,6 @@ def test_writing_has_a_limit_too_and_nobody_waits_for_it(proxy: Proxy, monkeypat
         assert not store.holds(blocks[0].head.key)
 
 
-# User, password and TLS
-
 PASSWORD = "geheim-und-lang"
 
 
@@ -406,9 +396,6 @@ def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(red
     for none in ("0", "-1", "inf", "nan"):
         with pytest.raises(ValueError, match="wanted redis://"):
             store_at(f"{redis.url}?socket_timeout={none}")
-
-
-# The breaker
 
 
 def test_one_at_a_time_tries_a_server_and_only_once_its_pause_is_over() -> None:

@@ -112,14 +112,6 @@ def test_a_victim_that_may_not_go_is_a_failure_too(given: str) -> None:
     assert re.match(r"policy Wrong: victim\(\) gave .*, which may not go", text)
 
 
-def test_the_listener_hears_of_what_was_done_all_the_same() -> None:
-    heard: list[Any] = []
-    cache = sized_cache(SizedLayout(1), budget_bytes=100, policy=Failing("inserted", 0), on_event=heard.append)
-    with pytest.raises(PolicyError):
-        serve(cache, random.Random(4))
-    assert heard
-
-
 def test_a_session_that_met_it_while_it_closed_is_closed_and_its_state_is_there() -> None:
     model: Any = tiny_model("llama")
     cache = PrefixCache(model, policy=Failing("inserted", 0))

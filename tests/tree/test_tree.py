@@ -37,9 +37,6 @@ def tree() -> RadixTree[str]:
     return tree
 
 
-# match
-
-
 @pytest.mark.parametrize(
     ("sequence", "offset", "span"),
     [
@@ -63,9 +60,6 @@ def test_match_finds_the_longest_stored_prefix_and_the_deepest_node_on_it(
     match = tree.match(keys(*sequence))
     assert match.offset == offset
     assert (match.node.start, match.node.end) == span
-
-
-# Restructuring
 
 
 def test_an_operation_that_makes_no_sense_is_refused_and_changes_nothing(tree: RadixTree[str]) -> None:
@@ -96,28 +90,12 @@ def test_an_operation_that_makes_no_sense_is_refused_and_changes_nothing(tree: R
         tree.check()
 
 
-# Reading
-
-
-def test_a_node_knows_its_path_and_its_prefix(tree: RadixTree[str]) -> None:
-    node = tree.match(keys(1, 2, 3, 6, 7, 8)).node
-    assert [(each.start, each.end) for each in node.path()] == [(0, 3), (3, 6)]
-    assert node.prefix().tolist() == [1, 2, 3, 6, 7, 8]
-    assert node.prefix().dtype == np.int64
-    assert tree.root().path() == []
-    assert len(tree.root().prefix()) == 0
-    assert repr(node) == "Node[3, 6)"
-
-
 def test_dump_is_one_indented_line_a_node_and_the_same_for_the_same_operations(tree: RadixTree[str]) -> None:
     store(tree, 5, namespace="tenant")
     assert tree.dump(_spelled) == "\n".join(
         ["namespace ''", "  1 2 3", "    4 5", "    6 7 8", "  9 9", "namespace 'tenant'", "  5"]
     )
     assert "Node[3, 5)" in tree.dump()
-
-
-# check
 
 
 BROKEN: dict[str, Callable[[RadixTree[str], Node[str], Node[str]], None]] = {
@@ -145,9 +123,6 @@ def test_check_notices_each_broken_invariant(name: str) -> None:
     BROKEN[name](tree, tree.match(keys(1, 2)).node, leaf)
     with pytest.raises(AssertionError):
         tree.check()
-
-
-# What it costs
 
 
 class _CountingChildren(dict[int, Node[str]]):

@@ -57,9 +57,6 @@ def test_two_processes_share_prefixes_and_answer_as_a_cold_one(redis: Server, ll
         assert is_close(logits, cold(llama, third))
 
 
-# What goes wrong
-
-
 def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alone(
     own_server: Server, llama: Any
 ) -> None:
@@ -84,9 +81,6 @@ def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alon
         assert found == [0, first + 3, 0, 0, 0, 0, second + 3, 400]
         assert store.stats.failed_calls["not reached"] == 1
         store.check()
-
-
-# Behind a disk
 
 
 def test_a_prompt_begins_on_the_disk_and_goes_on_in_redis_and_comes_to_be_on_the_disk(

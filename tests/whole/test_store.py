@@ -103,9 +103,6 @@ def test_a_store_without_a_model_or_a_name_for_it_is_refused(opened: Open, llama
             PrefixCache(caches=llama.make_cache, store=opened(), identity=identity)  # type: ignore[arg-type]
 
 
-# What is somebody else's
-
-
 def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     with opened() as store, PrefixCache(llama, store=store) as cache:
@@ -149,9 +146,6 @@ def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Open, llama: A
         serve(cache, llama, prompt)
     with opened() as store, PrefixCache(llama, store=store) as cache:
         assert serve(cache, llama, prompt)[0] == 550
-
-
-# What goes wrong
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
@@ -203,9 +197,6 @@ def test_a_store_whose_calls_fail_changes_no_answer(
     assert cache is not None
     cache.close()
     opened().check()
-
-
-# When it is written, and how much
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
