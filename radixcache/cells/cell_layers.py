@@ -299,7 +299,6 @@ class RowStates:
 
 def _join(caches: tuple[Any, ...]) -> Any:
     joined = ArraysCache(len(caches[0].cache))
-    for slot, arrays in enumerate(zip(*(cache.cache for cache in caches), strict=True)):
-        if arrays[0] is not None:
-            joined.cache[slot] = mx.concatenate(list(arrays))
+    slots = zip(*(cache.cache for cache in caches), strict=True)
+    joined.cache = [None if arrays[0] is None else mx.concatenate(list(arrays)) for arrays in slots]
     return joined

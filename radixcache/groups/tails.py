@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -231,37 +232,33 @@ def _under(mask: mx.array, padding: mx.array | None) -> mx.array:
 
 def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
     """A layer of one row with these keys and values side by side."""
-    if not pieces:
-        return TailLayer(columns, leaf)
-    buffers = [_zeros(array, columns) for array in pieces[0]]
-    at = columns.end - columns.lengths[0]
-    for pair in pieces:
-        stop = at + pair[0].shape[2]
-        for buffer, piece in zip(buffers, pair, strict=True):
-            buffer[..., at:stop, :] = piece
-        at = stop
-    return TailLayer(columns, leaf, *buffers)
+    starts = accumulate((keys.shape[2] for keys, _ in pieces), initial=columns.end - columns.lengths[0])
+    return _laid_out(columns, leaf, [(0, at, pair) for at, pair in zip(starts, pieces, strict=False)])
 
 
 def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int]]) -> TailLayer:
     """A layer of the rows [first, last) of each of these layers."""
-    like = next((layer for layer, _, _ in runs if not layer.empty()), None)
-    if like is None:
-        return TailLayer(columns, leaf)
-    buffers = [_zeros(array, columns) for array in like.state]
-    row = 0
+    blocks, row = [], 0
     for layer, first, last in runs:
         width = max(layer.columns.lengths[first:last])
         its = slice(layer.columns.end - width, layer.columns.end)
-        for buffer, array in zip(buffers, layer.state, strict=False):
-            buffer[row : row + last - first, :, columns.end - width : columns.end] = array[first:last, :, its]
+        if not layer.empty():
+            keys, values = (array[first:last, :, its] for array in layer.state)
+            blocks.append((row, columns.end - width, (keys, values)))
         row += last - first
+    return _laid_out(columns, leaf, blocks)
+
+
+def _laid_out(columns: Columns, leaf: int, blocks: Sequence[tuple[int, int, Pair]]) -> TailLayer:
+    """A layer with keys and values from a row and a column on, for each block."""
+    buffers = []
+    for like in blocks[0][2] if blocks else ():
+        shape = columns.row_capacity, like.shape[1], max(columns.capacity, columns.end + 1), like.shape[3]
+        buffers.append(mx.zeros(shape, like.dtype))
+    for row, column, pair in blocks:
+        for buffer, array in zip(buffers, pair, strict=True):
+            buffer[row : row + array.shape[0], :, column : column + array.shape[2]] = array
     return TailLayer(columns, leaf, *buffers)
-
-
-def _zeros(like: mx.array, columns: Columns) -> mx.array:
-    _, heads, _, width = like.shape
-    return mx.zeros((columns.row_capacity, heads, max(columns.capacity, columns.end + 1), width), like.dtype)
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, columns: Columns, stop: int) -> mx.array:
