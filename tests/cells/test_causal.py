@@ -37,9 +37,7 @@ TIMELINE_CELLS = 118
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_sequences_get_the_logits_of_each_alone(kind: str) -> None:
     rows = Rows(shared_model(kind), capacity=TIMELINE_CELLS)
-
     moved = timeline(rows)
-
     assert rows.error <= ROUNDING
     assert moved > 0
 
@@ -58,7 +56,6 @@ def test_all_other_architectures_get_the_logits_of_each_alone() -> None:
         errors[name] = rows.error
         if not rows.causal.steps_together(model):
             singly.add(name)
-
     assert {name: error for name, error in errors.items() if error > ROUNDING} == {}
     assert set(refused) == set(REFUSED)
     assert all(REFUSED[name] in error for name, error in refused.items()), refused
@@ -75,17 +72,14 @@ def test_another_sequences_state_made_visible_moves_the_logits_a_hundred_times_m
         rows.join(sequence, words(sequence, 14 + 5 * sequence))
     rows.step({0: 3, 1: 4, 2: 5})
     assert rows.error <= ROUNDING
-
     plant_membership(rows, monkeypatch)
     rows.step({0: 6, 1: 7, 2: 8})
-
     assert rows.error > WRONG_STATE
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_cannot_run_on_cells_is_refused_by_name(kind: str) -> None:
     model = build(kind_of(kind))
-
     with pytest.raises(UnsupportedCacheError, match=REFUSED[kind]):
         CausalCache(model, capacity=64).steps_together(model)
 
@@ -109,7 +103,6 @@ def test_the_trial_tells_wrong_positions_in_every_dtype(kind: str, dtype: mx.Dty
     model = build(kind_of(kind))
     model.set_dtype(dtype)
     causal = CausalCache(model, capacity=64)
-
     if kind in REFUSED:
         with pytest.raises(UnsupportedCacheError):
             causal.steps_together(model)
@@ -126,7 +119,6 @@ def test_one_sequence_with_cells_out_of_order_runs_the_trial_before_it_is_wrong(
     rows.leave(2)
     rows.prefill(1, words(4, 25))
     rows.step({1: 5})
-
     assert rows.error <= ROUNDING
     assert len(rows.causal.table.ranges(1)) > 2
 
@@ -261,7 +253,6 @@ def test_check_finds_each_rule_broken(case: str) -> None:
     causal = stepped(kind).causal
     causal.check()
     broken(causal)
-
     with pytest.raises(AssertionError):
         causal.check()
 
@@ -270,7 +261,6 @@ def test_dump_says_what_cells_take_and_who_is_tainted() -> None:
     rows = stepped("llama")
     rows.causal.remove(rows.model, 2, 2, 4)
     lines = rows.causal.dump().splitlines()
-
     assert lines[0] == f"{rows.causal.nbytes:,} bytes, {rows.causal.nbytes // 40:,} of them per cell"
     assert lines[1:-1] == rows.causal.table.dump().splitlines()
     assert lines[-1] == "  sequence 2 is tainted from 2"

@@ -73,12 +73,10 @@ SPANS = {
 def test_nonsense_is_refused_and_changes_nothing(kind: str) -> None:
     rows = busy(shared_model(kind))
     before = inside.table_fields(rows.causal.table)
-
     for name, (call, message) in (NONSENSE if rows.has_states else NONSENSE | SPANS).items():
         with pytest.raises(ValueError, match=message):
             call(rows.causal, rows.model)
         assert inside.table_fields(rows.causal.table) == before, name
-
     unharmed(rows)
 
 
@@ -98,7 +96,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers_until_someone_leaves(kind
     rows.step({0: 4, 2: 5})
     rows.leave(1)
     rows.step({0: 6, 2: 7})
-
     assert rows.error <= ROUNDING
 
 
@@ -151,10 +148,8 @@ def test_a_pass_row_by_row_that_fails_in_the_second_row_takes_back_the_first() -
     rows.step({1: 1, 2: 2})
     failing = Fuse(rows.model.layers[1])
     failing.fail(2, KeyboardInterrupt())
-
     with pytest.raises(KeyboardInterrupt):
         rows.causal.step(rows.model, [1, 2], [3, 4])
-
     assert (rows.causal.length(1), rows.causal.length(2)) == (6, 8)
     rows.step({2: 5, 1: 6})
     assert rows.error <= ROUNDING
@@ -170,10 +165,8 @@ def test_states_of_hybrids_that_fail_row_by_row_are_taken_back() -> None:
     rows.join(1, [7])
     failing = Fuse(rows.model.layers[0])
     failing.fail(2, RuntimeError("layer"))
-
     with pytest.raises(RuntimeError):
         rows.causal.step(rows.model, [2, 1], [3, 4])
-
     rows.step({2: 5, 1: 6})
     rows.step({1: 7, 2: 8})
     assert rows.error <= ROUNDING
@@ -191,7 +184,6 @@ def test_a_failure_in_the_trial_itself_is_passed_on_and_the_next_call_works() ->
     rows.check()
     rows.prefill(2, [1, 2])
     rows.step({1: 3, 2: 4})
-
     assert rows.error <= ROUNDING
 
 
@@ -205,7 +197,6 @@ def test_another_model_is_refused_while_there_is_state() -> None:
     ):
         with pytest.raises(ValueError, match="state of another model"):
             call()
-
     unharmed(rows)
 
 
@@ -217,7 +208,6 @@ def test_an_empty_cache_takes_another_model_with_the_same_layers_and_tries_it_an
     causal.add(1)
     causal.prefill(first, 1, [1, 2, 3])
     causal.free(1)
-
     assert causal.steps_together(second)
     causal.add(1)
     causal.prefill(second, 1, [1, 2, 3])
@@ -243,7 +233,6 @@ def test_half_precision_rows_are_those_of_each_alone_but_for_rounding(kind: str,
         rows.join(sequence, words(sequence, 12 + 7 * sequence))
     for token in range(4):
         rows.step({0: token, 2: token + 1, 1: token + 2})
-
     assert {buffer.dtype for layer in rows.causal._cells for buffer in layer.state} == {dtype}
     scale = max(float(mx.abs(logits).max()) for found in rows._found.values() for _, logits in found)
     assert rows.error / scale <= (1e-2 if dtype == mx.float16 else 6e-2)
@@ -266,7 +255,6 @@ def test_a_row_that_is_cancelled_between_two_lazy_steps_takes_nothing_from_the_o
         rows.note(sequence, chosen[row : row + 1].tolist(), second[row])
     rows.tokens[9] = []
     rows.note(9, words(9, 12), late[0])
-
     assert rows.error <= ROUNDING
 
 
@@ -276,6 +264,5 @@ def test_a_callable_may_come_first_and_the_model_after_it() -> None:
     causal.add(1)
     causal.prefill(lambda ids, cache: model(ids, cache=cache), 1, [1, 2, 3])
     logits = causal.step(model, [1], [4])
-
     expected = model(mx.array([[1, 2, 3, 4]]))[:, -1:]
     assert float(mx.abs(logits - expected).max()) < 1e-5

@@ -57,9 +57,7 @@ def common_prompt(model: Any, capacity: int) -> CausalCache:
 def test_a_common_prefix_is_in_memory_once_whatever_the_capacity() -> None:
     model = build(kind_of("llama"))
     mx.eval(CausalCache(model, capacity=8).steps_together(model))
-
     memory, causal = held_bytes(lambda: common_prompt(model, capacity=20_000))
-
     ideal = TOKENS * causal.token_bytes
     assert causal.table.used == TOKENS
     assert ideal <= causal.nbytes <= 1.05 * ideal
@@ -111,7 +109,6 @@ def test_buffers_grow_by_a_twentieth_so_that_each_cell_is_copied_twenty_times_at
         held = cells
         mx.eval(causal.state)
         assert held <= max(1.05 * causal.table.used, causal.table.used + 64)
-
     assert copied <= 20 * held
 
 
@@ -129,7 +126,6 @@ def test_recurrent_state_is_no_view_of_the_activations_of_a_chunk(kind: str, chu
 
     prefilled()
     memory, causal = held_bytes(prefilled)
-
     assert memory <= 1.05 * causal.nbytes + 16_384 // rows, (memory, causal.nbytes)
 
 
@@ -155,7 +151,6 @@ def test_who_leaves_a_batch_of_recurrent_rows_keeps_one_rows_state() -> None:
         return causal
 
     freed, _ = held_bytes(last_one)
-
     assert freed <= -0.8 * 7 * causal.nbytes, (freed, causal.nbytes)
 
 
@@ -165,8 +160,6 @@ def test_the_trial_leaves_nothing_behind() -> None:
     mx.random.seed(7)
     expected = mx.random.uniform(shape=(4,)).tolist()
     mx.random.seed(7)
-
     memory, _ = held_bytes(lambda: CausalCache(model, capacity=64).steps_together(model))
-
     assert abs(memory) < 1_024
     assert mx.random.uniform(shape=(4,)).tolist() == expected

@@ -109,7 +109,6 @@ def test_random_walk_on_too_few_cells(kind: str) -> None:
     walk = Walk(kind, seed=KINDS.index(kind))
     for _ in range(MOVES):
         walk.move()
-
     assert walk.rows.error <= ROUNDING
     assert walk.refusals > 0
     assert walk.steps > 10
@@ -123,6 +122,5 @@ def test_longer_random_walks(seed: int) -> None:
     walk = Walk(kind, seed=1000 + seed)
     for _ in range(3 * MOVES):
         walk.move()
-
     assert walk.rows.error <= ROUNDING
     assert walk.refusals > 0

@@ -72,9 +72,7 @@ def test_a_token_sees_what_its_position_lets_it_see(
     current = CellPass(table, table.append(rows))
     layer = CellLayer(CELLS, window)
     layer.enter(current)
-
     mask = layer.make_mask(current.tokens_per_row, return_array=as_array, window_size=asked)
-
     span = current.span(window)
     narrowest = min((each for each in (window, asked) if each is not None), default=None)
     found = spelled_out(mask, current.tokens_per_row, span[1] - span[0])
@@ -99,7 +97,6 @@ def test_a_sequence_in_order_gets_the_kind_of_mask_that_it_gets_from_mlx_lm(
         theirs = plain.make_mask(length, window_size=None, return_array=as_array)
         keys = mx.zeros((1, HEADS, length, SIZE))
         cells = plain.update_and_fetch(keys, keys)[0].shape[2]
-
     assert type(mine) is type(theirs)
     if isinstance(mine, mx.array):
         assert mine.shape == theirs.shape == (tokens, cells)
@@ -110,9 +107,7 @@ def test_a_sequence_in_order_gets_the_kind_of_mask_that_it_gets_from_mlx_lm(
 def test_a_value_that_is_not_finite_marks_its_token_and_no_other(bad: float, dtype: mx.Dtype) -> None:
     keys, values = mx.ones((1, HEADS, 3, SIZE), dtype=dtype), mx.ones((1, HEADS, 3, SIZE), dtype=dtype)
     values[0, 1, 2, 1] = bad
-
     marked, clean = without_overflow(keys, values)
-
     assert (marked.dtype, clean.dtype) == (dtype, dtype)
     assert np.isfinite(np.array(clean.astype(mx.float32))).all()
     lost = np.isnan(np.array(marked.astype(mx.float32)))
@@ -123,9 +118,7 @@ def test_a_value_that_is_not_finite_marks_its_token_and_no_other(bad: float, dty
 def test_latent_attention_is_marked_in_its_second_array() -> None:
     latent, rotary = mx.ones((1, 1, 3, 8)), mx.ones((1, 1, 3, 2))
     latent[0, 0, 1, 3] = float("inf")
-
     clean, marked = without_overflow(latent, rotary)
-
     assert np.isfinite(np.array(clean)).all()
     assert np.isnan(np.array(marked))[0, 0].any(axis=-1).tolist() == [False, True, False]
 
@@ -133,8 +126,6 @@ def test_latent_attention_is_marked_in_its_second_array() -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 3, 0), (1, 2, 3, 0)])
 def test_keys_without_values_are_left_as_they_are(shape: tuple[int, ...]) -> None:
     keys = mx.ones((*shape[:3], 4))
-
     found, none = without_overflow(keys, mx.zeros(shape))
-
     assert np.array(found).tolist() == np.array(keys).tolist()
     assert none.shape == shape

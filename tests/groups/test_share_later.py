@@ -24,7 +24,6 @@ def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> N
         assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
         logits = [prefilled(group, model, row) for row in group.rows]
         checked(cache, group)
-
         assert [row.cached_tokens for row in group.rows] == [0, 60, 60, 60]
         assert all(
             row.remaining.tolist() == prompt[60:] for row, prompt in zip(group.rows[1:], PROMPTS[1:], strict=True)
@@ -44,7 +43,6 @@ def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
         rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
         logits = [prefilled(group, model, row) for row in rows]
         checked(cache, group)
-
         assert [row.cached_tokens for row in rows] == [0, 60, 60, 60]
         for prompt, found in zip(PROMPTS, logits, strict=True):
             assert error(found, cold(model, prompt)) < ROUNDING

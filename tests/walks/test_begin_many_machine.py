@@ -6,7 +6,6 @@ longer than the windows. The models are real ones, tiny; what a cold run answers
 
 from __future__ import annotations
 
-from functools import cache as remembered
 from typing import Any
 
 import mlx.core as mx
@@ -22,12 +21,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import BudgetFullError, CacheFullError, Group, PrefixCache, Row
 from radixcache.errors import ShiftError
-from runner.models.tiny import tiny_model
 from tests import inside
+from tests.groups.cold import ROUNDING, cold, error, shared_model
 
 KINDS = ("llama", "gemma3_text", "mamba")
 SLOW_KINDS = ("llama_sliding", "qwen3_next", "recurrent_gemma")
@@ -35,21 +33,10 @@ BLOCKS = [[block * 8 + place % 5 for place in range(11)] for block in range(3)]
 NAMESPACES = ("", "b")
 #: Cells of a group: a handful of prompts, so that they run out at times.
 CAPACITY = 160
-ROUNDING = 1e-4
 
 prompts = st.tuples(
     st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=5), st.lists(st.integers(30, 33), max_size=4)
 ).map(lambda parts: tuple([token for block in parts[0] for token in BLOCKS[block]] + parts[1]))
-model_of = remembered(tiny_model)
-
-
-@remembered
-def cold(kind: str, tokens: tuple[int, ...]) -> mx.array:
-    """Logits (V,) of the last of some tokens."""
-    model = model_of(kind)
-    logits = model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0, -1]
-    mx.eval(logits)
-    return logits
 
 
 class Groups(RuleBasedStateMachine):
@@ -59,7 +46,7 @@ class Groups(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from([200, 500, 10_000]), interval=st.sampled_from([13, 4096]))
     def make(self, budget: int, interval: int) -> None:
-        self.model: Any = model_of(self.kind)
+        self.model: Any = shared_model(self.kind)
         token_bytes = 3072
         self.cache = PrefixCache(self.model, budget_bytes=budget * token_bytes, checkpoint_interval=interval)
         self.groups: list[Group] = []
@@ -75,7 +62,7 @@ class Groups(RuleBasedStateMachine):
             session.prefill(self.model)
             for token in (*prompt[-1:], *(30 + index for index in range(steps))):
                 logits = session.step(self.model, [token])
-            agree(logits[0, -1], cold(self.kind, (*prompt, *(30 + index for index in range(steps)))))
+            agree(logits[0, -1], cold(self.model, (*prompt, *(30 + index for index in range(steps)))))
         self.asked.add((namespace, (*prompt, *(30 + index for index in range(steps)))))
 
     @precondition(lambda self: len(self.groups) < 2)
@@ -126,7 +113,7 @@ class Groups(RuleBasedStateMachine):
         assert set(found) == {row for row in rows if not row.prompt_left}
         for row, logits in found.items():
             if row.clean_tokens == row.position:
-                agree(logits[0, 0], cold(self.kind, self.evaluated(row)))
+                agree(logits[0, 0], cold(self.model, self.evaluated(row)))
 
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), token=st.integers(30, 33))
@@ -143,7 +130,7 @@ class Groups(RuleBasedStateMachine):
             return
         for row, found in zip(rows, logits, strict=True):
             if row.clean_tokens == row.position:
-                agree(found[0], cold(self.kind, self.evaluated(row)))
+                agree(found[0], cold(self.model, self.evaluated(row)))
 
     @precondition(lambda self: self.rows())
     @rule(data=st.data(), begin=st.integers(0, 60), count=st.integers(0, 20), from_end=st.booleans())
@@ -241,7 +228,7 @@ def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 
 
 def agree(found: mx.array, wanted: mx.array) -> None:
-    assert float(mx.max(mx.abs(found - wanted)) / mx.max(mx.abs(wanted))) < ROUNDING
+    assert error(found, wanted) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
