@@ -41,8 +41,6 @@ class CellMachine(RuleBasedStateMachine):
         self.lists: dict[int, list[Held]] = {}
         self.next_token = 0
 
-    # Steps
-
     @initialize(spare=st.integers(3, 10), first=st.integers(3, 9), joined=st.lists(st.integers(0, 6), max_size=3))
     def begin_with(self, spare: int, first: int, joined: list[int]) -> None:
         self.table = CellTable(first + spare)
@@ -157,8 +155,6 @@ class CellMachine(RuleBasedStateMachine):
             assert all(inside.members(self.table, cell) for cell in range(self.used()))
         assert self.table.plan_defragment(room).moves == ()
 
-    # What always holds
-
     @invariant()
     def check_holds(self) -> None:
         self.table.check()
@@ -189,8 +185,6 @@ class CellMachine(RuleBasedStateMachine):
             assert spelled == self.table.cells(name).tolist()
             assert [run.position for run in runs] == [sum(run.length for run in runs[:i]) for i in range(len(runs))]
             assert all(a.start + a.length != b.start for a, b in pairwise(runs))
-
-    # Private
 
     def pick(self, data: Any) -> int:
         name: int = data.draw(st.sampled_from(sorted(self.lists)))

@@ -94,7 +94,6 @@ def test_rows_get_what_one_softmax_over_all_that_they_see_gives(
     wanted = everything(queries, tails, segments, readers, padding, sinks)
     assert found.shape == wanted.shape
     assert np.abs(found - wanted).max() < 2e-6
-    # Of who reads what much depends.
     if readers and readers != [None]:
         others = everything(queries, tails, segments, [(0,)] * len(readers), padding, sinks)
         assert np.abs(found - others).max() > 1e-2

@@ -90,9 +90,6 @@ def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], s
     return said
 
 
-# What a row answers
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(kind: str) -> None:
     model, cache = opened(kind)
@@ -140,7 +137,6 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
         assert group.used_tokens == used + 12
         decoded(group, model, group.rows, [done[one.id], done[two.id], found], 3)
     cache.check()
-    # Marks let others resume there.
     for prompt, mark in ((first, 70), (second, 40)):
         assert resumed(cache, model, [*prompt[:mark], 9, 9]) == mark
 
@@ -158,9 +154,6 @@ def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
     assert cache.explain(prompt).matched_tokens == 40
     assert cache.explain(prompt, keys=image).matched_tokens == 40
     cache.check()
-
-
-# What is shared
 
 
 def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
@@ -203,7 +196,6 @@ def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_l
         used = group.used_tokens
         assert error(prefilled(group, model, second), cold(model, told)) < ROUNDING
         assert group.used_tokens == used + 1 == len(told) + 1
-        # Rows part: each goes its own way.
         decoded(group, model, [second, first], [mx.arange(8), -mx.arange(8)], 3)
     cache.check()
 
@@ -258,9 +250,6 @@ def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_no
     cache.check()
 
 
-# A request like any other
-
-
 def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path: Path) -> None:
     model = shared_model("llama")
     told: list[Event] = []
@@ -313,9 +302,6 @@ def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
     cache.check()
 
 
-# What is not stored
-
-
 def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
     model, cache = opened("llama")
     with cache.begin_many([PROMPTS[0], PROMPTS[1]], capacity=512) as group:
@@ -323,7 +309,6 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
         for row in (one, two):
             prefilled(group, model, row)
         one._tainted = 80
-        # Another row takes up no more of it than that.
         third = group.admit([*PROMPTS[0], 1])
         assert third.cached_tokens == 80
         third.close()
@@ -361,9 +346,6 @@ def test_a_window_that_has_gone_round_is_not_rewound() -> None:
         found = group.step(model, [row], [9])[0, -1]
         assert error(found, cold(model, [*PROMPTS[0], 1, 2, 3, 9])) < ROUNDING
     cache.check()
-
-
-# Bytes
 
 
 def active_bytes() -> int:
@@ -468,7 +450,6 @@ def test_tails_that_do_not_fit_evict_what_they_may_and_are_refused_with_the_numb
         assert full.budget_bytes == budget
         assert full.held_bytes + full.wanted_bytes > budget
         assert str(budget) in str(full)
-        # As it was before the call.
         assert long.position == 100 * chunks
         checked(cache, group)
         # What it held is free for others once it is closed; of its state what fits the budget is kept.
@@ -525,9 +506,6 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
         checked(cache, group)
     assert cache.explain([*tokens(9, 50), 1]).matched_tokens == 35
     cache.check()
-
-
-# What breaks off
 
 
 class Failing:
@@ -734,9 +712,6 @@ def test_what_rows_held_is_free_once_the_cache_is_empty() -> None:
     assert mx.get_active_memory() == before_bytes
 
 
-# Beside sessions
-
-
 def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stands_on_it() -> None:
     model, cache = opened("llama")
     sessions: list[Session] = []
@@ -761,9 +736,6 @@ def test_what_another_threads_session_alone_holds_is_not_read_unless_a_row_stand
         sessions.pop().close()
         cache.clear()
     cache.check()
-
-
-# What is refused
 
 
 def test_caches_whose_state_cannot_be_among_others_are_refused() -> None:

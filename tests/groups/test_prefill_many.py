@@ -62,7 +62,6 @@ def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, ch
         assert (max(rows for rows, _ in counting.shapes) > 1) == (WAYS[kind] is not Way.SINGLE)
         decoded(group, model, group.rows, logits, 4)
     for prompt in PROMPTS:
-        # Windows and recurrent states, too, can be resumed where each row was.
         assert cache.explain([*prompt, 99]).resumable_tokens >= len(prompt) - 16
         with cache.begin([*prompt, 7]) as session:
             assert error(session.step(model, session.remaining)[0, -1], cold(model, [*prompt, 7])) < ROUNDING

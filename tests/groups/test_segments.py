@@ -40,12 +40,10 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
             row = group.admit(prompt, marks=[60, 100] if number < 5 else [])
             assert row.cached_tokens == (0 if number in (0, 5) else 100 if number in (1, 3) else 60)
             running.append((row, prefilled(group, model, row, 16)))
-            # Those who came before go on meanwhile.
             decoded(group, model, [each for each, _ in running], [logits for _, logits in running], 1)
             checked(cache, group)
         if segment_bytes == 0:
             assert [in_place(row) for row, _ in running] == [100, 100, 100, 100, 60, 0]
-        # Some leave and come again, in another order.
         running[2][0].close()
         some = [running[4], running[0], running[5], running[3]]
         decoded(group, model, [row for row, _ in some], [logits for _, logits in some], 2)
@@ -99,7 +97,6 @@ def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_aw
         assert cache.explain([*prompt, 1]).matched_tokens == 50
         assert [in_place(row) for row in group.rows] == reads == [80, 50]
         decoded(group, model, group.rows, logits, 2)
-        # Tokens behind what was found wrong can be taken out all the same.
         if kind == "llama":
             group.remove(model, group.rows[0], 60, 70)
             group.step(model, group.rows, [5, 6])

@@ -56,7 +56,6 @@ def found(model: Any) -> passes.WayTrial:
 def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str) -> None:
     model, way = shared_model(kind), WAYS[kind]
     assert found(model).way is way
-    # The reason is there where a faster way is not.
     assert bool(found(model).reason) == (way is not Way.SEGMENTS)
     system = tokens(1, 60)
     prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]

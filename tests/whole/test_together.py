@@ -32,9 +32,6 @@ def verifying(model: Any, **more: Any) -> PrefixCache:
     return PrefixCache(model, verify=1.0, step_size=STEP, **more)
 
 
-# Verification in exact mode
-
-
 class OwnPasses(Recorded):
     """Records what a session evaluates in its own caches, and lets the cold run of a check pass."""
 
@@ -116,9 +113,6 @@ def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone()
     cache.check()
 
 
-# Pins and warming
-
-
 def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
     """A cache in which PROMPT is quarantined from token 20 on."""
     model = tiny_model("llama")
@@ -198,9 +192,6 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     cache.check()
 
 
-# One ledger for two
-
-
 @pytest.mark.filterwarnings("ignore:state restored")
 def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the_other() -> None:
     model = tiny_model("llama")
@@ -232,9 +223,6 @@ def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the
         assert ledger.over_bytes() == 0
         assert (cache.stats.verify_bytes, other.stats.quarantined) == (0, 0)
     mx.clear_cache()
-
-
-# Figures
 
 
 @pytest.mark.filterwarnings("ignore:state restored")
@@ -281,9 +269,6 @@ def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> No
     ]
 
 
-# Two sessions on one wrong path
-
-
 @pytest.mark.filterwarnings("ignore:state restored")
 def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quarantine_what_is_in_front_of_it() -> None:
     model = SpellingModel(["kv", "arrays"])
@@ -308,9 +293,6 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
         session.close()
         cache.check()
     assert cache.explain([*prompt, 9]).resumable_tokens == len(prefix)
-
-
-# What breaks off, and what is told
 
 
 @pytest.mark.filterwarnings("ignore:state restored")
