@@ -23,6 +23,7 @@ from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
+from radixcache.groups.row import Room
 from radixcache.layers.layout import Layout
 from radixcache.layers.stored import state_identity
 from radixcache.ledger import Ledger
@@ -44,6 +45,7 @@ from radixcache.settings import (
     require_about,
     require_amount,
     require_caches,
+    require_group,
     require_one,
     require_pin,
     require_use,
@@ -270,8 +272,7 @@ class PrefixCache:
 
         Args:
             capacity: tokens of all rows together, shared ones counted once. What rows hold beside the tree counts as
-            live
-                bytes of the budget.
+                live bytes of the budget.
             segment_bytes: spans of at least so many bytes per layer are read in place; None: the measured default.
 
         Raises:
@@ -281,7 +282,9 @@ class PrefixCache:
         """
         require_namespace(namespace)
         core, states, _, _, evictor, pager = self._open
-        return open_group(core, states, evictor, pager, prompts, capacity, namespace, priority, segment_bytes)
+        capacity, priority = require_group(capacity, priority, prompts)
+        room = Room(core, states, evictor, pager, capacity)
+        return open_group(room, prompts, namespace, priority, segment_bytes)
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.

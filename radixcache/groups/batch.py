@@ -112,8 +112,7 @@ class Batch:
     def goes_on(self, tokens: int) -> bool:
         """Whether so many tokens should go into this batch, not into a new one.
 
-        A new batch is due if holes have cost more than one step since the last row joined, or if tails would have to
-        grow although some columns are empty in all rows.
+        Not if holes have cost a step since the last row joined, or tails would grow with columns that no row uses.
         """
         columns = self.columns
         self._idle_tokens += self.rows.count(None) * tokens
@@ -212,9 +211,7 @@ class Batch:
     def copied(self, at: int, bounds: Sequence[tuple[int, int]], copying: Copying, *, emptying: bool) -> list[Any]:
         """Copies of a row's tokens in the tails, a SpanSnapshot or None by leaf, evaluated.
 
-        Args:
-            bounds: consecutive pieces behind all that is in place.
-            emptying: release each layer once it is copied, so that at most one is held twice.
+        `bounds` are consecutive pieces. `emptying` releases each layer once it is copied: at most one is held twice.
         """
         away = self.columns.in_place[at]
 

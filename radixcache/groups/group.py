@@ -31,7 +31,6 @@ import mlx.nn as nn
 import numpy as np
 
 from radixcache.adapters.span import owned
-from radixcache.core import Core
 from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
 from radixcache.groups.batch import Batch
 from radixcache.groups.passes import Passes, Removal, Way, WayTrial, way_of
@@ -40,12 +39,9 @@ from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.pager import Pager
 from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
-from radixcache.settings import require_count, require_group
+from radixcache.settings import require_count
 from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
-from radixcache.tree.state_tree import StateTree
 
 #: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
 LOGITS_TOKENS = 32
@@ -503,19 +499,9 @@ class Group:
             warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
 
-def open_group(
-    core: Core,
-    states: StateTree,
-    evictor: Evictor,
-    pager: Pager,
-    prompts: Iterable[Any],
-    capacity: int,
-    namespace: str,
-    priority: int,
-    segment_bytes: int | None,
-) -> Group:
+def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None) -> Group:
     """Make a group and admit these prompts; it is closed again if one of them raises."""
-    capacity, priority = require_group(capacity, priority, prompts)
+    core = room.core
     if core.settings.exact:
         raise ValueError(
             f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
@@ -526,7 +512,7 @@ def open_group(
     if core.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
     Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch
-    group = Group(Room(core, states, evictor, pager, capacity), namespace, priority, segment_bytes)
+    group = Group(room, namespace, priority, segment_bytes)
     try:
         for prompt in prompts:
             group.admit(prompt)

@@ -77,9 +77,7 @@ class Passes:
                 Batch.gathered(left).take_over()
         self._room.book()
 
-    def _side_by_side(
-        self, model: Any, rows: Sequence[Row], ids: mx.array, *, is_prompt: bool = False
-    ) -> mx.array | None:
+    def _side_by_side(self, model: Any, rows: Sequence[Row], ids: mx.array, is_prompt: bool = False) -> mx.array | None:
         try:
             with self._lock:
                 batch = self._joined(rows, ids.shape[1]) or self._gathered(rows, ids.shape[1], is_prompt)
@@ -93,10 +91,7 @@ class Passes:
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """Let all join the batch of most of these rows, and grow it; None: they need a new batch.
-
-        BudgetFullError: no room for so many tokens side by side.
-        """
+        """Let all join the batch of most of these rows, and grow it; None: they need a new one. BudgetFullError."""
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
         joining = [row for row in rows if row.batch is not batch]

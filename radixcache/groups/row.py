@@ -243,11 +243,8 @@ class Room:
     def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
         """Make room for buffers and book it until `book` measures them; returns how many spare columns they get.
 
-        Spare columns are given up first, then checkpoints that rows have taken. BudgetFullError: there is no room.
-
-        Args:
-            nbytes: bytes of the buffers with so many spare columns.
-            freed_bytes: bytes of the buffers that they replace.
+        `nbytes` says their bytes with so many spare columns; they replace buffers of `freed_bytes`. Spare columns go
+        first, then checkpoints of rows. BudgetFullError: there is no room.
         """
         evictor = self.evictor
         generous = nbytes(spare) - freed_bytes

@@ -254,12 +254,9 @@ class Sharing:
         *,
         closing: bool = False,
     ) -> bool:
-        """Give the tree what it lacks of a row's first keys; False: nothing, or no room.
+        """Give the tree what it lacks of a row's first keys, with checkpoints of the row; False: nothing, or no room.
 
-        Args:
-            checkpoints: those of the row to store as well.
-            kind: of the checkpoint at the end, if point layers need one.
-            closing: the row's own state is released, and its bytes are free.
+        `kind` is of the checkpoint at the end, if point layers need one. `closing` releases the row's own state.
         """
         core, layout, batch = self._core, self._layout, row.batch
         match = self._states.match(keys, row.request.namespace)
