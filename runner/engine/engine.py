@@ -308,11 +308,10 @@ class Engine:
                 sample_each(sequences, logits)
                 break
             except NO_ROOM as error:
-                if len(self._queue.running) > 1:
-                    self._make_room(error)
-                    continue
-                sequences[0].failure = error
-                break
+                if len(self._queue.running) == 1:
+                    sequences[0].failure = error
+                    break
+                self._make_room(error)
             except Exception as error:
                 self._failure = error
                 raised = error.__cause__ if isinstance(error, LostStateError) else error
@@ -348,10 +347,10 @@ class Engine:
             return
         if piece.completion is not None:
             self.finish(sequence, piece)
-            return
-        self.ready.append((sequence.ticket, piece))
-        if sequence.failure is not None:
-            self.fail(sequence, sequence.failure)
+        else:
+            self.ready.append((sequence.ticket, piece))
+            if sequence.failure is not None:
+                self.fail(sequence, sequence.failure)
 
     def _make_room(self, error: Exception) -> None:
         """Let the request that came last wait again. Raises the error if it is the only one."""

@@ -281,7 +281,7 @@ class MessagesBody(AnthropicPromptBody):
         return {**super()._openai_fields(), **sampling, "stop": self.stop_sequences}
 
 
-MessageEvent: TypeAlias = dict[str, Any]
+MessageEvents: TypeAlias = Iterator[dict[str, Any]]
 
 
 class MessageDraft:
@@ -322,7 +322,7 @@ class MessageDraft:
         except ApiError as error:
             yield server_sent_event(error.in_anthropic_form(), "error")
 
-    async def _events(self) -> AsyncIterator[MessageEvent]:
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
         yield {"type": "message_start", "message": copy.deepcopy(self.message)}
         async for part in self._reply:
             for event in [{"type": "ping"}] if isinstance(part, PrefillProgress) else self._add(part):
@@ -330,22 +330,22 @@ class MessageDraft:
         for event in self._end():
             yield event
 
-    def _add(self, delta: Delta) -> list[MessageEvent]:
-        """Write on: reasoning, then text, then tool calls."""
+    def _add(self, delta: Delta) -> MessageEvents:
+        """Write reasoning, then text, then tool calls."""
         for token in delta.tokens:
             self._stop_word = token.stop_word
-        events = self._write("thinking", delta.reasoning) if delta.reasoning else []
+        if delta.reasoning:
+            yield from self._write("thinking", delta.reasoning)
         # White space alone is no block: models write it between reasoning, calls and text.
-        text = self._blank + delta.text
-        if self._is_writing("text") or text.strip():
-            events += self._write("text", text) if text else []
-            text = ""
-        self._blank = text
+        text, self._blank = self._blank + delta.text, ""
+        if text.strip() or (text and self._is_writing("text")):
+            yield from self._write("text", text)
+        else:
+            self._blank = text
         for call in delta.tool_calls:
-            events += self._call(call)
-        return events
+            yield from self._call(call)
 
-    def _end(self) -> list[MessageEvent]:
+    def _end(self) -> MessageEvents:
         record = self._reply.record
         assert record is not None
         if self._stop_word is not None:
@@ -357,46 +357,43 @@ class MessageDraft:
         why = {"stop_reason": reason, "stop_sequence": self._stop_word}
         usage = _usage(record.prompt_tokens, record.cached_tokens, record.completion_tokens)
         self.message |= {**why, "usage": usage}
-        return [*self._close(), {"type": "message_delta", "delta": why, "usage": usage}, {"type": "message_stop"}]
+        yield from self._close()
+        yield from ({"type": "message_delta", "delta": why, "usage": usage}, {"type": "message_stop"})
 
     def _is_writing(self, kind: str) -> bool:
         return self._is_open and self._content[-1]["type"] == kind
 
-    def _write(self, kind: str, text: str) -> list[MessageEvent]:
+    def _write(self, kind: str, text: str) -> MessageEvents:
         """Add to the open block, or to a new one. The field of the text has the name of the kind."""
-        events = []
         if not self._is_writing(kind):
-            # Clients want the field.
-            signature = {"signature": ""} if kind == "thinking" else {}
-            events = self._open({"type": kind, kind: "", **signature})
+            # Clients want the signature.
+            yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         self._content[-1][kind] += text
-        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: dict[str, Any]) -> list[MessageEvent]:
+    def _call(self, call: dict[str, Any]) -> MessageEvents:
         # A model's arguments may have NaN, which JSON lacks, and be no object, which the API wants.
         function = call["function"]
         arguments = json.loads(function["arguments"], parse_constant=str)
         arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        events = self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+        yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         self._content[-1]["input"] = arguments
-        delta = self._delta({"type": "input_json_delta", "partial_json": json.dumps(arguments)})
-        return [*events, delta, *self._close()]
+        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(arguments)})
+        yield from self._close()
 
-    def _open(self, block: dict[str, Any]) -> list[MessageEvent]:
-        events = self._close()
-        self._is_open = True
-        self._blank = ""
+    def _open(self, block: dict[str, Any]) -> MessageEvents:
+        yield from self._close()
+        self._is_open, self._blank = True, ""
         self._content.append(block)
-        return [*events, {"type": "content_block_start", "index": len(self._content) - 1, "content_block": {**block}}]
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": {**block}}
 
-    def _delta(self, delta: dict[str, str]) -> MessageEvent:
+    def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _close(self) -> list[MessageEvent]:
-        if not self._is_open:
-            return []
-        self._is_open = False
-        return [{"type": "content_block_stop", "index": len(self._content) - 1}]
+    def _close(self) -> MessageEvents:
+        if self._is_open:
+            self._is_open = False
+            yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:

@@ -247,16 +247,12 @@ class Models:
             empty += mlx_lm_border.make_prompt_cache(draft)
             has_window = any(isinstance(each, mlx_lm_border.RotatingKVCache) for each in empty)  # cannot trim when full
             if has_window or not mlx_lm_border.can_trim_prompt_cache(empty):
-                raise ModelError(
-                    f"model {key.model} with draft model {key.draft}: layers that cannot take back what was drafted."
-                )
+                raise ModelError(f"model {key.model} with draft model {key.draft}: layers cannot take back drafts.")
         models = [loaded.model] if draft is None else [loaded.model, draft]
         fresh = partial(copy.deepcopy, empty)
         is_parallel = draft is None and options.kv_bits is None and not options.exact and _can_share(fresh)
         if options.context is not None and not is_parallel:
-            raise ModelError(
-                f"model {key.model}: --context shifts what many requests share; its layers cannot be shared."
-            )
+            raise ModelError(f"model {key.model}: --context needs shared layers; its layers cannot be shared.")
         if self.ledger is None:
             self.ledger = Ledger(default_budget_bytes(loaded.model)[0])
         cache = PrefixCache(

@@ -20,10 +20,7 @@ class ServeOptions:
     A field with an Option is an option of the command line; `runner.commands.serve` makes the others.
     """
 
-    model: Annotated[
-        str | None,
-        Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id; requests may name others."),
-    ] = None
+    model: Annotated[str | None, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = None
     adapter_path: Annotated[str | None, Option(help="Folder of adapter weights for the model.")] = None
     host: Annotated[str, Option(help="Address to listen at; by default only this machine.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen at; 0 takes a free one, and says which.", min=0, max=65535)] = 8080
@@ -62,28 +59,21 @@ class ServeOptions:
     redis: Annotated[
         str | None,
         Option(
-            metavar="URL",
-            envvar="RADIXCACHE_REDIS",
-            show_default=False,
-            help="Redis or Valkey server through which machines share prefixes, unencrypted; it is shown nowhere.",
+            metavar="URL", envvar="RADIXCACHE_REDIS", show_default=False, help="Redis or Valkey for shared prefixes."
         ),
     ] = field(default=None, repr=False)
-    context: Annotated[
-        int | None, Option("--context", help="Most tokens of a conversation; longer ones are shifted.", min=1)
-    ] = None
+    context: Annotated[int | None, Option(help="Most tokens of a conversation; longer ones are shifted.", min=1)] = None
     warm: Annotated[Path | None, Option(help="File of system prompts or conversations to pin at start.")] = None
     trace: Annotated[Path | None, Option(help="File for the requests' shapes, for radixcache simulate.")] = None
-    replicas: Annotated[
-        int | None, Option(help="Processes with a model and a cache each, on Ray Serve.", min=1, show_default=False)
-    ] = None
-    router: Annotated[
-        str | None, Option(help="Which replica is asked: prefix, hash, round-robin or random.  [default: prefix]")
-    ] = None
+    replicas: Annotated[int | None, Option(help="Processes, each with a model and a cache, on Ray Serve.", min=1)] = (
+        None
+    )
+    router: Annotated[str | None, Option(help="Choice of replica: prefix (default), hash, round-robin or random.")] = (
+        None
+    )
     ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster; without it Ray is started here.")] = None
     api_keys: Annotated[Path | None, Option(help="File with a name and a key a line: every request needs one.")] = None
-    admin_key_file: Annotated[
-        Path | None, Option(help="File with a name and the key for /metrics and /cache; without it they are local.")
-    ] = None
+    admin_key_file: Annotated[Path | None, Option(help="File with the name and key for /metrics and /cache.")] = None
     namespace_by: Literal["key", "none"] = "none"
     max_body_mib: Annotated[float, Option(help="Most MiB of a request's body.", min=0.001)] = 32
     max_waiting: Annotated[int, Option(help="Most requests that wait; others are told to come back.", min=0)] = 256

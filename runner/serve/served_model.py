@@ -68,7 +68,7 @@ class ServedModel:
         self,
         key: ModelNames,
         loaded: LoadedModel,
-        draft_model: Any,
+        draft: Any,
         cache: PrefixCache,
         options: ServeOptions,
         *,
@@ -77,7 +77,7 @@ class ServedModel:
         self.key, self.name, self.cache = key, loaded.name, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         self.model: Any = loaded.model
-        self.draft_model: Any = draft_model
+        self.draft_model: Any = draft
         self.context_length = loaded.context_length
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
