@@ -63,7 +63,7 @@ class AdmissionQueue:
     def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
-        self._capacity, self._max_rows, self._context, self._step_size = capacity, max_rows, context, step_size
+        self._capacity, self._max_rows, self._context, self.step_size = capacity, max_rows, context, step_size
         #: The group had no room: no request is admitted until a running one ends.
         self.is_refused = False
         self._first_comes_next = True
@@ -130,7 +130,7 @@ class AdmissionQueue:
 
     def _later(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> int:
         rows = [each.row for each in others if each.namespace == sequence.namespace]
-        return max((group.sharable_later(sequence.keys, row, self._step_size) for row in rows), default=0)
+        return max((group.sharable_later(sequence.keys, row, self.step_size) for row in rows), default=0)
 
     def _needed(self, sequence: TokenSequence) -> int:
         needed = sequence.needed_tokens
@@ -141,17 +141,11 @@ class Engine:
     """Moves the queue's requests forward. `ready` has the pieces to hand out, in order."""
 
     def __init__(
-        self,
-        model: Any,
-        new_group: Callable[[], Group],
-        queue: AdmissionQueue,
-        window: ContextWindow | None,
-        step_size: int,
+        self, model: Any, new_group: Callable[[], Group], queue: AdmissionQueue, window: ContextWindow | None
     ) -> None:
         self.ready: deque[tuple[Ticket, Piece]] = deque()
         self.group = new_group()
-        self._model, self._new_group, self._queue = model, new_group, queue
-        self._window, self._step_size = window, step_size
+        self._model, self._new_group, self._queue, self._window = model, new_group, queue, window
         self._steps = 0
         #: Whether a chunk was evaluated, and no step since.
         self._owes_step = False
@@ -236,16 +230,16 @@ class Engine:
         if not prefilling:
             return False
         chosen, part = [self._queue.next_chunk(prefilling)], []
-        left_tokens = self._step_size - chosen[0].row.prompt_left
+        left_tokens = self._queue.step_size - chosen[0].row.prompt_left
         for sequence in sorted(prefilling, key=lambda each: each.row.prompt_left):
             if sequence is chosen[0] or self._queue.waits(sequence, chosen, self.group):
                 continue
             if sequence.row.prompt_left > left_tokens:
-                part = [sequence] if left_tokens >= self._step_size // LEAST_PART else []
+                part = [sequence] if left_tokens >= self._queue.step_size // LEAST_PART else []
                 break
             left_tokens -= sequence.row.prompt_left
             chosen.append(sequence)
-        self._prefill_chunks(chosen, self._step_size)
+        self._prefill_chunks(chosen, self._queue.step_size)
         self._prefill_chunks(part, left_tokens)
         self._tell_progress([*chosen, *part])
         return True

@@ -85,7 +85,7 @@ class ParallelGenerator:
         self._vocabulary_length = vocabulary_size(model)
         self._queue = AdmissionQueue(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
-        self._engine = Engine(model, new_group, self._queue, self._window, step_size)
+        self._engine = Engine(model, new_group, self._queue, self._window)
         # What several threads change, under this condition:
         self._arrivals = threading.Condition()
         self._submitted: list[TokenSequence] = []

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import mlx.core as mx
 from fastapi import APIRouter, Response
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from runner.serve.models import Models
     from runner.serve.scheduler import Scheduler
     from runner.serve.served_model import ServedModel
-
-T = TypeVar("T")
 
 #: Nodes of a tree that the page shows; the others are only counted.
 SHOWN_NODES = 2000
@@ -99,26 +97,23 @@ def stores_words(stores: Mapping[str, StoreStats], brought_tokens: int) -> list[
 
 
 def _store_words(tier: str, stats: StoreStats) -> list[str]:
-    files = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
+    held = f"{plural(stats.blocks, 'block')} and {plural(stats.checkpoints, 'checkpoint')}"
     of = f" of {bytes_words(stats.budget_bytes)}" if stats.budget_bytes else ", as far as is known"
     lines = [
-        f"{tier.capitalize()}: {files}, {bytes_words(stats.stored_bytes)}{of}.",
+        f"{tier.capitalize()}: {held}, {bytes_words(stats.stored_bytes)}{of}.",
         f"Since the start: {bytes_words(stats.read_bytes)} read, {bytes_words(stats.written_bytes)} written, "
         f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
     ]
-    counts = {
+    files = {
         "damaged and set aside": stats.damaged_files,
         "gone when they were to be read": stats.vanished_files,
         "could not be read": stats.read_errors,
     }
-    if any(counts.values()):
-        lines.append(f"Files: {', '.join(f'{count:,} {what}' for what, count in counts.items() if count)}.")
-    if stats.dropped:
-        reasons = ", ".join(f"{blocks:,} because {why}" for why, blocks in sorted(stats.dropped.items()))
-        lines.append(f"Blocks that were not written: {reasons}.")
-    if stats.failed_calls:
-        failed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(stats.failed_calls.items()))
-        lines.append(f"Calls that failed: {failed}.")
+    dropped = {f"because {why}": blocks for why, blocks in sorted(stats.dropped.items())}
+    failed = dict(sorted(stats.failed_calls.items()))
+    for what, found in (("Files", files), ("Blocks that were not written", dropped), ("Calls that failed", failed)):
+        if counts := [f"{count:,} {kind}" for kind, count in found.items() if count]:
+            lines.append(f"{what}: {', '.join(counts)}.")
     if stats.stopped:
         lines.append(f"Nothing is written now: {stats.stopped}.")
     return lines
@@ -190,23 +185,23 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
     router = APIRouter()
     watch.attach(scheduler)
 
-    async def on_generation_thread(work: Callable[[Models], T]) -> T:
+    async def on_generation_thread(work: Callable[[Models], dict[str, Any]]) -> Response:
         try:
-            return await asyncio.wrap_future(scheduler.call(work))
+            return to_json(await asyncio.wrap_future(scheduler.call(work)))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except RadixCacheError as error:
             raise ApiError(409, str(error)) from error
 
     async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
-        def work(models: Models) -> int:
+        def work(models: Models) -> dict[str, Any]:
             caches = [cache for _, cache in scheduler.caches()]
             before = sum(map(_held_bytes, caches))
             with watch.evicting(cause):
                 evict(caches)
-            return before - sum(map(_held_bytes, caches))
+            return {"freed_bytes": before - sum(map(_held_bytes, caches))}
 
-        return to_json({"freed_bytes": await on_generation_thread(work)})
+        return await on_generation_thread(work)
 
     @router.get("/metrics")
     def metrics() -> Response:
@@ -240,13 +235,13 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
             return {**asdict(found), "cost": found.cost, "report": str(found)}
 
-        return to_json(await on_generation_thread(work))
+        return await on_generation_thread(work)
 
     @router.post("/cache/warm")
     async def warm(body: WarmBody) -> Response:
         request = body.request(options)
 
-        def work(models: Models) -> dict[str, int]:
+        def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
             tokens: Any = body.checked_tokens(loaded)
             if any(mlx_lm_border.image_parts(request.messages)):
@@ -259,7 +254,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
             evaluated = loaded.warm(tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests)
             return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
 
-        return to_json(await on_generation_thread(work))
+        return await on_generation_thread(work)
 
     @router.post("/cache/reclaim")
     async def reclaim(body: ReclaimBody) -> Response:
@@ -279,7 +274,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                     raise ApiError(500, f"{title(names)}: {error}") from error
             return {"active_bytes": mx.get_active_memory()}
 
-        return to_json(await on_generation_thread(work))
+        return await on_generation_thread(work)
 
     return router
 
@@ -287,8 +282,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
 def _reclaim(caches: list[PrefixCache], target_bytes: int) -> None:
     """Evict until all caches together hold `target_bytes`, first from models that are not in memory."""
     for cache in caches:
-        over_bytes = sum(map(_held_bytes, caches)) - target_bytes
-        if over_bytes > 0:
+        if (over_bytes := sum(map(_held_bytes, caches)) - target_bytes) > 0:
             cache.reclaim(max(0, _held_bytes(cache) - over_bytes))
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -406,10 +406,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
     }
 
 
-def anthropic_routes(
-    service: Service, options: ServeOptions, prompt_length: Callable[[Request], Coroutine[Any, Any, int]]
-) -> APIRouter:
-    """Return the routes. `prompt_length` counts the tokens of a request's prompt."""
+def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
 
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES))
@@ -423,7 +420,8 @@ def anthropic_routes(
     async def count_tokens(request: HttpRequest) -> Response:
         """How many tokens a conversation would be."""
         body = AnthropicPromptBody.read(await read_json(request))
-        tokens = await while_connected(request, prompt_length(body.request(options, namespace_of(request))))
+        asked = body.request(options, namespace_of(request))
+        tokens = await while_connected(request, service.backend.count_tokens(asked))
         return to_json({"input_tokens": tokens})
 
     return router

@@ -8,8 +8,8 @@ routes      openai.py, anthropic.py, admin.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -23,7 +23,7 @@ from runner.serve.metrics import Watch
 from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_response
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Request
+from runner.serve.request import ApiError
 from runner.serve.service import ReplyBackend, Service
 
 if TYPE_CHECKING:
@@ -33,20 +33,13 @@ if TYPE_CHECKING:
 def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastAPI:
     """Return the application. `scheduler` need not have started. KeyFileError: a file of keys cannot be used."""
     cache = cache_routes(scheduler, watch, options)
-    return assemble_app(options, scheduler, scheduler.count_tokens, cache, watch.on_http)
+    return assemble_app(options, scheduler, cache, watch.on_http)
 
 
 def assemble_app(
-    options: ServeOptions,
-    backend: ReplyBackend,
-    prompt_length: Callable[[Request], Coroutine[Any, Any, int]],
-    cache: APIRouter,
-    count: Callable[[str, int], None],
+    options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int], None]
 ) -> FastAPI:
-    """Return the application around any backend, with these routes of the cache.
-
-    `prompt_length` counts a request's prompt tokens; `count` gets the route and status of each HTTP request.
-    """
+    """Return the application around any backend. `count` gets the route and status of each HTTP request."""
     app = FastAPI(
         title="radixcache",
         version=__version__,
@@ -60,7 +53,7 @@ def assemble_app(
     )
     service = Service(backend, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
-    app.include_router(anthropic_routes(service, options, prompt_length))
+    app.include_router(anthropic_routes(service, options))
     app.include_router(cache)
     return guard(app, options, count)
 

@@ -131,8 +131,7 @@ class Watch(Collector):
                 self._histograms[name].observe(value_ms / 1e3)
         held = [stats for _, stats in read_caches(self._watched, lambda cache: cache.stats)] if self._watched else []
         live_bytes, paged_bytes = sum(each.live_bytes for each in held), sum(each.paged_bytes for each in held)
-        budget_bytes = max((each.budget_bytes for each in held), default=0)
-        now_s = self._clock()
+        budget_bytes, now_s = max((each.budget_bytes for each in held), default=0), self._clock()
         point = Point(now_s, record.prompt_tokens, record.cached_tokens, live_bytes, paged_bytes, budget_bytes)
         with self._lock:
             self._ended.append((now_s, record))

@@ -308,6 +308,6 @@ def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | N
     response.headers.update(headers or {})
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if error.retry_after_s is not None:
+    if error.retry_after_s:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response

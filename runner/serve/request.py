@@ -171,7 +171,7 @@ class Failed:
     status: int
     message: str
     record: RequestRecord | None = None
-    retry_after_s: int | None = None
+    retry_after_s: int = 0
 
 
 ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
@@ -265,13 +265,7 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code

@@ -56,6 +56,9 @@ class ReplyBackend(Protocol):
     def ask(self, opened: OpenRequest) -> None:
         """Accept a request; any thread. ApiError: the backend is full (429) or stopping (503)."""
 
+    async def count_tokens(self, request: Request) -> int:
+        """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
+
 
 @dataclass(frozen=True)
 class Delta:

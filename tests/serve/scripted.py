@@ -14,6 +14,7 @@ from runner.serve.request import (
     OpenRequest,
     PrefillProgress,
     ReplyEvent,
+    Request,
     RequestRecord,
     Started,
     Token,
@@ -104,6 +105,9 @@ class ScriptedRuns:
     def end(self, opened: OpenRequest) -> None:
         """Put the last answer."""
         opened.put(Ended(record(opened, outcome=self._outcome)))
+
+    async def count_tokens(self, request: Request) -> int:
+        return sum(len(message["content"]) for message in request.messages)
 
     async def cancelled(self) -> OpenRequest:
         """The first request, once it was asked to end."""

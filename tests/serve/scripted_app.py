@@ -10,7 +10,6 @@ from runner.serve.middleware import Frame
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
-from runner.serve.request import Request
 from runner.serve.service import ReplyBackend, Service
 
 __all__ = ["BODIES", "CHAT", "MESSAGES", "TEXT", "USER", "scripted_app", "scripted_client"]
@@ -21,12 +20,9 @@ BODIES = {CHAT: {"messages": [USER]}, MESSAGES: {"model": "claude-x", "max_token
 
 
 def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
-    async def tokens_of(asked: Request) -> int:
-        return sum(len(message["content"]) for message in asked.messages)
-
     app, service, chosen = FastAPI(), Service(runs, timeout_s=timeout_s), options or ServeOptions()
     app.include_router(openai_routes(service, chosen))
-    app.include_router(anthropic_routes(service, chosen, tokens_of))
+    app.include_router(anthropic_routes(service, chosen))
     app.add_middleware(Frame, allowed_origins=(), count=lambda route, status: None)
     return app
 

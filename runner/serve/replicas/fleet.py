@@ -225,4 +225,4 @@ def make_replicas_app(options: ServeOptions, fleet: Fleet) -> FastAPI:
     scrape = Scrape(fleet.switchboard.counts)
     # Replicas end replies in time; this ends the replies of a replica that fails to.
     patient = replace(options, request_timeout_s=options.request_timeout_s + END_S)
-    return assemble_app(patient, fleet, fleet.count_tokens, replica_routes(fleet, scrape), scrape.on_http)
+    return assemble_app(patient, fleet, replica_routes(fleet, scrape), scrape.on_http)
