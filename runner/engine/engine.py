@@ -1,8 +1,7 @@
 """Engine: the rounds of a ParallelGenerator. Its queue decides who runs, its rounds move the rows of those who run.
 
 How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the group give it a row, `_prefill` evaluates
-its prompt in chunks, and `_step` then takes it along. `Batch.take_in` (radixcache/groups/batch.py) puts its row into
-the batch.
+its prompt in chunks, `_step` then takes it along; `Batch.take_in` (radixcache/groups/batch.py) adds the row to a batch.
 
 A round:
 
@@ -22,13 +21,12 @@ What breaks this order:
     state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
     not a number      the logits of a row are NaN: that request ends; what is stored ends before it
 
-Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and
-as many bytes of the budget with all evictable state gone. A request that does not fit waits, and so do all behind it.
-The exception is a request that shares most with a prompt in prefill: it waits until that part is evaluated, and those
-behind it go on. The group can still refuse, since pins change and replies may outgrow their reserve.
+Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and as
+many bytes of the budget with all evictable state gone. A request that does not fit waits, and so do all behind it, but
+not those behind a request that waits to share more with a prompt in prefill. The group can still refuse: pins change.
 
-Chunks of prefill go in turn to the request that came first and to the one with the least left. So a long document does
-not delay all first tokens, and a request is prefilled after at most twice its own chunks and those of earlier requests.
+Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
+prefilled after at most twice its own chunks and those of earlier requests.
 
 Nothing here reads a clock. Not thread-safe. A signal must not interrupt a round.
 """
@@ -53,8 +51,7 @@ from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSeq
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
-# There is no room for a row until other requests end.
-NO_ROOM = (CacheFullError, BudgetFullError)
+NO_ROOM = (CacheFullError, BudgetFullError)  # there is no room for a row until other requests end
 
 
 class AdmissionQueue:
@@ -64,8 +61,7 @@ class AdmissionQueue:
         self.waiting: list[TokenSequence] = []
         self.running: list[TokenSequence] = []
         self._capacity, self._max_rows, self._context, self.step_size = capacity, max_rows, context, step_size
-        #: The group had no room: no request is admitted until a running one ends.
-        self.is_refused = False
+        self.is_refused = False  # the group had no room: no request is admitted until a running one ends
         self._first_comes_next = True
 
     @property
@@ -147,8 +143,7 @@ class Engine:
         self.group = new_group()
         self._model, self._new_group, self._queue, self._window = model, new_group, queue, window
         self._steps = 0
-        #: Whether a chunk was evaluated, and no step since.
-        self._owes_step = False
+        self._owes_step = False  # whether a chunk was evaluated, and no step since
         self._failure: Exception | None = None
 
     def round(self) -> None:

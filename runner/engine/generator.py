@@ -86,8 +86,7 @@ class ParallelGenerator:
         self._queue = AdmissionQueue(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
         self._engine = Engine(model, new_group, self._queue, self._window)
-        # What several threads change, under this condition:
-        self._arrivals = threading.Condition()
+        self._arrivals = threading.Condition()  # guards the fields below
         self._submitted: list[TokenSequence] = []
         self._tickets = 0
         self._is_closed = False
@@ -154,20 +153,19 @@ class ParallelGenerator:
         )
         sequence = TokenSequence(
             Ticket(-1, len(ids)),
-            tokens=ids,
-            keys=own_keys,
-            marks=tuple(marks),
-            outline=outline,
-            reply=reply,
-            sampler=sampler,
+            ids,
+            own_keys,
+            tuple(marks),
+            outline,
+            reply,
+            sampler,
             reserve=max_tokens if reserve is None else reserve,
             on_progress=on_progress,
             namespace=self._namespace if namespace is None else namespace,
             processors=logits_processors,
         )
         if self._window is not None:
-            room = min(max_tokens, self._window.quantum)
-            sequence.drop(self._window.excess(outline, len(ids), room))
+            sequence.drop(self._window.excess(outline, len(ids), min(max_tokens, self._window.quantum)))
             reply.omitted_tokens = sequence.dropped
         elif (needed := len(ids) + max_tokens - 1) > self._capacity:
             raise ValueError(

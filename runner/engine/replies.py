@@ -1,16 +1,14 @@
 """One reply as it grows, and `generate`, which makes one reply by itself. Many at once: runner/engine/generator.py.
 
-`Reply` turns the sampled tokens of one request into pieces of text and a completion. `generate` drives a `LiveRun`: the
-live caches of one request, such as a radixcache Session, or mlx-lm's caches in a replay. All use one loop, `decode` of
-radixcache/generate.py.
+`Reply` turns sampled tokens of one request into pieces of text and a completion. `generate` drives a `LiveRun`, such as
+a Session of radixcache, by the one loop that decodes: `decode` of radixcache/generate.py.
 
 Invariants, each with a test:
 
   Y1  The joined texts of all pieces are a prefix of the decoded reply. No piece ends inside a UTF-8 character, unless
       the caller asks for that.
   Y2  The last piece, and no other, carries the completion.
-  PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token that
-       `max_tokens` allows.
+  PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token.
   PL2  The run records every token that it was stepped with. So it always knows what its caches hold.
   PL3  MLX's compiled mode is what it was before, also if the generator is closed early or the model raises.
 
@@ -34,14 +32,12 @@ from radixcache.generate import decode
 from radixcache.settings import require_count
 
 DEFAULT_STEP_SIZE = 2048
-# What an unfinished character decodes to.
-REPLACEMENT_CHARACTER = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"  # what an unfinished character decodes to
 
 DoneReason = Literal["stop", "length", "cancelled", "error"]
 Sampler = Callable[[mx.array], mx.array]
 StopTokens = Collection[int] | Callable[[int], bool]
-#: Called with the offset reached and the length of the prompt.
-ProgressCallback = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]  # called with the offset reached and the length of the prompt
 
 
 @dataclass(frozen=True)
@@ -195,9 +191,9 @@ def greedy(logprobs: mx.array) -> mx.array:
 
 
 def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
-    """Sample a token (1,), pending, from log-probabilities (1, V). Without a sampler, the likeliest.
+    """Sample a pending token (1,) from log-probabilities (1, V); without a sampler, the likeliest. TypeError: no id.
 
-    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses. TypeError: no id.
+    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses.
     """
     if sampler is None:
         return greedy(logprobs)
@@ -213,10 +209,7 @@ def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
 
 
 class LiveRun(Protocol):
-    """The live caches of one request, such as a `radixcache.Session`, whose members these are.
-
-    `remaining` are the prompt's tokens past `cached_tokens`, at least one.
-    """
+    """The live caches of one request; the members are those of `radixcache.Session`, and `remaining` is never empty."""
 
     @property
     def cached_tokens(self) -> int: ...
@@ -262,13 +255,8 @@ def generate(
 ) -> Iterator[Piece]:
     """Prefill the run's remaining prompt, then yield the reply token by token.
 
-    Args:
-        run: live caches at `run.cached_tokens`. The caller closes it.
-        model: an mlx-lm model. MLX's compiled mode is off meanwhile if its `enable_compile` is false.
-        tokenizer, max_tokens, stop_tokens, arrived_at_s: as for Reply.
-        sampler: log-probabilities (1, V) to token (1,); mlx_lm.sample_utils.make_sampler makes them. Default: greedy.
-        step_size: tokens per prefill chunk.
-        cancelled: called between chunks and between tokens; `threading.Event().is_set` fits. Default: never.
+    The caller closes `run`. `tokenizer`, `max_tokens`, `stop_tokens` and `arrived_at_s` are as for Reply. `sampler` makes
+    a token (1,) of log-probabilities (1, V); default: greedy. `cancelled` is called between chunks and tokens.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.

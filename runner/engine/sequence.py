@@ -8,11 +8,9 @@ A conversation longer than the context (`ContextWindow`) loses tokens:
     stays    dropped first, whole, the oldest first   stays     stays
 
 The system prompt stays, or a few tokens without one: models need the first tokens (attention sinks; Xiao et al. 2023,
-Efficient Streaming Language Models). The reply and its opening stay too. The last message loses tokens only when all
-others are gone, and so does a prompt without marks.
-
-The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message. So a growing
-conversation is cut at one place for several turns, and a turn finds what the turn before has stored.
+Efficient Streaming Language Models). The last message loses tokens only when all others are gone, and so does a prompt
+without marks. The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message:
+so a growing conversation is cut at one place for several turns, and a turn finds what the turn before has stored.
 """
 
 from __future__ import annotations
@@ -35,12 +33,9 @@ from radixcache.errors import refuse_copy
 from radixcache.tokens import TokenIds
 from runner.engine.replies import Completion, ProgressCallback, Reply, Sampler, greedy, log_probabilities, sample
 
-# Tokens that stay at the beginning of a prompt without marks.
-SINK_TOKENS = 4
-# Most tokens that stay behind the last mark: the opening of the reply.
-OPENING_TOKENS = 16
-# Most of the conversation stays, and shifts are rare.
-FREE_SHARE = 0.25
+SINK_TOKENS = 4  # tokens that stay at the beginning of a prompt without marks
+OPENING_TOKENS = 16  # most tokens that stay behind the last mark: the opening of the reply
+FREE_SHARE = 0.25  # of the context: most of a conversation stays, and cuts are rare
 
 #: mlx-lm's: the tokens so far (T,) and logits (1, V) to logits (1, V).
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -94,9 +89,7 @@ class ContextWindow:
     def excess(self, outline: Outline, length: int, room: int, dropped: int = 0) -> int:
         """Return how many tokens behind the head to drop, so that `room` more fit. ContextError: too many must stay.
 
-        Args:
-            length: tokens now, with those of the reply.
-            dropped: tokens of the prompt that were dropped before.
+        There are `length` tokens now, with those of the reply; `dropped` of the prompt were dropped before.
         """
         if length + room <= self.tokens:
             return 0
@@ -205,8 +198,7 @@ class TokenSequence:
     def __post_init__(self) -> None:
         self.last: Sampled | None = None
         self.unread: deque[Sampled] = deque()
-        #: Prompt and reply, for the processors.
-        self._said: TokenBuffer | None = None
+        self._said: TokenBuffer | None = None  # prompt and reply, for the processors
 
     @property
     def row(self) -> Row:

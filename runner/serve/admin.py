@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from runner.serve.scheduler import Scheduler
     from runner.serve.served_model import ServedModel
 
-#: Nodes of a tree that the page shows; the others are only counted.
-SHOWN_NODES = 2000
+SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only counted
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
     "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",

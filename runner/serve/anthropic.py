@@ -1,6 +1,6 @@
 """Anthropic's Messages API: bodies, their translation to OpenAI's form, replies, routes. Never imports MLX.
 
-    MessagesBody      what the client sent, checked; `request` makes the Request of it, by way of ChatBody
+    MessagesBody      what the client sent, checked; becomes a Request by way of ChatBody
     MessageDraft      the reply, whole or as events
     anthropic_routes  POST /v1/messages and /v1/messages/count_tokens
 
@@ -13,10 +13,9 @@
     image         ->  content is a list: texts, and images as data URLs
 
 Successive turns of one role become one turn, as in Anthropic's API. Every end of a message is a checkpoint anyway, so a
-mark (`cache_control`) adds a checkpoint only on a text inside a message. Marks elsewhere change nothing.
-
-The server refuses what it cannot honour: documents, server tools, a forced tool, structured output, a reply that
-continues a beginning. `null` means the same as no field; unknown fields are ignored.
+mark (`cache_control`) adds a checkpoint only on a text inside a message. The server refuses what it cannot honour:
+documents, server tools, a forced tool, structured output, a reply that continues a beginning. `null` means the same as
+no field.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ from runner.serve.service import (
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-# A well-known client begins its first system block with this. The block differs in every request, so it is left out:
-# prompts that begin with it would share only a few tokens.
+# A well-known client begins its first system block with this. The block is left out, as it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 
 
@@ -287,9 +285,7 @@ MessageEvents: TypeAlias = Iterator[dict[str, Any]]
 class MessageDraft:
     """Writes one reply. At most one block is open, and it is the last one.
 
-    start      message_start
-    _add       content_block_start, content_block_delta, content_block_stop
-    _end       content_block_stop, message_delta, message_stop
+    First message_start; `_add` gives content_block_start, _delta and _stop; `_end` message_delta and message_stop.
     """
 
     def __init__(self, reply: ServedReply, model: str) -> None:
@@ -411,14 +407,12 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES))
     async def messages(request: HttpRequest) -> Response:
-        """A reply to a conversation, whole or as events."""
         body = MessagesBody.read(await read_json(request))
         asked = body.request(options, namespace_of(request))
         return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
-        """How many tokens a conversation would be."""
         body = AnthropicPromptBody.read(await read_json(request))
         asked = body.request(options, namespace_of(request))
         tokens = await while_connected(request, service.backend.count_tokens(asked))

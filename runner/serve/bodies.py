@@ -12,18 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from runner.serve.request import ApiError
 
-#: Templates take time for each.
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 10_000  # templates take time for each
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=10_000)]
-#: Subtracted from a logit for each time that a token occurred.
-Penalty = Annotated[float, Field(ge=-100, le=100)]
-#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
-Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
-TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 

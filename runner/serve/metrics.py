@@ -38,8 +38,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: Requests that the page lists, and requests for which it shows what the caches held at their end.
 LISTED_REQUESTS, POINTS = 50, 500
-#: Characters of a model's name or an error's message.
-LONGEST_TEXT = 200
+LONGEST_TEXT = 200  # characters of a model's name or an error's message
 
 #: Counters: radixcache_serve_NAME_total, help, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {

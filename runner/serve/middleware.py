@@ -35,11 +35,9 @@ from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
 
 logger = logging.getLogger(__name__)
 
-#: Bodies of the largest size that may be in memory at a time.
-MAX_BODIES = 16
+MAX_BODIES = 16  # bodies of the largest size that may be in memory at a time
 OPEN, PAGE = "/health", "/cache"
-#: Headers by which a proxy names its client.
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers by which a proxy names its client
 
 
 class KeyFileError(ValueError):
@@ -136,7 +134,8 @@ class Access:
             tenant = self._keyring.holder(_keys(headers))
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
             if is_admin_path(path):
-                self._require_own_origin(headers)
+                if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+                    raise ApiError(403, "this route answers no page of another origin.")
                 if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
                     # A browser sends no key with the page, which holds no data and asks for the key.
                     return await self._app(scope, receive, _as_unauthorized(send))
@@ -153,13 +152,11 @@ class Access:
             raise ApiError(403, f"Host is {headers.get('host', '')!r}; over the loopback interface wanted {wanted}.")
 
     def _is_own(self, host: str) -> bool:
-        name = _split_name(host)
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
         return name in ("localhost", self._host.lower()) or _is_loopback(name)
-
-    def _require_own_origin(self, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, "this route answers no page of another origin.")
 
     def _require_admin(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> None:
         if self._keyring.has_admin:
@@ -182,13 +179,6 @@ def _keys(headers: Headers) -> list[str]:
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
     # At most one of each: every key is compared with each of them.
     return [*given, headers.get("x-api-key", "")]
-
-
-def _split_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _is_loopback(address: str) -> bool:

@@ -20,14 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 CompletionRequest, ToolCallFormatter = server.CompletionRequest, server.ToolCallFormatter
 get_system_fingerprint = server.get_system_fingerprint
 maybe_set_recommended_wired_limit = utils.maybe_set_recommended_wired_limit
-#: (args, tokenizer): `args.sampling` may be a Request, which has all fields.
-make_sampler = server._make_sampler
-#: (args): `args.logits` may be a Request, too.
-make_logits_processors = server._make_logits_processors
-#: (logprobs (V,), how many, tokenizer): tuple of {"id", "token", "logprob"}.
-top_logprobs = server._format_top_logprobs
-#: (text): bytes; KeyError or ArithmeticError if it is no size.
-parse_size = utils._parse_size
+make_sampler = server._make_sampler  # (args, tokenizer): `args.sampling` may be a Request, which has all fields
+make_logits_processors = server._make_logits_processors  # (args): `args.logits` may be a Request, too
+top_logprobs = server._format_top_logprobs  # (logprobs (V,), how many, tokenizer): tuple of {"id", "token", "logprob"}
+parse_size = utils._parse_size  # (text): bytes; KeyError or ArithmeticError if it is no size
 #: (messages): the parts of their contents that are images. image_url (part): its address, or a data URL.
 image_parts, image_url = server._image_parts, server._image_url
 #: (self, tokenizer, request, args): tokens, segments, their kinds, the initial state, images. `self` needs

@@ -48,8 +48,7 @@ from runner.serve.served_model import ServedModel
 
 WANTED = "system prompts or conversations: text, or objects with system or messages"
 
-#: Path, bytes and time of the last change of each file of a model.
-Fingerprint = tuple[tuple[str, int, int], ...]
+Fingerprint = tuple[tuple[str, int, int], ...]  # path, bytes and time of the last change of each file of a model
 
 
 class WarmFileError(ValueError):
@@ -118,9 +117,7 @@ class _CachedModel(NamedTuple):
 class Models:
     """The loaded model, and the caches of all. StoreError, ValueError: --disk or --redis cannot be used.
 
-    Attributes:
-        current: the loaded model; None before the first, and after a failed load.
-        ledger: of all caches; None before the first model, whose size decides the default budget.
+    `current` is None before the first model and after a failed load; `ledger` until a model's size gives its budget.
     """
 
     def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:

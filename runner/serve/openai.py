@@ -22,31 +22,16 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from runner.serve.bodies import (
-    MAX_MESSAGES,
-    Bias,
-    Checked,
-    Count,
-    Penalty,
-    Share,
-    StopWord,
-    Temperature,
-    TokenId,
-    Tokens,
-    body_schema,
-)
+from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, ModelNames, PrefillProgress, Request, Token
 from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event, to_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-#: Below it, float16 cannot tell the likeliest token from the others.
-LEAST_TEMPERATURE = 1e-3
-#: Below it, logits become infinite in float16; 0 is no penalty.
-LEAST_REPETITION_PENALTY = 0.01
-#: Stands for the logarithm of 0: JSON has no infinities.
-LEAST_LOGPROB = -9999.0
+LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
+LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
+LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0: JSON has no infinities
 #: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
 MODEL_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 
@@ -73,6 +58,11 @@ def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
 def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
+
+Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
+#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
+Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
 # These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

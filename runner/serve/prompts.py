@@ -29,8 +29,7 @@ FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 MAX_PIXELS = 1 << 27
 #: Marked ends of messages, each of which is rendered: so many of the last messages, and as many spread over all.
 MARKED_MESSAGES = 16
-#: Most marks in Anthropic's API.
-MARKED_TEXTS = 4
+MARKED_TEXTS = 4  # most marks in Anthropic's API
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,10 @@ def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
 
 
 def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:
-    """Return a function from an offset to the embeddings (T, D) of the prompt behind it. `vision`: of all images.
-
-    If the offset is inside an image, that image is embedded again.
-    """
+    """Return a function from an offset to the embeddings (T, D) of the prompt behind it. `vision`: of all images."""
 
     def embed(offset: int) -> mx.array:
-        start = offset
+        start = offset  # or the start of the image there, which is embedded again
         while vision.cache_key[start] < 0 and start not in vision.starts:
             start -= 1
         images = vision.pixel_values[sum(first < start for first in vision.starts) :]

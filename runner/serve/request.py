@@ -26,8 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 from radixcache.errors import BudgetFullError, CacheFullError
 
-#: Stands for the model, adapter or draft model that the server was started with.
-DEFAULT = "default_model"
+DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,7 @@ ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
 class OpenRequest:
     """A request under way. `put` takes each event; any thread may call it, and it never blocks.
 
-    Attributes:
-        on_cancel: called by `cancel`, for backends that do not poll `is_cancelled`.
-        on_record: called with the final record, before the last event.
+    `cancel` calls `on_cancel`, for backends that do not poll. `on_record` gets the final record before the last event.
     """
 
     def __init__(self, request: Request, put: Callable[[ReplyEvent], None], id: str | None = None) -> None:

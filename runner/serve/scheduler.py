@@ -5,7 +5,7 @@
     begun      passed to the model, which admits them when there is room
 
 A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded and
-all requests for it begin. Requests for the former model wait in turn, so no request starves. Each round ends cancelled
+all requests for it begin; requests for the former model wait in turn, so none starves. Each round ends cancelled
 requests: the waiting ones here, the others in `ServedModel.round`.
 
 Invariants, each with a test:
@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds after which a refused client may ask again: some replies have ended by then.
-RETRY_AFTER_S = 5
+RETRY_AFTER_S = 5  # seconds after which a refused client may ask again: some replies have ended by then
 
 
 class Scheduler:
@@ -57,8 +56,7 @@ class Scheduler:
         self._options, self._on_record, self._on_event = options, on_record, on_event
         self._models: Models | None = None
         self._thread: threading.Thread | None = None
-        # What several threads change, under this condition:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the fields below
         self._arrived: list[OpenRequest] = []
         self._calls: deque[tuple[Callable[[Models], Any], Future[Any]]] = deque()
         self._open: set[OpenRequest] = set()

@@ -8,7 +8,7 @@ verification. Such a request waits for all running ones, and later ones wait for
     round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
 Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket; `_alone_steps`
-reads it between two chunks and two tokens.
+reads the flag itself.
 """
 
 from __future__ import annotations
@@ -38,12 +38,9 @@ from runner.serve.service import ReplyReader
 
 logger = logging.getLogger(__name__)
 
-#: Bytes, not tokens, bound what runs together.
-CAPACITY_TOKENS = 1 << 31
-#: Room reserved for a reply. Few replies use all of `max_tokens`; longer ones get more on the way.
-RESERVE_TOKENS = 1024
-#: MLX's seeds are numbers below this.
-SEEDS = 1 << 64
+CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
+RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
+SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
 class _Prepared(NamedTuple):
@@ -84,8 +81,7 @@ class ServedModel:
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
-        # In order of arrival: requests that wait until others have finished.
-        self._queue: deque[_Prepared] = deque()
+        self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
         self._draws = random.Random(0)
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
         fresh = mlx_lm_border.make_prompt_cache(self.model)
@@ -353,8 +349,7 @@ def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsPr
 class SeededSampler:
     """Samples as `sampler` does after mx.random.seed(seed), undisturbed by other requests. ValueError: a wrong seed.
 
-    MLX has one random state per thread. Each call sets the request's own state, then restores the other, which waits
-    for what was drawn before.
+    MLX has one random state per thread: each call sets the request's own, then restores the other.
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:

@@ -41,10 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Status of a request whose client went away, as in nginx: for logs and metrics only.
-CLIENT_CLOSED_REQUEST = 499
-#: Deepest nesting of lists and objects in a body: what copies and renders them is recursive.
-MAX_DEPTH = 64
+CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
+MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
 
 
 class ReplyBackend(Protocol):
@@ -74,10 +72,8 @@ class ReplyReader:
     """Splits one reply into text, reasoning and tool calls, as mlx_lm.server does. Holds no array.
 
     mlx-lm's TextStateMachine strips control sequences and stop words, and gives each piece of text a state. The rest
-    follows APIHandler.handle_completion of mlx_lm.server: text is held back while a tool call is written; the call is
-    complete when the state is normal again, or at the end. Source: mlx-lm 0.32.2.
-
-    The generation thread makes it; the event loop uses it.
+    follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
+    call is complete when the state is normal again, or at the end. Made on the generation thread, used by the loop.
     """
 
     def __init__(
@@ -270,10 +266,7 @@ class Service:
 
 
 async def read_json(request: HttpRequest) -> dict[str, Any]:
-    """Return the body of a request with any content type. ApiError: it is no JSON object, or is nested too deep.
-
-    NaN, infinities and half a surrogate pair are no JSON either.
-    """
+    """Return the body of a request. ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair."""
     raw = await request.body()
     try:
         body = json.loads(raw)
