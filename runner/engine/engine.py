@@ -98,7 +98,6 @@ class AdmissionQueue:
         self.running.append(sequence)
 
     def send_back(self, sequence: TokenSequence) -> None:
-        """A running request waits again, at its old place."""
         self.end(sequence)
         sequence.go_back()
         insort(self.waiting, sequence, key=lambda each: each.ticket.number)

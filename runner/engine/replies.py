@@ -87,16 +87,12 @@ class Piece(NamedTuple):
 
 
 class Reply:
-    """Turns the sampled tokens of one request into pieces.
+    """Turns the sampled tokens of one request into pieces. ValueError: max_tokens is below 1.
 
     Args:
         stop_tokens: ids that end the reply, or a function called with each token, in order. Default: the tokenizer's.
         cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
-        prompt_tokens: length of the prompt, for the completion.
         arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
-
-    Raises:
-        ValueError: max_tokens is below 1.
     """
 
     def __init__(
@@ -255,7 +251,7 @@ def generate(
 ) -> Iterator[Piece]:
     """Prefill the run's remaining prompt, then yield the reply token by token.
 
-    The caller closes `run`. `tokenizer`, `max_tokens`, `stop_tokens` and `arrived_at_s` are as for Reply. `sampler` makes
+    The caller closes `run`. `tokenizer`, `max_tokens`, `stop_tokens`, `arrived_at_s` are as for Reply. `sampler` makes
     a token (1,) of log-probabilities (1, V); default: greedy. `cancelled` is called between chunks and tokens.
 
     Raises:

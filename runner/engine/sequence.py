@@ -233,7 +233,6 @@ class TokenSequence:
             self.ticket.matched_tokens, self.ticket.reason = self.row.matched_tokens, self.row.reason
 
     def drop(self, length: int) -> None:
-        """Leave out `length` tokens behind the head."""
         begin = self.outline.head
         gone = slice(begin, begin + length)
         self.tokens, self.keys = np.delete(self.tokens, gone), np.delete(self.keys, gone)
@@ -255,7 +254,6 @@ class TokenSequence:
         self.unread.clear()
 
     def process(self, logits: mx.array) -> mx.array:
-        """Run the processors on the logits (1, V) of the next token."""
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
         said = self._said.update_and_fetch(next_tokens([self]))

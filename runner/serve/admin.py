@@ -77,7 +77,6 @@ def page_state(
         "models": models,
         "model": models[index] if models else "",
         "stats": {
-            # JSON has no infinity.
             name: {field: "+Inf" if value == math.inf else value for field, value in asdict(stats).items()}
             for name, (_, (_, stats)) in zip(models, held, strict=True)
         },

@@ -197,9 +197,7 @@ def _marked_ends(blocks: Iterable[Any]) -> list[int]:
 
 
 class Tool(Markable):
-    """A tool of the client's; tools that a server runs have another type."""
-
-    type: Literal["custom"] | None = None
+    type: Literal["custom"] | None = None  # others run on a server
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
     input_schema: dict[str, Any]
@@ -249,7 +247,6 @@ class AnthropicPromptBody(Checked):
         return replace(request, marked_texts=[(index, end) for index, of in enumerate(ends) for end in of])
 
     def _openai_fields(self) -> dict[str, Any]:
-        """The body in OpenAI's form, without its messages."""
         thinking = self.thinking.type
         tools = self.tools if self.tool_choice.type == "auto" else []
         functions = [
@@ -362,7 +359,6 @@ class MessageDraft:
     def _write(self, kind: str, text: str) -> MessageEvents:
         """Add to the open block, or to a new one. The field of the text has the name of the kind."""
         if not self._is_writing(kind):
-            # Clients want the signature.
             yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         self._content[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})

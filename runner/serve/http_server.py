@@ -163,7 +163,6 @@ class Connection(H11Protocol):
             self._await("body" if state is h11.SEND_BODY else "head" if owes_head else None)
 
     def _await(self, owed: str | None) -> None:
-        """Limit the time for what is owed. If that has not changed, its timer goes on."""
         if owed == self._owed:
             return
         if self._timer is not None:

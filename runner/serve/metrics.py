@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -71,9 +71,7 @@ def read_caches(watched: Scheduler, read: Callable[[PrefixCache], T]) -> list[tu
 
 
 class Point(NamedTuple):
-    """The end of a request, in seconds since 1970, and what all caches held then."""
-
-    time_s: float
+    time_s: float  # since 1970, at the end of a request; bytes are those of all caches then
     prompt_tokens: int
     cached_tokens: int
     live_bytes: int
@@ -86,12 +84,10 @@ class Watch(Collector):
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._registry = registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(f"radixcache_serve_{name}", help, labels, registry=registry)
-            for name, (help, labels) in COUNTERS.items()
-        }
+        about: dict[str, Any] = {"namespace": "radixcache_serve", "registry": registry}
+        self._counters = {name: Counter(name, help, labels, **about) for name, (help, labels) in COUNTERS.items()}
         self._histograms = {
-            name: Histogram(f"radixcache_serve_{name}_seconds", help, buckets=buckets, registry=registry)
+            name: Histogram(name, help, buckets=buckets, unit="seconds", **about)
             for name, (help, buckets) in HISTOGRAMS.items()
         }
         self._clock = clock
@@ -102,7 +98,6 @@ class Watch(Collector):
         self._cause = "pressure"
 
     def attach(self, watched: Scheduler) -> None:
-        """Set whose caches and queues to read; once, before the first request."""
         self._watched = watched
         self._registry.register(self)
 
@@ -116,7 +111,6 @@ class Watch(Collector):
             self._counters["evictions"].labels(event.detail["state"], cause).inc()
 
     def on_record(self, record: RequestRecord) -> None:
-        """Log and count a request that has ended."""
         logger.info("%s", in_a_line(record))
         self._counters["replies"].labels(record.outcome).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
@@ -146,12 +140,10 @@ class Watch(Collector):
             self._cause = "pressure"
 
     def ended(self) -> list[tuple[float, RequestRecord]]:
-        """The last ended requests, the latest first, each with its end in seconds since 1970."""
         with self._lock:
             return list(reversed(self._ended))
 
     def points(self) -> list[Point]:
-        """The last points, the latest last."""
         with self._lock:
             return list(self._points)
 
@@ -159,7 +151,6 @@ class Watch(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Read the queues, the caches and the stores, at a scrape."""
         watched = self._watched
         assert watched is not None, "attach registers it"
         yield GaugeMetricFamily("radixcache_serve_waiting_requests", "Requests that wait for room.", watched.waiting)

@@ -46,8 +46,6 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who sent a request. Two namespaces share nothing."""
-
     name: str
     namespace: str = ""
     is_admin: bool = False

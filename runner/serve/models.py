@@ -210,10 +210,9 @@ class Models:
         return self._options.model is not None and key == self.key_of(ModelNames())
 
     def _unload(self) -> None:
-        current, self.current = self.current, None
-        if current is not None:
-            current.close()
-            del current
+        if self.current is not None:
+            self.current.close()
+        self.current = None
         gc.collect()
         mx.clear_cache()
 
@@ -226,8 +225,7 @@ class Models:
             trust_remote_code=self._options.trust_remote_code,
         )
         self._choose_template(loaded.tokenizer)
-        draft = None if key.draft is None else load_model(key.draft, show_progress=False).model
-        return loaded, draft
+        return loaded, None if key.draft is None else load_model(key.draft, show_progress=False).model
 
     def _tokenizer_config(self) -> dict[str, Any]:
         template = {"chat_template": self._options.chat_template} if self._options.chat_template else {}

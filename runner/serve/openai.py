@@ -191,10 +191,10 @@ class OpenAIReply:
     async def whole(self) -> dict[str, Any]:
         deltas = [part async for part in self.reply if isinstance(part, Delta)]
         delta = Delta(
-            "".join(delta.text for delta in deltas),
-            "".join(delta.reasoning for delta in deltas),
-            tuple(call for delta in deltas for call in delta.tool_calls),
-            tuple(token for delta in deltas for token in delta.tokens),
+            "".join(each.text for each in deltas),
+            "".join(each.reasoning for each in deltas),
+            tuple(call for each in deltas for call in each.tool_calls),
+            tuple(token for each in deltas for token in each.tokens),
         )
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
         if logprobs := self._logprobs(delta.tokens):
@@ -239,7 +239,6 @@ class OpenAIReply:
         }
 
     def _finish_reason(self) -> str | None:
-        """Return None until the reply has ended."""
         reply = self.reply
         return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
@@ -298,7 +297,6 @@ def downloaded_models() -> list[str]:
 
 
 def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
-    """Return the routes. They raise ApiError for a wrong request."""
     router = APIRouter()
     fingerprint: str = get_system_fingerprint()
 

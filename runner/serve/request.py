@@ -31,8 +31,6 @@ DEFAULT = "default_model"  # stands for the model, adapter or draft model that t
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Which weights a request wants, in mlx_lm.server's words."""
-
     model: str = DEFAULT
     adapter: str | None = None
     draft: str | None = DEFAULT
@@ -95,9 +93,7 @@ class Started:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """`done_tokens` of the prompt are evaluated or restored."""
-
-    done_tokens: int
+    done_tokens: int  # evaluated or restored
     prompt_tokens: int
 
 
@@ -117,10 +113,8 @@ class Token:
 class RequestRecord:
     """What is known of a request, for usage, log, metrics and page. Final when it has ended.
 
-    Attributes:
-        matched_tokens: prompt tokens that the cache knows; `reason` says why fewer are cached.
-        queue_ms, ttft_ms: from arrival to admission, and to the first token.
-        shortfalls: what the cache lacked of the prompt on arrival: start, end and a Reason of PrefixCache.explain.
+    `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
+    and reason of what the cache lacked on arrival, as in PrefixCache.explain.
     """
 
     id: str
@@ -239,7 +233,9 @@ class OpenRequest:
 
     def fail_with(self, error: BaseException | None) -> None:
         """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
-        if not isinstance(error, (BudgetFullError, CacheFullError)):
+        if isinstance(error, ApiError):
+            self.fail(error.status, error.message)
+        elif not isinstance(error, (BudgetFullError, CacheFullError)):
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self.tokens:
             self.end("length", str(error))

@@ -93,7 +93,6 @@ class Scheduler:
         return future
 
     async def count_tokens(self, request: Request) -> int:
-        """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
         return await asyncio.wrap_future(self.call(lambda models: models.count_tokens(request)))
 
     @property
@@ -173,7 +172,7 @@ class Scheduler:
                 try:
                     waiting.append((models.key_of(opened.request.names), opened))
                 except ApiError as error:
-                    opened.fail(error.status, error.message)
+                    opened.fail_with(error)
             self._begin(models, waiting)
             if models.current is not None:
                 models.current.round()
@@ -219,13 +218,12 @@ class Scheduler:
                 waiting.remove(each)
                 try:
                     served.begin(each[1])
-                except ApiError as error:
-                    each[1].fail(error.status, error.message)
                 except ValueError as error:  # from mlx-lm's functions
                     each[1].fail(400, str(error))
                 except Exception as error:
-                    logger.exception("a request could not be begun")
-                    each[1].fail(500, f"{type(error).__name__}: {error}")
+                    if not isinstance(error, ApiError):
+                        logger.exception("a request could not be begun")
+                    each[1].fail_with(error)
 
     def _end_all(self) -> None:
         with self._changed:

@@ -71,7 +71,7 @@ class ServedModel:
         *,
         is_parallel: bool,
     ) -> None:
-        self.key, self.name, self.cache = key, loaded.name, cache
+        self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         self.model: Any = loaded.model
         self.draft_model: Any = draft
@@ -84,8 +84,8 @@ class ServedModel:
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
         self._draws = random.Random(0)
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
-        fresh = mlx_lm_border.make_prompt_cache(self.model)
-        self._is_marked = options.context is not None or any(type(each) is not mlx_lm_border.KVCache for each in fresh)
+        kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
+        self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
     @property
     def is_idle(self) -> bool:
@@ -113,7 +113,6 @@ class ServedModel:
     def warm(
         self, tokens: Any, namespace: str = "", *, name: str | None = None, ttl_requests: int | None = None
     ) -> int:
-        """Call PrefixCache.warm for this model: store a prefix, and pin it with a name or a time."""
         return self.cache.warm(
             self.model, tokens, namespace, name=name, ttl_requests=ttl_requests, draft_model=self.draft_model
         )
@@ -146,11 +145,9 @@ class ServedModel:
             message = f"the prompt has {prompt_tokens} tokens; the model's context length is {longest} tokens."
             raise ApiError(400, message, code="context_length_exceeded")
         stop_words = list(request.stop_words)
-        reader = ReplyReader(
-            mlx_lm_border.make_text_state_machine(tokenizer, stop_words),
-            prompt.initial_state,
-            mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools),
-        )
+        machine = mlx_lm_border.make_text_state_machine(tokenizer, stop_words)
+        formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
+        reader = ReplyReader(machine, prompt.initial_state, formatter)
         prepared = _Prepared(
             opened,
             prompt,

@@ -185,10 +185,8 @@ class ServedReply:
 
 
 class ReplyWriter(Protocol):
-    """Writes one reply in the form of an API."""
-
     async def whole(self) -> dict[str, Any]:
-        """Wait for the whole reply. ApiError: it failed."""
+        """Wait for the whole reply, in the form of an API. ApiError: it failed."""
 
     def events(self) -> AsyncIterator[str]:
         """Server-sent events; a failure is one of them."""
