@@ -26,9 +26,8 @@ many bytes of the budget with all evictable state gone. A request that does not 
 not those behind a request that waits to share more with a prompt in prefill. The group can still refuse: pins change.
 
 Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
-prefilled after at most twice its own chunks and those of earlier requests.
-
-Nothing here reads a clock. Not thread-safe. A signal must not interrupt a round.
+prefilled after at most twice its own chunks and those of earlier requests. Nothing here reads a clock. Not thread-safe.
+A signal must not interrupt a round.
 """
 
 from __future__ import annotations

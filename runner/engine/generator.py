@@ -119,22 +119,21 @@ class ParallelGenerator:
         """Hand in a request; iterating over the generator serves it. Any thread may call this.
 
         Args:
-            tokens: ids of the whole prompt.
+            tokens: ids of the whole prompt; keys: as for `PrefixCache.begin`.
             max_tokens: most tokens to sample, at least 1.
             marks: as from `render_chat`: where the system prompt and each message end.
-            keys: as for `PrefixCache.begin`.
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
                 the system prompt if there is one.
             sampler, on_progress, arrived_at_s: as for `runner.engine.replies.generate`.
             logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
             stop_tokens, cuts_characters: as for `runner.engine.replies.Reply`.
-            namespace: None: the generator's.
+            namespace: default: the generator's.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
 
         Raises:
-            ValueError: an argument out of its range, or a request that can never run: prompt and reply have more tokens
-                than the capacity, or what must stay of the conversation does not fit the context.
+            ValueError: an argument out of its range, or a request that can never run: prompt and reply exceed the
+                capacity, or what must stay of the conversation exceeds the context.
         """
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         require_namespace(namespace or "")

@@ -146,11 +146,10 @@ class Predictions:
         mx.async_eval(tokens, logprobs, totals, self._own)
 
     @cached_property
-    def read(self) -> tuple[list[int], list[float], list[bool]]:
-        """Wait for all rows; return tokens, their log-probabilities, and whether logits were not numbers."""
+    def read(self) -> list[tuple[int, float, bool]]:
+        """Wait; return for each row the token, its log-probability, and whether logits were not numbers."""
         lists: list[Any] = [array.tolist() for array in (self.tokens, self._own, self._totals)]
-        tokens, own, totals = lists
-        return tokens, [each for (each,) in own], [not math.isfinite(total) for (total,) in totals]
+        return [(token, own, not math.isfinite(total)) for token, (own,), (total,) in zip(*lists, strict=True)]
 
 
 class Sampled(NamedTuple):
@@ -158,8 +157,7 @@ class Sampled(NamedTuple):
     row: int
 
     def read(self) -> tuple[int, float, bool]:
-        tokens, own, wrong = self.of.read
-        return tokens[self.row], own[self.row], wrong[self.row]
+        return self.of.read[self.row]
 
 
 @dataclass(eq=False)
@@ -173,8 +171,7 @@ class TokenSequence:
         last: the latest prediction, which the next forward pass continues; None before the first.
         unread: predictions that nobody has read: two while a step runs.
         failure: what its sampler or its step raised; reported when the tokens before it are read.
-        in_reply: tokens of the reply that are part of `tokens`.
-        reserve: tokens of the reply to reserve room for.
+        in_reply, reserve: tokens of the reply that are part of `tokens`; for which room is reserved.
         note: why the reply cannot go on, though nothing failed.
     """
 

@@ -1,9 +1,8 @@
 """Routes of the cache: metrics, the page and its state, the tree, and what an admin may do to the cache.
 
 Routes that only read counters and trees run on another thread, beside generation. Routes that evaluate, evict or render
-a prompt run on the generation thread, between two rounds. `runner.serve.middleware` decides who may call them.
-
-The page at /cache holds no data, so a browser loads it without a key; its script sends the key in a header.
+a prompt run on the generation thread, between two rounds. The page at /cache holds no data, so a browser loads it
+without a key; its script sends the key in a header.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ def page_state(
 ) -> dict[str, Any]:
     """What the page shows, as JSON values. Only with `show_text`, errors too, which may quote a prompt.
 
-    Args:
-        model: whose tree to show, as in `models`; without such a cache, the current model's.
-        seen: the version of the tree that the page has; if that is current, `tree` is None.
+    The tree is that of `model` if there is one, else of the current model; None if the page has `seen` this version.
     """
     held = read_caches(watched, lambda cache: (cache, cache.stats))
     models = [title(names) for names, _ in held]
@@ -138,10 +135,9 @@ def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any
 
 
 class ReclaimBody(BaseModel):
-    """POST /cache/reclaim: the most bytes that all caches may hold together afterwards."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
 
 

@@ -1,10 +1,4 @@
-"""The application: the routes of all APIs, and the middleware around them, outermost first.
-
-Frame       CORS, errors, a count          middleware.py
-Access      names, keys, the admin         middleware.py
-BodyLimit   whole and small bodies         middleware.py
-routes      openai.py, anthropic.py, admin.py
-"""
+"""The application: the routes of all APIs (openai.py, anthropic.py, admin.py), and around them middleware.py."""
 
 from __future__ import annotations
 

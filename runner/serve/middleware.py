@@ -11,8 +11,7 @@
       this machine, and nobody if tenants have namespaces.
   A4  The admin's routes refuse pages of another origin, and have no CORS headers.
 
-Behind a proxy on this machine, every client looks local. Proxies that add a header are recognized; only an admin's key
-is safe. The bodies of all open requests are bounded together.
+Behind a proxy on this machine, every client looks local: only an admin's key is safe then.
 """
 
 from __future__ import annotations

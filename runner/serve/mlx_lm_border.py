@@ -1,9 +1,7 @@
 """What the server uses of mlx-lm for prompts and tokens.
 
 The server calls mlx-lm's own code for prompts, samplers, penalties, stop sequences and log-probabilities, so they are
-those of mlx_lm.server. Importing this file loads no model, opens no socket and changes no setting.
-
-Source: mlx-lm 0.32.2.
+those of mlx_lm.server. Importing this file loads no model and changes no setting. Source: mlx-lm 0.32.2.
 """
 
 from __future__ import annotations

@@ -15,10 +15,7 @@ from runner.routing.routers import make_router
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Every option of `radixcache serve`; those of mlx_lm.server have the same names.
-
-    A field with an Option is an option of the command line; `runner.commands.serve` makes the others.
-    """
+    """Every option of `radixcache serve`. `runner.commands.serve` makes the fields that have no Option."""
 
     model: Annotated[str | None, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = None
     adapter_path: Annotated[str | None, Option(help="Folder of adapter weights for the model.")] = None

@@ -252,10 +252,7 @@ class OpenRequest:
 
 
 class ApiError(Exception):
-    """An error for the client, in the form of the API that it called. Raised before any part of a reply is sent.
-
-    `message` is one line: what was found, what was wanted. `param` names the wrong field.
-    """
+    """An error for the client, in the form of its API: one line, and the wrong field as `param`."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
