@@ -469,7 +469,8 @@ class PrefixCache:
         """A plain description of the tree, from which `render` makes text and pictures; arguments as there."""
         require_namespace(namespace or "")
         core, states, pins, *_ = self._open
-        return view_of(states, pins, core.settings.live_slots, namespace, self._about, tokenizer)
+        about = self._about if tokenizer is None else self._about._replace(tokenizer=tokenizer)
+        return view_of(states, pins, core.settings.live_slots, namespace, about)
 
     def edges(self) -> list[Edge]:
         """The stored prefixes: the edges of all trees, parents before children."""

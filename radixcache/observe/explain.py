@@ -11,7 +11,7 @@ nothing; the history adds what the tree no longer has. `view_of` and `snapshot_o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
@@ -159,20 +159,12 @@ def in_a_line(core: Core, states: StateTree, about: About) -> str:
     return f"{about.policy}: {states.tree.node_count} nodes, {held}, {taken} of {len(slots)} live slots taken"
 
 
-def view_of(
-    states: StateTree,
-    pins: Pins,
-    slot_count: int,
-    namespace: str | None,
-    about: About,
-    tokenizer: Any = None,
-    meanwhile: Callable[[], object] = dict,
-) -> TreeView:
-    """A view of one namespace, or of all (None). `meanwhile` is called under the same lock."""
+def view_of(states: StateTree, pins: Pins, slot_count: int, namespace: str | None, about: About) -> TreeView:
+    """A view of one namespace, or of all (None)."""
     budget_bytes = states.account.ledger.budget_bytes
-    facts = [("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")]
-    facts = facts if namespace is None else []
-    return collect(states, pins, namespace, facts, slot_count, tokenizer or about.tokenizer, meanwhile)
+    facts = ("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")
+    view = collect(states, pins, namespace, slot_count, about.tokenizer)
+    return replace(view, about=facts) if namespace is None else view
 
 
 def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None, about: About) -> StatsSnapshot:
@@ -186,8 +178,7 @@ def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None
             ledger_bytes, namespaces = states.account.ledger.total_bytes, len(states.tree.roots())
             seen.update(of_cache=metrics_of_cache(stats, core.slots(), about.policy, ledger_bytes, namespaces))
 
-    count = core.settings.live_slots
-    view = view_of(states, pins, count, namespace, about._replace(tokenizer=None), meanwhile=meanwhile)
+    view = collect(states, pins, namespace, core.settings.live_slots, None, meanwhile)
     return snapshot(view.nodes, **seen)
 
 

@@ -13,7 +13,7 @@ Invariants, asserted by `read_view`:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -181,13 +181,7 @@ class _Copy(NamedTuple):
 
 
 def collect(
-    states: Any,
-    pins: Any,
-    namespace: str | None,
-    facts: Sequence[tuple[str, str]],
-    slot_count: int,
-    tokenizer: Any,
-    meanwhile: Callable[[], object],
+    states: Any, pins: Any, namespace: str | None, slot_count: int, tokenizer: Any, meanwhile: Any = dict
 ) -> TreeView:
     """Describe a StateTree with its Pins; `meanwhile` is called under the lock too."""
     with states.account.ledger.lock:
@@ -222,7 +216,7 @@ def collect(
                 **node.about,
             )
         )
-    return TreeView(tuple(root.namespace for root in roots), tuple(nodes), tuple(facts), slot_count)
+    return TreeView(tuple(root.namespace for root in roots), tuple(nodes), slot_count=slot_count)
 
 
 def _copied(roots: Sequence[Node[Any]], layout: Any) -> list[_Copy]:
