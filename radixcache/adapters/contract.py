@@ -49,57 +49,40 @@ class Adapter(Protocol):
     is_point: bool  # point state or a window; False: span state
     is_window: bool  # a window, whose adapter is a `WindowAdapter`
 
-    def is_empty(self, cache: Any) -> bool:
-        """Whether it was never written."""
-
-    def offset(self, cache: Any) -> int | None:
-        """Tokens the state stands for; None when the class does not know."""
-
-    def buffers(self, cache: Any) -> list[mx.array]:
-        """The live arrays, until the next forward pass."""
-
-    def spare_nbytes(self, cache: Any) -> int:
-        """Bytes of the buffers that the state does not need."""
-
-    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]:
-        """Shape without the time axis, and dtype, of each buffer; equal for caches of one layer."""
-
-    def snapshot(self, cache: Any, start: int, end: int) -> Any:
-        """Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point)."""
-
-    def restore(self, cache: Any, snapshot: Any, target: int) -> bool:
-        """Make the live state stand at `target`, from the snapshot or, with None, by rewinding."""
-
-    def can_rewind(self, cache: Any, target: int) -> bool:
-        """Whether restore(cache, None, target) would succeed."""
-
-    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]:
-        """Cut a snapshot at offset `at` into (upper, lower)."""
-
-    def merge(self, upper: Any, lower: Any) -> Any:
-        """Join two snapshots that touch."""
-
-    def free(self, cache: Any) -> None:
-        """Drop all arrays and return to offset 0."""
-
-    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Grow or shrink to `capacity_tokens` in all; no effect on classes without spare room.
-
-        An empty cache takes its shapes from the snapshot `like`. With `wait`, the new buffers are evaluated before they
-        replace the old ones, so a failed allocation changes nothing.
-        """
-
-    def capacity(self, cache: Any) -> int:
-        """Tokens that fit before the class allocates again; NEVER when it does not grow with tokens."""
-
-    def own(self, cache: Any) -> list[mx.array]:
-        """Replace arrays that may be views of activations by owned, unevaluated copies, and return these."""
-
-    def hold(self, cache: Any, tokens: int) -> Any:
-        """What roll_back needs to undo the next forward pass, of `tokens` tokens."""
-
-    def roll_back(self, cache: Any, held: Any) -> bool:
-        """Undo the forward pass; False: that is not possible, and the state must not be used."""
+    # Whether it was never written.
+    def is_empty(self, cache: Any) -> bool: ...
+    # Tokens that the state stands for; None: the class does not know.
+    def offset(self, cache: Any) -> int | None: ...
+    # The live arrays, until the next forward pass.
+    def buffers(self, cache: Any) -> list[mx.array]: ...
+    # Bytes of the buffers that the state does not need.
+    def spare_nbytes(self, cache: Any) -> int: ...
+    # Of each buffer its shape without the time axis, and its dtype; equal for caches of one layer.
+    def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]: ...
+    # Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point).
+    def snapshot(self, cache: Any, start: int, end: int) -> Any: ...
+    # Make the live state stand at `target`, from the snapshot or, with None, by rewinding.
+    def restore(self, cache: Any, snapshot: Any, target: int) -> bool: ...
+    # Whether restore(cache, None, target) would succeed.
+    def can_rewind(self, cache: Any, target: int) -> bool: ...
+    # Cut a snapshot at offset `at` into (upper, lower).
+    def split(self, snapshot: Any, at: int) -> tuple[Any, Any]: ...
+    # Join two snapshots that touch.
+    def merge(self, upper: Any, lower: Any) -> Any: ...
+    # Drop all arrays and return to offset 0.
+    def free(self, cache: Any) -> None: ...
+    # Grow or shrink to `capacity_tokens` in all; no effect on classes without spare room. An empty cache takes its
+    # shapes from the snapshot `like`. With `wait`, the new buffers are evaluated before they replace the old ones, so a
+    # failed allocation changes nothing.
+    def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None: ...
+    # Tokens that fit before the class allocates again; NEVER when it does not grow with tokens.
+    def capacity(self, cache: Any) -> int: ...
+    # Replace arrays that may be views of activations by owned, unevaluated copies, and return these.
+    def own(self, cache: Any) -> list[mx.array]: ...
+    # What roll_back needs to undo the next forward pass, of `tokens` tokens.
+    def hold(self, cache: Any, tokens: int) -> Any: ...
+    # Undo the forward pass; False: that is not possible, and the state must not be used.
+    def roll_back(self, cache: Any, held: Any) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
