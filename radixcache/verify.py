@@ -282,7 +282,7 @@ class Verifier:
         self.mismatches: deque[Mismatch] = deque(maxlen=RECORDED_MISMATCHES)
         self._lock, self._events = lock, events
         self._share, self._random = share, random.Random(seed)
-        self._has_warned = self._has_warned_of_failure = False
+        self._warned: set[str] = set()
 
     def is_drawn(self, cached_tokens: int) -> bool:
         """Decide whether to check a request that was just restored."""
@@ -307,17 +307,18 @@ class Verifier:
 
     def warn(self, mismatch: Mismatch) -> None:
         """Warn of the first mismatch only."""
-        if not self._has_warned:
-            self._has_warned = True
-            text = f"{mismatch}. The request is served cold and the path is quarantined; see PrefixCache.mismatches."
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+        what = "The request is served cold and the path is quarantined; see PrefixCache.mismatches."
+        self._warn_once("mismatch", f"{mismatch}. {what}", 6)
 
     def warn_of_failure(self, error: Exception) -> None:
         """Warn of the first check that failed for another reason than lack of memory."""
-        if not self._has_warned_of_failure:
-            self._has_warned_of_failure = True
-            what = "The request is served from the restored state, without verification."
-            warnings.warn(f"verification failed with {described(error)}. {what}", RuntimeWarning, stacklevel=4)
+        what = "The request is served from the restored state, without verification."
+        self._warn_once("failure", f"verification failed with {described(error)}. {what}", 5)
+
+    def _warn_once(self, subject: str, text: str, stacklevel: int) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
 
 class Check:

@@ -144,8 +144,8 @@ def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
         core.expel(core._slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
 
 
-def keep_on_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
-    """Have a cache's store keep the path to the end of these tokens."""
+def write_to_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
+    """Write the path to the end of these tokens to a cache's store."""
     match = cache._open.states.match(np.array(tokens, dtype=np.int64), "")
     assert cache._core._tier is not None
     (writer,) = cache._core._tier._writers.values()

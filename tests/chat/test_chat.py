@@ -237,9 +237,9 @@ def test_thinking_that_is_still_kept_is_not_promised_to_later_turns() -> None:
     tokenizer = make_tokenizer(THINKING)
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}
     thought = {"role": "assistant", "content": "<think>\nAsk.\n</think>\n\nLet me ask.", "tool_calls": [call]}
-    kept: list[Any] = [TURNS[0], thought, {"role": "tool", "content": "21 degrees"}]
-    tokens, marks = render_chat(tokenizer, kept)
-    later, _ = render_chat(tokenizer, [*kept, TURNS[1], TURNS[2]])
+    talk: list[Any] = [TURNS[0], thought, {"role": "tool", "content": "21 degrees"}]
+    tokens, marks = render_chat(tokenizer, talk)
+    later, _ = render_chat(tokenizer, [*talk, TURNS[1], TURNS[2]])
     assert "Ask." in tokenizer.decode(tokens)
     assert "Ask." not in tokenizer.decode(later)
     assert tokens[: marks[-1]].tolist() == later[: marks[-1]].tolist()

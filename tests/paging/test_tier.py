@@ -114,9 +114,9 @@ def test_behind_the_last_checkpoint_nothing_of_recurrent_layers_is_stored(opened
     model, prompt = tiny_model("mamba2"), tokens(1, 300)
     with opened(write_on="second_use") as store, PrefixCache(model, store=store) as cache:
         serve(cache, model, prompt)
-        inside.keep_on_disk(cache, prompt[:200])
+        inside.write_to_disk(cache, prompt[:200])
         assert cache.stats.kept_blocks == 0
-        inside.keep_on_disk(cache, prompt)
+        inside.write_to_disk(cache, prompt)
         assert cache.stats.kept_blocks == 2
 
 

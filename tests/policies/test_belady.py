@@ -49,14 +49,14 @@ def _exhaustive(requests: Requests, capacity: int, bypass: bool) -> int:
         after: dict[frozenset[Block], int] = {}
         for blocks, found in held.items():
             hits = found + len(path & blocks)
-            for kept in _choices(blocks | path, capacity, frozenset() if bypass else path):
-                after[kept] = max(after.get(kept, 0), hits)
+            for stored in _choices(blocks | path, capacity, frozenset() if bypass else path):
+                after[stored] = max(after.get(stored, 0), hits)
         held = after
     return max(held.values())
 
 
 def _choices(blocks: frozenset[Block], capacity: int, pinned: frozenset[Block]) -> list[frozenset[Block]]:
-    """The sets with all prefixes of their members that may be kept: as many blocks as fit, as more never hurts."""
+    """The sets with all prefixes of their members that can be stored: as many blocks as fit, as more never hurts."""
     size = min(capacity, len(blocks))
     chosen = (frozenset(some) | pinned for some in combinations(blocks - pinned, size - len(pinned)))
     return [some for some in chosen if all(len(block) == 1 or block[:-1] in some for block in some)]

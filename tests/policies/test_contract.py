@@ -212,15 +212,15 @@ def _trimmed(policy: EvictionPolicy) -> list[int]:
 
     def trim(count: int) -> None:
         while count > 0 and (victim := states.victim()) is not None:
-            leaf, kept = victim[0], 0
+            leaf, left = victim[0], 0
             keys = leaf.edge.tolist()
             if len(keys) > 1:
                 states.trim(leaf, range(leaf.end - 1, max(leaf.start, leaf.end - count - 1), -1))
-                kept = leaf.end - leaf.start
+                left = leaf.end - leaf.start
             else:
                 states.remove(leaf)
-            gone.extend(reversed(keys[kept:]))
-            count -= len(keys) - kept
+            gone.extend(reversed(keys[left:]))
+            count -= len(keys) - left
 
     trunk = add(states.tree.root(), 0, 3, 1)
     add(trunk, 10, 9, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
 from runner.models.footprint import ModelBytes
-from runner.simulate.rows import FIFO_NOTE, infinite_ratio, infinite_token_ratio, policies_picture, policy_notes
+from runner.simulate.rows import FIFO_NOTE, infinite_ratio, infinite_token_ratio, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
 from tests.simulate.made import made, mooncake_file, rows_in, words
@@ -136,27 +135,6 @@ def test_fifo_beside_lru_carries_its_footnote_where_they_are_alike() -> None:
         replace(row, capacity_blocks=5, block_hit_ratio=ratio) for row, ratio in zip(rows, (0.1, 0.2), strict=True)
     ]
     assert FIFO_NOTE not in policy_notes([trace], [*rows, *elsewhere])
-
-
-def test_policies_that_coincide_share_a_line_and_the_legend_goes_by_the_right_edge() -> None:
-    row = simulate(made([[1], [2], [1]], name="cost$_$and <b>"), "lru", 2)
-    rows = [
-        replace(row, policy=policy, capacity_blocks=blocks, block_hit_ratio=ratio)
-        for policy, ratios in {
-            "fifo": (0.1, 0.2),
-            "lru": (0.1, 0.20004),
-            "arc": (0.05, 0.4),
-            "belady": (0.3, 0.4),
-        }.items()
-        for blocks, ratio in zip((2, 4), ratios, strict=True)
-    ]
-    drawn = policies_picture(rows, {}, "svg").decode()
-    texts = re.findall(r"<!-- (.*?) -->", drawn)
-    assert [text for text in texts if text in ("arc", "belady", "fifo = lru", "fifo", "lru")] == [
-        "arc",
-        "belady",
-        "fifo = lru",
-    ]
 
 
 # The command

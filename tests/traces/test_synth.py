@@ -8,6 +8,7 @@ import pytest
 
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace
+from tests.traces.test_trace_readers import assert_invariants
 
 SMALL = Synth(requests=2000)
 
@@ -23,16 +24,7 @@ def test_blocks_and_times_are_those_of_a_trace() -> None:
     trace = synthesize(SMALL)
     assert len(trace.requests) == 2000
     assert trace.is_timing_synthetic
-    places: dict[int, tuple[int, int]] = {}
-    time_ms = 0
-    for request in trace.requests:
-        assert len(request.keys) == -(-request.tokens // trace.block_tokens)
-        assert request.time_ms >= time_ms
-        time_ms = request.time_ms
-        keys = request.keys.tolist()
-        for index, key in enumerate(keys):
-            before = (index, keys[index - 1] if index else -1)
-            assert places.setdefault(key, before) == before
+    assert_invariants(trace)
 
 
 def test_prompts_grow_by_reply_and_message_where_nothing_branches() -> None:

@@ -190,7 +190,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         layer = data.draw(st.integers(0, len(self.model.kinds) - 1))
         at = data.draw(st.integers(0, len(reply)))
         retry = data.draw(st.booleans())
-        kept = tokens
+        fed = tokens
         try:
             with session:
                 if at == 0:
@@ -206,16 +206,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                         if not retry:
                             raise
                         self.model.fail_in_layer = None
-                        self.catch_up(session, [*kept, token])
-                    kept = [*kept, token]
-                spells(session.caches, kept, self.model.kinds)
+                        self.catch_up(session, [*fed, token])
+                    fed = [*fed, token]
+                spells(session.caches, fed, self.model.kinds)
         except LayerError:
             position = session.position
-            assert position <= len(kept)
+            assert position <= len(fed)
         finally:
             self.model.fail_in_layer = None
         if session.position:
-            self.stored[namespace].append(kept[: session.position])
+            self.stored[namespace].append(fed[: session.position])
 
     def catch_up(self, session: Any, tokens: list[int]) -> None:
         """After a failure: evaluate what the session fell back behind, one token at a time."""

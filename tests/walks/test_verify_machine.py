@@ -123,7 +123,7 @@ class VerifyMachine(RuleBasedStateMachine):
         """Change one number of its snapshot, of its checkpoint, or in the live buffers of an idle slot."""
         spans, checkpoint = node.payload.spans, node.payload.checkpoint
         snapshots = [] if spans is None else [each for each in spans.leaves if each is not None]
-        kept = [] if checkpoint is None else [each for each in checkpoint.leaves if each is not None]
+        points = [] if checkpoint is None else [each for each in checkpoint.leaves if each is not None]
         idle = [path.slot for path in inside.paths(self.cache) if path.tip is not None and not path.is_open]
         if snapshots:
             snapshot = data.draw(st.sampled_from(snapshots))
@@ -131,8 +131,8 @@ class VerifyMachine(RuleBasedStateMachine):
             arrays = list(snapshot.segments[index])
             self.is_spoilt |= change(arrays, data)
             snapshot.segments[index] = tuple(arrays)
-        elif kept and data.draw(st.booleans()):
-            snapshot = data.draw(st.sampled_from(kept))
+        elif points and data.draw(st.booleans()):
+            snapshot = data.draw(st.sampled_from(points))
             if isinstance(snapshot.state, tuple):
                 self.is_spoilt |= change(snapshot.state[0], data)
             else:
