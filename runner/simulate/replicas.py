@@ -25,7 +25,7 @@ from radixcache.sized_cache import stored_keys
 from runner.routing.dispatcher import BLOCK_TOKENS, Dispatcher
 from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
 from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds, TierUse, infinite_token_ratio
-from runner.simulate.simulator import PROGRESS_REQUESTS, BlockSizes, Machine, OnProgress, Simulation, row_fields
+from runner.simulate.simulator import BlockSizes, Machine, OnProgress, Simulation, row_fields, with_progress
 from runner.traces.trace import Trace, TraceRequest
 
 
@@ -90,15 +90,10 @@ class Replicas:
         self._ends: list[tuple[float, int, str]] = []
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        """Serve all requests; `on_progress` gets the number of arrivals since its last call."""
-        for index, request in enumerate(self.trace.requests):
+        for index, request in with_progress(self.trace, on_progress):
             self._advance(request.time_ms / 1e3)
             self._arrive(index, request)
-            if on_progress is not None and (index + 1) % PROGRESS_REQUESTS == 0:
-                on_progress(PROGRESS_REQUESTS)
         self._advance(float("inf"))
-        if on_progress is not None:
-            on_progress(len(self.trace.requests) % PROGRESS_REQUESTS)
 
     def ask(self, request: TraceRequest) -> Ask:
         """A request as the router sees it. A key of the trace stands for a whole prefix, so it serves as a digest."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,16 @@ class Machine(SizedModel):
         return self.plan, hit_tokens, ratio, stats.read_bytes, stats.written_bytes
 
 
+def with_progress(trace: Trace, on_progress: OnProgress | None) -> Iterator[tuple[int, TraceRequest]]:
+    """Number the requests; tell `on_progress` now and then how many were served since its last call."""
+    for index, request in enumerate(trace.requests):
+        yield index, request
+        if on_progress is not None and (index + 1) % PROGRESS_REQUESTS == 0:
+            on_progress(PROGRESS_REQUESTS)
+    if on_progress is not None:
+        on_progress(len(trace.requests) % PROGRESS_REQUESTS)
+
+
 class Simulation:
     """A trace on its way through one cache, with a disk or a machine that several caches share.
 
@@ -186,15 +196,10 @@ class Simulation:
         return offline(self._future.next_use)
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        """Serve all requests; `on_progress` gets the number of requests since its last call."""
-        for index, request in enumerate(self.trace.requests):
+        for index, request in with_progress(self.trace, on_progress):
             if self._future is not None:
                 self._future.arrive(index)
             self.serve(request)
-            if on_progress is not None and (index + 1) % PROGRESS_REQUESTS == 0:
-                on_progress(PROGRESS_REQUESTS)
-        if on_progress is not None:
-            on_progress(len(self.trace.requests) % PROGRESS_REQUESTS)
 
     def serve(self, request: TraceRequest) -> None:
         """Look one prompt up, evaluate what is missing, and store it."""
