@@ -20,7 +20,7 @@ from benchmarks.harness.record import arguments, publish
 from runner.models.load import load_model
 from runner.replay import ReplayOptions
 from runner.replay.progress import ReplayProgress
-from runner.replay.replayer import CacheRun, replay
+from runner.replay.replayer import CacheRun, Replay
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Script
@@ -33,7 +33,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     demo = load_model("tiny" if options.quick else "demo")
     model: Any = HollowModel("kv", 1)
-    hollow = replace(demo, model=model, name="hollow", weight_bytes=0)
+    hollow = replace(demo, model=model, name="hollow")
     requests = schedule(builtin_conversations(), max_requests=6 if options.quick else None)
     script = Script(hollow, requests, max_tokens=1, recorded=True)
     free, *exact = (_served(hollow, script, step_size) for step_size in (None, *STEP_SIZES))
@@ -47,7 +47,7 @@ def _served(hollow: Any, script: Script, step_size: int | None) -> CacheRun:
     if step_size is not None:
         options = replace(options, exact=True, step_size=step_size)
     with ReplayProgress(Console(stderr=True)) as progress:
-        (run,) = replay(hollow, script, ["radix"], options, progress)
+        (run,) = Replay(hollow, script, ["radix"], options, progress).run()
     return run
 
 

@@ -39,7 +39,7 @@ from runner.models.load import LoadedModel, load_model
 from runner.replay import ReplayOptions
 from runner.replay.caches import layers_bytes
 from runner.replay.progress import ReplayProgress
-from runner.replay.replayer import CacheRun, replay
+from runner.replay.replayer import CacheRun, Replay
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
 from runner.script.schedule import schedule
@@ -79,7 +79,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     conversations, source = _conversations(None if options.quick else options.conversations)
     model: Any = HollowModel("kv", 1)
-    hollow = replace(demo, model=model, name="hollow", weight_bytes=0)
+    hollow = replace(demo, model=model, name="hollow")
     counted, timed = ((10, None), (2, 1)) if options.quick else ((600, None), (6, 2))
     shares = (25, 100) if options.quick else SHARES
     workloads = [
@@ -206,7 +206,7 @@ def _measure(workload: Workload, shares: Sequence[int], repeats: int) -> Iterato
 def _run(workload: Workload, cache: str, budget_bytes: int) -> CacheRun:
     options = ReplayOptions(budget_bytes, max_tokens=1, recorded=True)
     with ReplayProgress(Console(stderr=True)) as progress:
-        (run,) = replay(workload.loaded, workload.script, [cache], options, progress)
+        (run,) = Replay(workload.loaded, workload.script, [cache], options, progress).run()
     return run
 
 

@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
-from mlx.utils import tree_flatten
 from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -57,7 +55,6 @@ class LoadedModel:
     name: str
     context_length: int | None  # in tokens; None: no bound (recurrent models)
     vocabulary_length: int
-    weight_bytes: int
     processor: Any = None  # mlx-lm's processor of images, for models that take them
 
 
@@ -190,14 +187,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
-    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
         context_length=_context_length(config),
         vocabulary_length=_first(config, ["vocab_size"]) or len(tokenizer),
-        weight_bytes=sum(weight.nbytes for weight in weights.values()),
         processor=load_processor(model, config),
     )
 

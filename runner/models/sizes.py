@@ -52,9 +52,7 @@ class LayerState:
     fixed_bytes: int = 0
 
 
-def read_model_bytes(
-    path: str | PathLike[str], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
-) -> ModelBytes:
+def read_model_bytes(path: str | PathLike[str], *, kv_bits: int | None = None, kv_group_size: int = 64) -> ModelBytes:
     """`model_bytes` of a config.json, or of a folder that has one. ModelConfigError: also if it cannot be read."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -62,7 +60,7 @@ def read_model_bytes(
     if not isinstance(config, dict):
         raise ModelConfigError(f"{file}: found {shown(config)}; wanted the object of a model's config.json.")
     try:
-        return model_bytes(config, dtype=dtype, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        return model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size)
     except ModelConfigError as error:
         raise ModelConfigError(f"{file}: {error}") from error
 

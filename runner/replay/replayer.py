@@ -53,7 +53,6 @@ class CacheRun:
     view: TreeView | None = None
     users_at_a_time: int = 1
     peak_tokens: int = 0
-    capacity_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,17 @@ class Replay:
         self._together: list[_Run] = []
         self._alone: list[_Run] = []
 
-    def run(self) -> None:
-        """Serve all requests. ScriptError: a prompt with generated replies does not fit the model or the capacity."""
+    def run(self) -> list[CacheRun]:
+        """Serve all requests; returns `result`. ScriptError: a prompt with generated replies is too long."""
         with wired_limit(self._loaded.model):
             _warm_up(self._loaded, self._script[0].prompt)
             if self._users is None:
                 self._take_turns(map(self._open_alone, self._caches), self._alone)
-                return
+                return self.result()
             for cache in self._caches:
                 self._take_turns(map(partial(self._open_together, self._users), [cache]), self._together)
             self._take_turns(map(self._open_alone, COMPARED_WITH), self._alone)
+            return self.result()
 
     def result(self) -> list[CacheRun]:
         """The requests that every cache has answered; with several users at a time, all that each cache answered."""
@@ -183,15 +183,6 @@ class Replay:
         return float(np.asarray(highest[1] - highest[0]))
 
 
-def replay(
-    loaded: LoadedModel, script: Script, caches: Sequence[str], options: ReplayOptions, observer: Observer
-) -> list[CacheRun]:
-    """Serve all requests by each cache, one at a time; returns a run for each. Raises as `Replay.run`."""
-    made = Replay(loaded, script, caches, options, observer)
-    made.run()
-    return made.result()
-
-
 @dataclass(eq=False)
 class _Run:
     """One server on its way through the script. By default it serves one request at a time."""
@@ -250,7 +241,6 @@ class _Run:
             self._view,
             self.users,
             self.server.peak_tokens,
-            self.capacity,
         )
 
     def _submit(self) -> bool:

@@ -63,7 +63,7 @@ def test_the_demo_model_says_its_context_vocabulary_and_weights_and_splits_digit
     assert (demo.context_length, demo.vocabulary_length) == (8192, 49152)
     parameters: dict[str, mx.array] = dict(tree_flatten(demo.model.parameters()))
     assert {value.dtype for value in parameters.values()} == {mx.float32}
-    assert demo.weight_bytes == 4 * sum(value.size for value in parameters.values()) == 4 * 134_515_008
+    assert sum(value.size for value in parameters.values()) == 134_515_008
     ids = demo.tokenizer.encode("In 2024<|im_end|> naïve")
     assert demo.tokenizer.decode(ids) == "In 2024<|im_end|> naïve"
     spelled = [demo.tokenizer.decode([index]) for index in ids]

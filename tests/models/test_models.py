@@ -35,7 +35,6 @@ def test_a_folder_gives_its_weights_tokenizer_context_and_name(folder: Path, mon
     assert loaded.name == "tiny-qwen3"
     assert loaded.context_length == CONTEXT_LENGTH
     assert loaded.vocabulary_length == VOCABULARY_LENGTH
-    assert loaded.weight_bytes == sum(value.nbytes for value in _parameters(loaded.model).values())
 
 
 @pytest.mark.parametrize(

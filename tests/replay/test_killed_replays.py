@@ -14,7 +14,7 @@ import pytest
 from runner.commands.inputs import read_chosen, scheduled_requests
 from runner.models.load import load_model
 from runner.replay import ReplayOptions, caches
-from runner.replay.replayer import replay
+from runner.replay.replayer import Replay
 from runner.replay.servers import RequestRow
 from runner.script.script import Script
 from tests.replay.killed import quantized
@@ -65,7 +65,7 @@ def served(conversation: Path, kind: str, requests: list[int], disk: Path | None
     options = ReplayOptions(
         128 << 20, max_tokens=1, recorded=True, step_size=256, disk=disk and str(disk), disk_bytes=1 << 30
     )
-    return list(replay(loaded, script, ["radix"], options, Silence())[0].rows)
+    return list(Replay(loaded, script, ["radix"], options, Silence()).run()[0].rows)
 
 
 def loses_little(conversation: Path, kind: str, kv_bits: int, *moments: float) -> None:

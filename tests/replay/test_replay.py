@@ -13,7 +13,7 @@ from runner.engine.replies import generate
 from runner.models.load import load_model
 from runner.replay import CACHE_NAMES, ReplayOptions, caches
 from runner.replay.caches import layers_bytes, open_cache
-from runner.replay.replayer import AnswerDifference, Replay, replay
+from runner.replay.replayer import AnswerDifference, Replay
 from runner.replay.report import TIE, Report
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
@@ -64,7 +64,7 @@ def run(model, caches, *, conversations=CONVERSATIONS, **more):
     """Replay conversations; returns the runs by cache."""
     chosen, loaded = options(**more), load_model(model)
     script = Script(loaded, schedule(conversations, seed=1), max_tokens=chosen.max_tokens, recorded=chosen.recorded)
-    return {each.cache: each for each in replay(loaded, script, caches, chosen, Silence())}
+    return {each.cache: each for each in Replay(loaded, script, caches, chosen, Silence()).run()}
 
 
 def opened(cache, kind="llama"):
@@ -130,7 +130,7 @@ def test_the_observer_hears_of_every_run_and_every_prompt_token():
     loaded = load_model("tiny:llama")
     script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=4)
     observer = Silence()
-    none, caches = replay(loaded, script, ["none", "single"], options(), observer)
+    none, caches = Replay(loaded, script, ["none", "single"], options(), observer).run()
     assert observer.runs == [("none", 7), ("single", 7)]
     rounds = [[("none", one.prompt_tokens), ("single", one.prompt_tokens)] for one in none.rows]
     # Who begins rotates.
@@ -276,7 +276,7 @@ def test_replies_that_were_never_recorded_are_generated_once_and_the_same_for_ev
     conversations = [Conversation("q", "ann", messages, replies_recorded=False)]
     loaded = load_model("tiny:llama")
     script = Script(loaded, schedule(conversations), max_tokens=4)
-    runs = list(replay(loaded, script, ["single", "none"], options(), Silence()))
+    runs = Replay(loaded, script, ["single", "none"], options(), Silence()).run()
     assert [row.prompt_tokens for row in runs[0].rows] == [row.prompt_tokens for row in runs[1].rows]
     assert [row.output_hash for row in runs[0].rows] == [row.output_hash for row in runs[1].rows]
     text = loaded.tokenizer.decode(script[1].prompt.tokens.tolist())
@@ -428,7 +428,7 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(two_use
     assert sorted(tokens for cache, tokens in observer.done if cache == "radix together") == sorted(
         row.prompt_tokens for row in found.rows
     )
-    assert 0 < found.peak_tokens <= found.capacity_tokens
+    assert 0 < found.peak_tokens <= replayed._together[0].capacity
     assert all(0 < row.peak_bytes <= BUDGET_BYTES for row in found.rows)
     assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
     assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)
@@ -474,5 +474,6 @@ def test_generated_replies_are_in_the_next_prompts_and_fit_whatever_they_are():
     for first, second in pairwise(found.rows):
         if second.turn == 1 and first.user == second.user:
             assert second.prompt_tokens > first.prompt_tokens + 24
-    assert found.capacity_tokens % 3 == 0
-    assert found.capacity_tokens >= 3 * max(row.prompt_tokens + 12 for row in found.rows)
+    capacity = replayed._together[0].capacity
+    assert capacity % 3 == 0
+    assert capacity >= 3 * max(row.prompt_tokens + 12 for row in found.rows)
