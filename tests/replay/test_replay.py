@@ -346,20 +346,6 @@ def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
     assert reply == serve(open_cache("none", loaded, options()), loaded, prompt)[2]
 
 
-def test_a_reply_closed_early_leaves_the_radix_cache_sound():
-    loaded, cache = opened("radix", "jamba")
-    prompt = prompt_of(range(20, 220))
-    with cache.begin(prompt) as session:
-        pieces = generate(session, loaded.model, loaded.tokenizer, max_tokens=20, stop_tokens=())
-        started = [next(pieces).token, next(pieces).token]
-        pieces.close()
-    cache.shown.check()
-    longer = prompt_of([*range(20, 220), *started, 7, 7])
-    cached_tokens, _, reply = serve(cache, loaded, longer)
-    assert cached_tokens >= 184
-    assert reply == serve(open_cache("none", loaded, options()), loaded, longer)[2]
-
-
 def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so():
     caches = ["none", "radix"]
     free, exact = (run("tiny:llama", caches, step_size=32, exact=wanted) for wanted in (False, True))

@@ -75,9 +75,8 @@ def test_a_replica_that_joins_is_taken_to_have_had_as_much_work_as_the_others() 
     for request, replica in enumerate(REPLICAS):
         tested.send(request, tested.choose(Ask([], 10 + 10 * request), 0.0, [replica]), 0.0)
     tested.join("d")
-    assert {view.replica: view.recent_s for view in tested.views(Ask([], 1), 0.0)} == dict(
-        zip("abcd", (10.0, 20.0, 30.0, 20.0), strict=True)
-    )
+    recent_s = {view.replica: view.recent_s for view in tested.views(Ask([], 1), 0.0)}
+    assert recent_s == {"a": 10.0, "b": 20.0, "c": 30.0, "d": 20.0}
 
 
 def test_a_stale_digest_costs_a_miss_until_it_is_told_as_removed() -> None:
@@ -121,32 +120,28 @@ def test_a_router_chooses_among_those_that_can_take_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_requests_without_anything_in_common_come_to_all_replicas(name: str) -> None:
-    tested = dispatcher(name)
-    went = [sent(tested, index, Ask([index], 10), 100.0 * index).replica for index in range(60)]
+    tested, again = dispatcher(name), dispatcher(name)
+    went, went_again = (
+        [sent(each, index, Ask([index], 10), 100.0 * index).replica for index in range(60)] for each in (tested, again)
+    )
     assert set(went) == set(REPLICAS)
-    assert went == [
-        sent(again, index, Ask([index], 10), 100.0 * index).replica
-        for again in [dispatcher(name)]
-        for index in range(60)
-    ]
+    assert went == went_again
 
 
-def test_hash_moves_only_what_was_on_the_replica_that_is_gone() -> None:
+def test_hash_moves_only_requests_of_a_forgotten_replica_and_keeps_a_session_together() -> None:
     tested = dispatcher("hash")
+    assert len({tested.choose(Ask([index], 10, "ann"), 0.0).replica for index in range(20)}) == 1
     before = [tested.choose(Ask([index], 10), 0.0).replica for index in range(60)]
     tested.forget("b")
     after = [tested.choose(Ask([index], 10), 0.0).replica for index in range(60)]
     assert all(old == new for old, new in zip(before, after, strict=True) if old != "b")
 
 
-def test_hash_keeps_a_session_together_however_its_prompt_begins() -> None:
-    tested = dispatcher("hash")
-    assert len({tested.choose(Ask([index], 10, "ann"), 0.0).replica for index in range(20)}) == 1
-
-
-def test_an_unknown_router_is_refused_with_the_names_of_all() -> None:
+def test_an_unknown_router_and_a_block_of_no_token_are_refused() -> None:
     with pytest.raises(ValueError, match="no router 'best'; known: random, round-robin, hash, prefix"):
         make_router("best")
+    with pytest.raises(ValueError, match="block_tokens is 0; wanted at least 1"):
+        chain_digests(np.arange(4), ROOT, 0)
 
 
 def test_rates_forget_what_was_measured_long_ago() -> None:
@@ -192,11 +187,6 @@ def test_a_digest_has_64_bits_and_stays_what_it_is() -> None:
     assert all(0 <= digest < 1 << 64 for digest in chain_digests(np.arange(10_000), ROOT))
     for dtype in (np.int32, np.int64):
         assert chain_digests(np.arange(512, dtype=dtype), ROOT) == [107264700168270322, 12236871523018486876]
-
-
-def test_a_block_of_no_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_tokens is 0; wanted at least 1"):
-        chain_digests(np.arange(4), ROOT, 0)
 
 
 class Walk(RuleBasedStateMachine):

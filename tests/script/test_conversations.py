@@ -11,7 +11,6 @@ from runner.script import conversation_reader
 from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_reader import read_conversations
 
-SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 BRIEF = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello"}
 REPLY = {"role": "assistant", "content": "Hi there"}
@@ -33,9 +32,6 @@ def error_of(path: Path, **options: Any) -> str:
     line = str(caught.value)
     assert "\n" not in line
     return line.replace(str(path.parent) + os.sep, "")
-
-
-# Formats
 
 
 def test_jsonl_holds_a_conversation_per_line_with_id_user_tools_and_first_turn(tmp_path: Path) -> None:
@@ -153,9 +149,6 @@ def test_byte_order_mark_and_line_separators_inside_text_are_no_trouble(tmp_path
     message = '[{"role": "user", "content": "a\u2028b"}]'
     path.write_bytes(b"\xef\xbb\xbf" + f"{message}\r\n{message}\r\n".encode())
     assert [each.source for each in read_conversations(path).conversations] == ["c.jsonl:1", "c.jsonl:2"]
-
-
-# Bad records
 
 
 BAD_RECORDS = [
@@ -284,9 +277,6 @@ def test_second_use_of_an_id_names_the_first(tmp_path: Path) -> None:
     assert len(read_conversations(path, skip_bad=True).conversations) == 1
 
 
-# Bad files
-
-
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
@@ -368,24 +358,3 @@ def test_bytes_that_are_not_utf8_are_an_error_or_spoil_their_record_alone(tmp_pa
     assert len(result.conversations) == 2
     assert len(result.skipped) == 1
     assert "latin.jsonl:2: message 0 holds the byte 0xe9 at character 3 of a text" in result.skipped[0]
-
-
-# Real data
-
-
-@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")
-@pytest.mark.parametrize(
-    ("name", "count", "has_tools"),
-    [
-        ("tau-bench/historical_trajectories/gpt-4o-airline.json", 200, True),
-        ("mt-bench/question.jsonl", 80, False),
-        ("mt-bench/dummy_conversation.json", 500, False),
-    ],
-)
-def test_public_data_sets_are_read_whole(name: str, count: int, has_tools: bool) -> None:
-    result = read_conversations(SHARED_DATA / name)
-    assert len(result.conversations) == count
-    assert result.skipped == []
-    assert {conversation.tools is not None for conversation in result.conversations} == {has_tools}
-    lines = [int(conversation.source.rpartition(":")[2]) for conversation in result.conversations]
-    assert lines == sorted(set(lines))
