@@ -18,36 +18,32 @@ def test_nothing_goes_while_all_fits():
     assert WINDOW.excess(OUTLINE, length=80, room=20) == 0
 
 
-def test_whole_messages_go_the_oldest_first_until_a_quarter_is_free():
-    # 27 too many; a quarter is 25, so 50 are to go: the second message behind the system prompt ends at 42, then 70.
-    assert WINDOW.excess(OUTLINE, length=126, room=1) == 70
-    # 10 too many: the first message would do, a quarter takes the second one too.
-    assert WINDOW.excess(OUTLINE, length=109, room=1) == 42
-
-
-def test_the_question_goes_last_and_then_by_the_token():
-    outline = Outline.of(126, (20, 30, 120))
-    # Of 120 tokens 20 are too many, and the message of 10 is not enough: from the question go 25 in all.
-    assert WINDOW.excess(outline, length=119, room=1) == 25
-    # What the message of 10 frees is enough, though it is no quarter.
-    assert WINDOW.excess(outline, length=100, room=10) == 10
-
-
-def test_a_prompt_without_marks_loses_its_oldest_tokens_but_the_very_first():
-    outline = Outline.of(120, ())
-    assert outline.head == SINK_TOKENS
-    assert WINDOW.excess(outline, length=120, room=1) == 25
+@pytest.mark.parametrize(
+    ("outline", "length", "room", "gone"),
+    [
+        # 27 too many; a quarter is 25, so 50 go: the second message ends 42 behind the system prompt, the third 70.
+        (OUTLINE, 126, 1, 70),
+        # 10 too many: the first message would do, a quarter takes the second one too.
+        (OUTLINE, 109, 1, 42),
+        # Of 120 tokens 20 are too many, and the message of 10 is not enough: from the question go 25 in all.
+        (Outline.of(126, (20, 30, 120)), 119, 1, 25),
+        # What the message of 10 frees is enough, though it is no quarter.
+        (Outline.of(126, (20, 30, 120)), 100, 10, 10),
+        # Without marks the oldest tokens go, but the very first stay.
+        (Outline.of(120, ()), 120, 1, 25),
+        # No system prompt: the first mark is where the first message ends, and that one may go.
+        (Outline.of(120, (30, 60, 114), head=0), 120, 1, 30),
+    ],
+)
+def test_whole_messages_go_the_oldest_first_until_a_quarter_is_free_and_the_question_last(outline, length, room, gone):
+    assert WINDOW.excess(outline, length, room) == gone
+    assert Outline.of(120, ()).head == SINK_TOKENS
 
 
 def test_a_second_cut_leaves_out_what_the_first_one_took():
     outline = Outline.of(400, ())
     assert WINDOW.excess(outline, length=100, room=1) == 25
     assert WINDOW.excess(outline, length=100, room=1, dropped=25) == 25
-
-
-def test_keep_overrides_the_first_mark():
-    # No system prompt: the first mark is where the first message ends, and that one may go.
-    assert WINDOW.excess(Outline.of(120, (30, 60, 114), head=0), length=120, room=1) == 30
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers():

@@ -55,7 +55,6 @@ def without(prompt: Any, begin: int, length: int) -> np.ndarray:
 
 
 def final(ticket: Ticket, prompt: Any, keep: int = len(SYSTEM)) -> list[int]:
-    """What a row held at the end of a request."""
     completion = done(ticket)
     gone = completion.omitted_tokens + completion.shifted_tokens
     return [*without(prompt, keep, gone), *completion.tokens]
@@ -76,7 +75,6 @@ def require_untainted(loaded: LoadedModel, cache: PrefixCache, prompts: list[Any
 
 
 def system_state(generator: ParallelGenerator) -> list[mx.array]:
-    """Keys and values of the system prompt in all layers, of the first row."""
     return inside.first_tokens(generator.group.rows[0], len(SYSTEM))
 
 

@@ -26,7 +26,6 @@ def tiny() -> LoadedModel:
 
 
 def alone(loaded: LoadedModel, prompt: Sequence[int], max_tokens: int = 12, **more: Any) -> list[int]:
-    """What mlx-lm says to a prompt."""
     found = stream_generate(loaded.model, loaded.tokenizer, list(prompt), max_tokens=max_tokens, **more)
     reply = [each.token for each in found]
     assert len(reply) == max_tokens, "it ended early, and shows little"

@@ -19,7 +19,6 @@ def tiny() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Scheduler]:
-    """A thread that many tests ask, each in a namespace of its own where it matters."""
     with running() as thread:
         yield thread
 

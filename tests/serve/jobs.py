@@ -56,7 +56,6 @@ def application(records: list[RequestRecord] | None = None, **options: Any) -> I
 
 
 def local_client(app: FastAPI) -> TestClient:
-    """A client on the same machine, to be entered."""
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
 
 
@@ -76,7 +75,6 @@ class Waiting:
         thread.ask(self.opened)
 
     def until(self, kind: type[T]) -> T:
-        """Wait for the next answer of a kind."""
         while True:
             answer = self._new.get(timeout=GUARD_S)
             self.answers.append(answer)
@@ -86,7 +84,6 @@ class Waiting:
 
     @property
     def record(self) -> RequestRecord:
-        """How it ended; waits for that."""
         self.end()
         last = self.answers[-1]
         assert isinstance(last, Ended), last
@@ -94,7 +91,6 @@ class Waiting:
 
     @property
     def failure(self) -> Failed:
-        """How it failed; waits for that."""
         self.end()
         last = self.answers[-1]
         assert isinstance(last, Failed), last
@@ -102,22 +98,18 @@ class Waiting:
 
     @property
     def sampled(self) -> list[Token]:
-        """All tokens; waits for the last."""
         self.end()
         return [answer for answer in self.answers if isinstance(answer, Token)]
 
     @property
     def tokens(self) -> list[int]:
-        """Their ids."""
         return [step.id for step in self.sampled]
 
     @property
     def text(self) -> str:
-        """Their texts, joined."""
         return "".join(step.text for step in self.sampled)
 
     def end(self) -> None:
-        """Wait for the last answer."""
         while not self.answers or not isinstance(self.answers[-1], (Ended, Failed)):
             self.answers.append(self._new.get(timeout=GUARD_S))
 

@@ -20,6 +20,7 @@ from runner.serve.request import (
     Token,
 )
 from runner.serve.service import Delta
+from tests.serve import watched
 
 PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12
 
@@ -40,18 +41,12 @@ def said(
 
 
 def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
-    """How a scripted request ended."""
-    values: dict[str, Any] = {
-        "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": MATCHED_TOKENS,
-        "reason": None, "completion_tokens": 3, "queue_ms": 1.0, "ttft_ms": 2.0, "gaps_ms": (1.0, 1.0),
-        "outcome": "stop",
-    }  # fmt: skip
-    return RequestRecord(opened.id, opened.request.names, opened.request.namespace, **{**values, **changes})
+    about = {"id": opened.id, "names": opened.request.names, "namespace": opened.request.namespace}
+    counts = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": MATCHED_TOKENS}
+    return watched.record(**about, **{**counts, "shortfalls": (), **changes})
 
 
 class ScriptedReading:
-    """Gives the deltas of a script, one for each step; `flushed` at the end."""
-
     def __init__(self, deltas: Sequence[Delta], flushed: Delta) -> None:
         self._deltas: Iterator[Delta] = iter(deltas)
         self._flushed = flushed
@@ -103,14 +98,12 @@ class ScriptedRuns:
             self.end(opened)
 
     def end(self, opened: OpenRequest) -> None:
-        """Put the last answer."""
         opened.put(Ended(record(opened, outcome=self._outcome)))
 
     async def count_tokens(self, request: Request) -> int:
         return sum(len(message["content"]) for message in request.messages)
 
     async def cancelled(self) -> OpenRequest:
-        """The first request, once it was asked to end."""
         async with asyncio.timeout(60):
             while not (self.opened and self.opened[0].is_cancelled):
                 await asyncio.sleep(0.001)

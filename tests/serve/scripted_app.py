@@ -28,5 +28,4 @@ def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, tim
 
 
 def scripted_client(runs: ReplyBackend, options: ServeOptions | None = None) -> TestClient:
-    """A client of it, to be entered."""
     return TestClient(scripted_app(runs, options))

@@ -77,6 +77,5 @@ def picture(seed: int, width: int = 32, height: int = 16, file_format: str = "PN
 
 
 def shown(*files: bytes) -> list[dict[str, Any]]:
-    """Parts of a message in OpenAI's form."""
     urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]

@@ -28,11 +28,9 @@ class ServedProcess:
 
     @property
     def log(self) -> str:
-        """All that it said so far."""
         return Path(self._stderr.name).read_text()
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
         return self.process.wait(GUARD_S)
 
 

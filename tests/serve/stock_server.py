@@ -42,8 +42,6 @@ def stock_answer(
 
 
 class _Handler(APIHandler):
-    """The handler without a connection."""
-
     def __init__(self) -> None:
         self.created, self.system_fingerprint, self.wfile, self.status = 0, "", io.BytesIO(), 0
 

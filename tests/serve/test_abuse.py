@@ -44,8 +44,6 @@ ODD: list[Any] = [
 
 
 class Abused:
-    """The server, and one connection to it."""
-
     def __init__(self, served: ServedProcess) -> None:
         self.process, self._served = served.process, served
         self.host, port = served.url.removeprefix("http://").split(":")
@@ -109,7 +107,6 @@ def require_refused(path: str, answer: tuple[int, bytes]) -> Any:
 
 
 def documented_fields(abused: Abused) -> Iterator[tuple[str, str]]:
-    """Each route with a body, and each field that its document names."""
     document = abused.json("GET", "/openapi.json")
     for path, operations in document["paths"].items():
         if body := operations.get("post", {}).get("requestBody"):
@@ -149,8 +146,6 @@ class Attempt(NamedTuple):
 
 
 class Abuse:
-    """Draws what clients do."""
-
     def __init__(self, seed: int, fields: Sequence[tuple[str, str]]) -> None:
         self._draws = random.Random(seed)
         self._fields = fields
@@ -199,7 +194,6 @@ class Abuse:
         return Attempt("", self._draws.randbytes(64).replace(b"\n", b"") + b"\r\n\r\n", frozenset([400]))
 
     def _half(self) -> Attempt:
-        """Part of a request, and then the end."""
         whole = self._reply()
         return whole._replace(sent=whole.sent[: self._draws.randrange(len(whole.sent))], right=frozenset([None]))
 
@@ -212,14 +206,12 @@ class Abuse:
 
 
 def post(path: str, body: bytes, key: str = ADMIN, **headers: str) -> bytes:
-    """A request that closes its connection."""
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nx-api-key: {key}\r\n{more}"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def answered(abused: Abused, attempt: Attempt) -> bytes:
-    """Send it, and return what comes back."""
     reader, writer = await asyncio.open_connection(abused.host, abused.port)
     try:
         writer.write(attempt.sent)

@@ -40,13 +40,10 @@ FULL_CONTENT = [
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, or fail where it hangs."""
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
 def post(runs: ScriptedRuns, body: Any, path: str = MESSAGES) -> httpx2.Response:
-    """ReplyEvent of one request."""
-
     async def send() -> httpx2.Response:
         transport = httpx2.ASGITransport(scripted_app(runs))
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -68,7 +65,6 @@ def events_of(runs: ScriptedRuns) -> list[dict[str, Any]]:
 
 
 def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
-    """The real client, on the application in this process."""
     transport = httpx2.ASGITransport(scripted_app(runs))
     http_client = anthropic.DefaultAsyncHttpxClient(transport=transport)
     return anthropic.AsyncAnthropic(api_key="k", base_url="http://test", http_client=http_client, max_retries=0)

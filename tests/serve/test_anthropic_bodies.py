@@ -22,7 +22,6 @@ TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type":
 
 
 def asked(options: ServeOptions | None = None, **fields: Any) -> Request:
-    """What a body with these fields asks for."""
     return MessagesBody.read({**BODY, **fields}).request(options or ServeOptions(), "ann")
 
 
@@ -162,7 +161,6 @@ def test_names_of_anthropics_mean_the_servers_own_model() -> None:
 
 BLOCKS = "messages.0.user.content.0"
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": 1}, "model"),
     ({"model": None}, "model"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "messages.0"),
@@ -170,7 +168,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
     ({"messages": [{**USER, "content": 1}]}, "messages.0.user.content"),
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, f"{BLOCKS}.text.text"),
-    ({"messages": [{**USER, "content": [{"type": "text", "text": 1}]}]}, f"{BLOCKS}.text.text"),
     ({"messages": [{**USER, "content": [{"type": "image"}]}]}, f"{BLOCKS}.image.source"),
     ({"messages": [{**USER, "content": [{**IMAGE, "source": {"type": "url", "url": "http://a/b.png"}}]}]},
      f"{BLOCKS}.image.source.type"),
@@ -185,7 +182,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 2**40}, "max_tokens"),
     ({"system": [{"type": "image"}]}, "system.0.type"),
     ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
     ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
@@ -195,10 +191,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-    ({"stop_sequences": "END"}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"temperature": -1}, "temperature"),
-    ({"top_p": 2}, "top_p"),
     ({"cache_control": {"type": "forever"}}, "cache_control.type"),
 ]  # fmt: skip
 

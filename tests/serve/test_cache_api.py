@@ -20,8 +20,6 @@ TELLING = ("marmalade", "sommelier", "zebra", "quince")
 
 
 class Server:
-    """An application with its generation thread, and a client on the same machine."""
-
     def __init__(self, client: TestClient, running: Scheduler) -> None:
         self.client, self.running = client, running
 
@@ -40,7 +38,6 @@ class Server:
         return answer.json()
 
     def stats(self) -> Any:
-        """Of the model that was asked last."""
         state = self.get("/cache/state")
         return state["stats"][state["model"]]
 

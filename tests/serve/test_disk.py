@@ -1,7 +1,8 @@
-"""`radixcache serve --disk`: what a server knew is known to the next one, however the first one ended."""
+"""`radixcache serve --disk` and `--redis`: what a server knew is known to the next one, however the first one ended."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import httpx2
 import pytest
 
 from radixcache.stores.files import scan
-from tests.commands.conftest import command  # noqa: F401
 from tests.serve.jobs import Waiting, running
 from tests.serve.serving import GUARD_S, serving
+from tests.stores.redis_server import own_server  # noqa: F401
+
+PASSWORD = "geheim-und-lang"
 
 
 def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -55,3 +58,29 @@ def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_pat
     second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
     with running(disk=tmp_path) as thread:
         assert Waiting(thread, messages=second).record.cached_tokens >= 512
+
+
+@pytest.mark.slow
+def test_a_second_turn_on_another_server_resumes_where_the_first_one_ended(own_server, monkeypatch):  # noqa: F811
+    own_server.client.config_set("requirepass", PASSWORD)
+    url = f"unix://:{PASSWORD}@{own_server.socket}?socket_timeout=60"  # a busy machine takes its time
+    first = [{"role": "user", "content": "Tell me of a river. " * 30}]
+    with serving("--redis", url) as served:
+        reply = ask(served.url, first)
+        assert cached_tokens(reply) == 0
+        none = 'radixcache_store_written_files_total{tier="redis"} 0.0'
+        # Blocks are written in order: the first 512 tokens are there.
+        wait_until(lambda: none not in httpx2.get(f"{served.url}/metrics").text)
+        logs = [served.log]
+    second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
+    monkeypatch.setenv("RADIXCACHE_REDIS", url)  # where `ps` does not show it
+    with serving() as served:
+        assert cached_tokens(ask(served.url, second)) >= 512
+        assert 'radixcache_store_read_files_total{tier="redis"}' in httpx2.get(f"{served.url}/metrics").text
+        state = httpx2.get(f"{served.url}/cache/state").json()
+        assert state["disk"][0].startswith("Redis: ")
+        own_server.kill()
+        assert answer(ask(served.url, [{"role": "user", "content": "Tell me of a lake. " * 30}]))
+        logs += [served.log, str(state)]
+    assert all(PASSWORD not in each and os.fspath(own_server.socket) not in each for each in logs)
+    assert "Redis: not reached" in logs[1]

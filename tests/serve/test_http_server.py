@@ -31,8 +31,6 @@ POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
 
 
 class Routes:
-    """Answers every request with its body, and counts them."""
-
     def __init__(self) -> None:
         self.reached = 0
 
@@ -44,8 +42,6 @@ class Routes:
 
 
 class Served:
-    """A server in a thread of its own, and clients of it."""
-
     def __init__(self, server: HttpServer, listening: socket.socket, patience_s: dict[str, float]) -> None:
         self.server, self.patience_s, self._address = server, patience_s, listening.getsockname()[:2]
         self.thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -83,7 +79,6 @@ def serving(
 
 
 def read_all(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
     received = b""
     while data := client.recv(1 << 16):
         received += data
@@ -91,7 +86,6 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def read_reply(client: socket.socket) -> bytes:
-    """One reply's body, of a connection that stays open."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += client.recv(1)
@@ -100,7 +94,6 @@ def read_reply(client: socket.socket) -> bytes:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Wait until the server closes a connection, and says nothing."""
     with suppress(ConnectionError):
         return client.recv(1) == b""
     return True
@@ -112,7 +105,6 @@ def parse(reply: bytes) -> tuple[int, bytes]:
 
 
 def error_of(reply: tuple[int, bytes]) -> tuple[int, str]:
-    """The status and message of an error in OpenAI's form."""
     error: Mapping[str, Any] = json.loads(reply[1])["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return reply[0], error["message"]

@@ -45,7 +45,6 @@ def loaded(folder: str, looked: list[int]) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def shared(folder: str, looked: list[int]) -> Iterator[Scheduler]:
-    """A thread that many tests ask, each in a namespace of its own where it matters."""
     with running(model=folder, prefill_step_size=24) as thread:
         yield thread
 
@@ -55,7 +54,6 @@ def asking(*files: bytes, text: str = "What is it?") -> list[dict[str, Any]]:
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes) -> tuple[list[int], list[mx.array]]:
-    """The tokens and pixel values of a conversation."""
     text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     arrays = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
     text, pixel_values = loaded.processor(text, images=arrays)
@@ -63,7 +61,6 @@ def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes)
 
 
 def expected(loaded: LoadedModel, messages: list[dict[str, Any]], *files: bytes) -> list[int]:
-    """What mlx-lm alone says, of the whole conversation at once."""
     tokens, pixel_values = rendered(loaded, messages, *files)
     model: Any = loaded.model
     rows = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values or None)
@@ -152,7 +149,6 @@ def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loade
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG file that says it is as large as that."""
     size = b"IHDR" + struct.pack(">II", width, height) + ONE[24:29]
     return ONE[:12] + size + struct.pack(">I", zlib.crc32(size)) + ONE[33:]
 

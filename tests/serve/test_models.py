@@ -35,7 +35,6 @@ def models() -> Iterator[Models]:
 
 
 def save_adapter(folder: Path) -> Path:
-    """A LoRA adapter of the tiny llama that changes what it says."""
     folder.mkdir()
     config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0}}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -123,7 +123,6 @@ def test_a_request_beyond_its_time_is_ended():
 
 
 def repository(repo_id: str, repo_type: str = "model", ref: str = "main", less: str = "") -> SimpleNamespace:
-    """One of huggingface_hub's cache."""
     files = [SimpleNamespace(file_path=Path(name)) for name in openai.MODEL_FILES - {less}]
     return SimpleNamespace(repo_id=repo_id, repo_type=repo_type, refs={ref: SimpleNamespace(files=files)})
 

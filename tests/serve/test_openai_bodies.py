@@ -15,7 +15,6 @@ OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, n
 
 
 def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
-    """What a body that is taken comes to."""
     runs = ScriptedRuns(said("x", finish="stop"))
     with scripted_client(runs, OPTIONS) as client:
         answer = client.post(path, json=body)

@@ -38,7 +38,6 @@ GUARD_S = 120
 
 @contextmanager
 def reachable(app: FastAPI) -> Iterator[str]:
-    """Serve an application on a free port; its URL."""
     with listen("127.0.0.1", 0) as listening:
         server = HttpServer(app, lambda: None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -52,7 +51,6 @@ def reachable(app: FastAPI) -> Iterator[str]:
 
 @contextmanager
 def served(**options: Any) -> Iterator[str]:
-    """A server of a tiny model; its URL."""
     with application(**options) as (app, _), reachable(app) as url:
         yield url
 

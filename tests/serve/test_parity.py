@@ -128,7 +128,6 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Their URLs: mlx_lm.server's, ours."""
     kind, *options = request.param.split()
     folder = tmp_path_factory.mktemp("parity")
     model = demo_model_folder() if kind == "demo" else write_talking_model(folder / "model", kind)

@@ -36,8 +36,6 @@ def parse_tool_call(text: str, _tools: Any) -> Any:
 
 
 class SpokenRuns(ScriptedRuns):
-    """Answers with the steps it is given, read by a real Reading."""
-
     def __init__(
         self, steps: Sequence[Token] = (), initial_state: str = "normal", parser: Any = parse_tool_call
     ) -> None:

@@ -35,7 +35,6 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def events(reply: httpx2.Response) -> list[str]:
-    """What is left of a stream: the data of its events."""
     return [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
 
 

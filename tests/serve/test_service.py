@@ -13,8 +13,6 @@ from tests.serve.scripted import PROMPT_TOKENS, ScriptedReading, ScriptedRuns, s
 
 
 class BurstRuns(ScriptedRuns):
-    """Answers two requests at a time, once both are there."""
-
     def ask(self, opened: OpenRequest) -> None:
         self.opened.append(opened)
         if len(self.opened) == 2:

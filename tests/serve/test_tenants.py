@@ -38,7 +38,6 @@ class Route(NamedTuple):
 
 
 def chats(**more: Any) -> list[dict[str, Any]]:
-    """A conversation of two turns; whole, streamed and with log-probabilities."""
     later = [SYSTEM, USER, {"role": "assistant", "content": "Quite."}, {"role": "user", "content": "And zebras?"}]
     turns = [{"max_tokens": 4, "messages": messages, **more} for messages in ([SYSTEM, USER], later)]
     return [
@@ -78,8 +77,6 @@ REFUSED = [
 
 
 class Server:
-    """An application with its generation thread."""
-
     def __init__(self, client: TestClient, running: Scheduler, records: list[RequestRecord]) -> None:
         self.client, self.running, self.records = client, running, records
 
@@ -137,6 +134,5 @@ def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(tmp_path, monk
 
 
 def seen_in(record: RequestRecord) -> dict[str, Any]:
-    """What the record of a request says, less its id and times."""
     names = ("names", "prompt_tokens", "cached_tokens", "matched_tokens", "reason", "completion_tokens", "outcome")
     return {"short": record.short_tokens, "note": record.note, **{name: getattr(record, name) for name in names}}

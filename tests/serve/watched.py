@@ -10,7 +10,6 @@ from runner.serve.request import ModelNames, RequestRecord
 
 
 def record(**changes: Any) -> RequestRecord:
-    """A request that ended."""
     values: dict[str, Any] = {
         "id": "3f9a1c2e-0000", "names": ModelNames("small", None, None), "namespace": "", "prompt_tokens": 100,
         "cached_tokens": 60, "matched_tokens": 70, "reason": "no_checkpoint", "completion_tokens": 3, "queue_ms": 1.0,
@@ -21,15 +20,12 @@ def record(**changes: Any) -> RequestRecord:
 
 
 class Watched:
-    """Stands in for the generation thread."""
-
     def __init__(self) -> None:
         self.waiting = self.running = 0
         self.held: list[tuple[ModelNames, PrefixCache]] = []
         self.stores: dict[str, StoreStats] = {}
 
     def add(self, names: ModelNames, model: Any, **arguments: Any) -> PrefixCache:
-        """One model more, and its cache."""
         cache = PrefixCache(model, budget_bytes=1 << 30, **arguments)
         self.held.append((names, cache))
         return cache
