@@ -82,8 +82,7 @@ def stream_generate(
         cache: the PrefixCache to resume from and to store into.
         namespace, marks, priority, keys: as in PrefixCache.begin().
         embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
-        gets
-            as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
+            gets as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:

@@ -146,15 +146,13 @@ class PrefixCache:
         on_event: called with an Event for what happens to stored state, after the call that caused it.
         tokenizer: an object with `decode`; with it explain(), dump() and render() show text beside token ids.
         verify, verify_seed: the share of resumed requests, 0 to 1, that are checked, and the seed that draws them. A
-        cold
-            prefill runs beside the restored state before the first forward pass; layers and logits are compared. Wrong
-            state is quarantined and the request served cold. fetch() and begin_many() count as skipped.
+            cold prefill runs beside the restored state before the first forward pass; layers and logits are compared.
+            Wrong state is quarantined and the request served cold. fetch() and begin_many() count as skipped.
         exact, step_size: resume only where the warm answer is bit for bit the cold one of the same cache: on state made
             by prefill in whole chunks of step_size tokens from offset 0. If not exact, any step_size may be used; this
             is the default.
         store: where state is stored beyond memory and this process: a DiskStore, a RedisStore, or several in the order
-        of
-            look-up. Stores may be shared, and stay open when the cache closes.
+            of look-up. Stores may be shared, and stay open when the cache closes.
         identity: names the model in the store, for `caches`; by default its class, arguments and weights do.
 
     Raises:
@@ -308,8 +306,8 @@ class PrefixCache:
         Args:
             tokens: the tokens that the caches were made from, in order.
             caches: mlx-lm caches of the same classes, batch 1. If they stand beyond the tokens, they are cut if
-            possible;
-                if short of them, tokens[:offset] is stored. Recurrent caches must stand at the end of the tokens.
+                possible; if short of them, tokens[:offset] is stored. Recurrent caches must stand at the end of the
+                tokens.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.

@@ -213,7 +213,7 @@ class Group:
             Each row as soon as its prompt is through, with logits as `prefill` returns them.
 
         Raises:
-            As `prefill`, on the way; a row's position says how much of its chunk is evaluated.
+            RadixCacheError: as `prefill`, on the way; the row's position says how much of its chunk is evaluated.
         """
         for row in rows:
             self._require_row(row)
