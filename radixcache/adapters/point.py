@@ -26,10 +26,7 @@ class PointSnapshot:
 
     end: int
     state: Any
-
-    @property
-    def start(self) -> int:
-        return 0
+    start: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from radixcache.counters import Tally
 from radixcache.errors import StoreError
@@ -79,22 +79,6 @@ class Breaker:
             self.is_open, self._is_tried, self._since_s = False, False, self._clock()
 
 
-class Call(Generic[T]):
-    def __init__(self, calls: Calls, future: Future[T], ends_s: float) -> None:
-        self._calls, self._future, self._ends_s = calls, future, ends_s
-
-    def result(self) -> T | None:
-        """None: the call failed, or reached its limit."""
-        try:
-            return self._future.result(max(0.0, self._ends_s - time.monotonic()))
-        except Exception as error:
-            self._calls.fail(error)
-            return None
-
-    def give_up(self) -> None:
-        self._future.cancel()
-
-
 class Calls:
     """The calls of one store. Arguments and errors as for RedisStore."""
 
@@ -124,14 +108,22 @@ class Calls:
 
     def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
         """Replies to commands in one round trip, None for a refused command; None: the server does not answer."""
-        call = self.begin(commands, lambda replies: replies, time.monotonic() + self.limit_s(nbytes))
-        return None if call is None else call.result()
+        ends_s = time.monotonic() + self.limit_s(nbytes)
+        return self.wait(self.begin(commands, lambda replies: replies), ends_s)
 
-    def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T], ends_s: float) -> Call[T] | None:
-        """As `ask`, without waiting; the thread calls `finish`. `ends_s`: the limit, by time.monotonic()."""
-        if not self.is_up():
+    def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T]) -> Future[T] | None:
+        """As `ask`, without waiting; the thread calls `finish`."""
+        return self._threads.submit(lambda: finish(self._sent(commands))) if self.is_up() else None
+
+    def wait(self, call: Future[T] | None, ends_s: float) -> T | None:
+        """The result of a call; None: it was not made, failed, or reached its limit, by time.monotonic()."""
+        if call is None:
             return None
-        return Call(self, self._threads.submit(lambda: finish(self._sent(commands))), ends_s)
+        try:
+            return call.result(max(0.0, ends_s - time.monotonic()))
+        except Exception as error:
+            self.fail(error)
+            return None
 
     def fail(self, error: Exception) -> None:
         """A call has failed: open the breaker."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -42,7 +43,7 @@ import numpy as np
 from radixcache.stores.block import BLOCK_TOKENS, KEY_BYTES, KINDS, Block, Head, Identity, Kind, Place, root_key
 from radixcache.stores.block_store import BlockStore, WriteOn
 from radixcache.stores.codec import VERSION, Damaged, decoded
-from radixcache.stores.redis_calls import Call, Calls, Command, Replies
+from radixcache.stores.redis_calls import Calls, Command, Replies
 from radixcache.tokens import Keys
 
 PREFIX = f"radixcache{VERSION}:".encode()
@@ -117,19 +118,19 @@ class RedisStore(BlockStore):
         """As `BlockStore.read`. A batch is fetched while the caller uses the last one."""
         sizes = [self.file_bytes(*place) for place in wanted]
         ends_s = time.monotonic() + self._calls.limit_s(sum(sizes))
-        ahead = deque[tuple[Sequence[Place], Call[list[Found]] | None]]()
+        ahead = deque[tuple[Sequence[Place], Future[list[Found]] | None]]()
         try:
             for batch, expected in _batches(wanted, sizes):
                 asked = [("HGET", self._names.of_block(key), kind) for key, kind in batch]
-                ahead.append((batch, self._calls.begin(asked, partial(self._blocks, batch, expected), ends_s)))
+                ahead.append((batch, self._calls.begin(asked, partial(self._blocks, batch, expected))))
                 if len(ahead) == BATCHES:
-                    yield from self._finished(*ahead.popleft())
+                    yield from self._finished(*ahead.popleft(), ends_s)
             while ahead:
-                yield from self._finished(*ahead.popleft())
+                yield from self._finished(*ahead.popleft(), ends_s)
         finally:
             for _, call in ahead:
                 if call is not None:
-                    call.give_up()
+                    call.cancel()
 
     def accepts(self, nbytes: int) -> bool:
         return nbytes <= self._max_bytes and not self._calls.is_down and self._queue.has_room(nbytes)
@@ -246,10 +247,10 @@ class RedisStore(BlockStore):
         except Damaged as wrong:
             return wrong
 
-    def _finished(self, batch: Sequence[Place], call: Call[list[Found]] | None) -> Iterator[Block | None]:
+    def _finished(self, batch: Sequence[Place], call: Future[Any] | None, ends_s: float) -> Iterator[Block | None]:
         """Yield the blocks of a batch. Delete wrong values, so that they are written again."""
         began = time.monotonic()
-        found = None if call is None else call.result()
+        found: list[Found] | None = self._calls.wait(call, ends_s)
         self._tally.add(read_seconds=time.monotonic() - began)
         if found is None:
             yield from [None] * len(batch)
