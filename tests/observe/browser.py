@@ -19,7 +19,6 @@ import time
 from base64 import b64decode
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 #: By name, and where macOS keeps them. RADIXCACHE_BROWSER names another one.
@@ -38,10 +37,6 @@ def find_browser() -> str | None:
     named = os.environ.get("RADIXCACHE_BROWSER")
     found = [named] if named else [*map(shutil.which, NAMES), *(path for path in MAC_PATHS if Path(path).exists())]
     return next((path for path in found if path), None)
-
-
-class BrowserError(Exception):
-    """The browser did not do what was asked."""
 
 
 class Page:
@@ -66,7 +61,7 @@ class Page:
         arguments += [f"--user-data-dir={self._profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
         silent = os.open(os.devnull, os.O_WRONLY)
         # Above 4 first, so that neither duplicate overwrites the other's source.
-        sources = [_above(descriptor) for descriptor in (to_browser, from_browser)]
+        sources = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in (to_browser, from_browser)]
         actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in zip(sources, (3, 4), strict=True)]
         actions += [(os.POSIX_SPAWN_DUP2, silent, 1), (os.POSIX_SPAWN_DUP2, silent, 2)]
         self._process = os.posix_spawn(path, arguments, os.environ, file_actions=actions, setpgroup=0)
@@ -81,9 +76,7 @@ class Page:
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._write)
         os.close(self._read)
         # Without its pipe the browser ends by itself; what is left of it after that is ended with its group.
@@ -107,7 +100,7 @@ class Page:
         """The value of an expression in the page; a promise is waited for."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
-            raise BrowserError(f"{script}: {answer['exceptionDetails']}")
+            raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
@@ -146,7 +139,7 @@ class Page:
             answer = self._receive()
             if answer.get("id") == self._last_id:
                 if "error" in answer:
-                    raise BrowserError(f"{method}: {answer['error']}")
+                    raise RuntimeError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
             self._events.append(answer)
@@ -156,7 +149,7 @@ class Page:
             ready, _, _ = select.select([self._read], [], [], PATIENCE_S)
             chunk = os.read(self._read, 1 << 16) if ready else b""
             if not chunk:
-                raise BrowserError("the browser ended, or did not answer in time.")
+                raise RuntimeError("the browser ended, or did not answer in time.")
             self._buffer += chunk
         raw, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(raw)
@@ -174,10 +167,6 @@ class Page:
             self.complaints.append(f"dialog: {about['message']}")
         elif method == "Network.requestWillBeSent":
             self.requested.append(about["request"]["url"])
-
-
-def _above(descriptor: int) -> int:
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
 if __name__ == "__main__":
