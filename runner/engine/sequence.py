@@ -42,7 +42,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class ContextError(ValueError):
-    """A conversation cannot be cut to fit the context; the message has the numbers."""
+    """A conversation cannot be cut to fit the context."""
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,6 @@ class MessageDraft:
             yield event
 
     def _add(self, delta: Delta) -> MessageEvents:
-        """Write reasoning, then text, then tool calls."""
         for token in delta.tokens:
             self._stop_word = token.stop_word
         if delta.reasoning:
@@ -357,7 +356,6 @@ class MessageDraft:
         return self._is_open and self._content[-1]["type"] == kind
 
     def _write(self, kind: str, text: str) -> MessageEvents:
-        """Add to the open block, or to a new one. The field of the text has the name of the kind."""
         if not self._is_writing(kind):
             yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         self._content[-1][kind] += text

@@ -143,7 +143,6 @@ class Connection(H11Protocol):
         self._look()
 
     def shutdown(self) -> None:
-        # Do not wait for an incomplete request.
         if self._owed == "body":
             self._refuse(ApiError(503, "the server is stopping."))
         else:

@@ -190,12 +190,9 @@ class OpenAIReply:
 
     async def whole(self) -> dict[str, Any]:
         deltas = [part async for part in self.reply if isinstance(part, Delta)]
-        delta = Delta(
-            "".join(each.text for each in deltas),
-            "".join(each.reasoning for each in deltas),
-            tuple(call for each in deltas for call in each.tool_calls),
-            tuple(token for each in deltas for token in each.tokens),
-        )
+        text, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("text", "reasoning"))
+        calls = tuple(call for each in deltas for call in each.tool_calls)
+        delta = Delta(text, reasoning, calls, tuple(token for each in deltas for token in each.tokens))
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
         if logprobs := self._logprobs(delta.tokens):
             choice["logprobs"] = {"content": logprobs}

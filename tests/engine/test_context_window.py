@@ -1,7 +1,5 @@
 """What a conversation loses when it is longer than the context, and what it never loses."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,20 +47,6 @@ def test_a_second_cut_leaves_out_what_the_first_one_took():
 def test_what_cannot_fit_is_refused_with_the_numbers():
     with pytest.raises(ContextError, match=r"126 tokens and 1 more do not fit 100: the first 110 and the last 6 stay"):
         WINDOW.excess(Outline.of(126, (110, 120)), length=126, room=1)
-
-
-def test_the_turns_of_a_conversation_are_cut_at_few_places():
-    # A turn is a question of 6 tokens and a reply of 6 behind a system prompt of 10; 40 turns are 5 contexts.
-    cuts = []
-    for turn in range(40):
-        ends = [10, *(10 + 6 * message for message in range(1, 2 * turn + 2))]
-        length = ends[-1] + 3
-        cuts.append(WINDOW.excess(Outline.of(length, ends), length, room=10))
-    grown = [after for before, after in pairwise(cuts) if after != before]
-    assert cuts == sorted(cuts)
-    assert cuts[-1] >= 390
-    # Once in a quarter of a context, so that between two cuts a turn finds what the last one left.
-    assert len(grown) <= 490 // WINDOW.quantum
 
 
 @st.composite

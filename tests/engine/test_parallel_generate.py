@@ -341,31 +341,6 @@ def test_nobody_waits_for_a_prompt_that_was_cancelled(llama: LoadedModel) -> Non
     assert done(second).cached_tokens == STEP_SIZE
 
 
-def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any]) -> Exception:
-    """Return the error of a sampler that goes wrong after `at` tokens; other replies and the tree are right."""
-    cache = new_cache(loaded)
-    calls = 0
-
-    def sampler(logprobs: mx.array) -> Any:
-        nonlocal calls
-        calls += 1
-        return spoil() if calls > at else mx.argmax(logprobs, axis=-1)
-
-    with new_generator(loaded, cache) as generator:
-        tickets = [
-            submit(generator, prompt, sampler=sampler if index == 1 else None)
-            for index, prompt in enumerate(PROMPTS[:3])
-        ]
-        drain(generator)
-        require_alone(loaded, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
-    failed = done(tickets[1])
-    assert failed.done_reason == "error"
-    assert failed.tokens == alone(loaded, PROMPTS[1])[:at]
-    require_right_tree(loaded, cache, PROMPTS[:3])
-    assert failed.error is not None
-    return failed.error
-
-
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
@@ -374,10 +349,30 @@ def spoiled_by_its_sampler(loaded: LoadedModel, at: int, spoil: Callable[[], Any
         pytest.param(lambda: None, TypeError, id="nothing"),
         pytest.param(lambda: mx.array([100_000]), ValueError, id="far outside"),
         pytest.param(lambda: np.array([-3]), ValueError, id="below 0"),
+        pytest.param(None, OSError, id="its progress callback raises"),
     ],
 )
-def test_a_sampler_that_returns_no_token_ends_its_own_reply_alone(llama, spoil, error):
-    assert isinstance(spoiled_by_its_sampler(llama, 2, spoil), error)
+def test_a_sampler_or_callback_that_goes_wrong_ends_its_own_reply_alone(llama, spoil, error):
+    cache, calls = new_cache(llama), 0
+
+    def sampler(logprobs: mx.array) -> Any:
+        nonlocal calls
+        calls += 1
+        return spoil() if spoil and calls > 2 else mx.argmax(logprobs, axis=-1)
+
+    def progress(at: int, total: int) -> None:
+        if spoil is None and at > 60:
+            raise OSError("gone")
+
+    with new_generator(llama, cache) as generator:
+        tickets = [submit(generator, PROMPTS[0]), submit(generator, PROMPTS[1], sampler=sampler, on_progress=progress)]
+        tickets.append(submit(generator, PROMPTS[2]))
+        drain(generator)
+        require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
+    failed = done(tickets[1])
+    assert (failed.done_reason, type(failed.error)) == ("error", error)
+    assert failed.tokens == alone(llama, PROMPTS[1])[: 2 if spoil else 0]
+    require_right_tree(llama, cache, PROMPTS[:3])
 
 
 def test_a_detokenizer_that_raises_ends_its_own_reply_alone(llama, monkeypatch):
@@ -397,18 +392,6 @@ def test_a_detokenizer_that_raises_ends_its_own_reply_alone(llama, monkeypatch):
         drain(generator)
         require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
     assert (done(tickets[1]).done_reason, type(done(tickets[1]).error)) == ("error", KeyError)
-
-
-def test_a_progress_callback_that_raises_ends_its_own_request_alone(llama: LoadedModel) -> None:
-    def progress(done: int, total: int) -> None:
-        if done > 60:
-            raise OSError("gone")
-
-    with new_generator(llama, new_cache(llama)) as generator:
-        tickets = [submit(generator, PROMPTS[0]), submit(generator, PROMPTS[2], on_progress=progress)]
-        drain(generator)
-        require_alone(llama, tickets[:1], PROMPTS[:1])
-    assert isinstance(done(tickets[1]).error, OSError)
 
 
 @pytest.mark.parametrize(("at", "after"), [(4, True), (13, False)])
@@ -533,15 +516,6 @@ def test_a_reply_that_stops_being_numbers_takes_nobody_along(poisoned: LoadedMod
     for ticket in [*tickets, bad]:
         assert [piece.token for piece in pieces[ticket] if piece.token is not None] == list(tokens_of(ticket))
     require_right_tree(poisoned, cache, PROMPTS[:3])
-
-
-def test_at_most_max_rows_run_at_a_time(llama: LoadedModel) -> None:
-    with new_generator(llama, new_cache(llama), max_rows=2) as generator:
-        tickets = [submit(generator, prompt) for prompt in PROMPTS]
-        rows: list[int] = []
-        drain(generator, lambda count: rows.append(len(generator.group.rows)))
-        require_alone(llama, tickets, PROMPTS)
-    assert max(rows) == 2
 
 
 def test_going_back_to_waiting_happens_and_resumes_where_the_reply_stood(llama: LoadedModel) -> None:

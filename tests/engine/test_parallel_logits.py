@@ -51,25 +51,6 @@ def test_processors_see_prompt_and_reply_as_in_mlx_lm_and_change_their_own_reque
     assert said(tickets[0]) != alone(loaded, PROMPTS[0])
 
 
-def test_a_processor_is_told_every_token_of_a_prompt_of_which_most_was_cached(tiny: LoadedModel) -> None:
-    told: list[list[int]] = []
-
-    def listening(said: mx.array, logits: mx.array) -> mx.array:
-        assert said.dtype == mx.int32
-        assert logits.shape == (1, 256)
-        told.append(said.tolist())
-        return logits
-
-    with new_generator(tiny, new_cache(tiny)) as generator:
-        generator.submit(PROMPTS[0], max_tokens=1)
-        list(generator)
-        ticket = generator.submit(PROMPTS[0], max_tokens=3, stop_tokens=(), logits_processors=[listening])
-        list(generator)
-    reply = said(ticket)
-    assert ticket.matched_tokens == len(PROMPTS[0])
-    assert told == [[*PROMPTS[0], *reply[:count]] for count in range(3)]
-
-
 def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
     capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
     rows, processors = set[int](), make_logits_processors(**PENALTIES)

@@ -59,12 +59,15 @@ def local_client(app: FastAPI) -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
 
 
+def noting(ended: list[str], name: str) -> Callable[[OpenRequest, ReplyEvent], None]:
+    """For `on_answer`: note the name of a request that ends."""
+    return lambda _, answer: ended.append(name) if isinstance(answer, Ended) else None
+
+
 class Waiting:
     """A request that was handed in, and its answers as they come."""
 
-    def __init__(
-        self, thread: Scheduler, *, on_answer: Callable[[OpenRequest, ReplyEvent], None] | None = None, **asked: Any
-    ) -> None:
+    def __init__(self, thread: Scheduler, *, on_answer: Any = None, **asked: Any) -> None:
         self.answers: list[ReplyEvent] = []
         self._new: queue.Queue[ReplyEvent] = queue.Queue()
         more = {"names": ModelNames(), "max_tokens": 12, **asked}
@@ -82,19 +85,19 @@ class Waiting:
                 return answer
             assert not isinstance(answer, (Ended, Failed)), answer
 
-    @property
-    def record(self) -> RequestRecord:
+    def _last(self, kind: type[T]) -> T:
         self.end()
         last = self.answers[-1]
-        assert isinstance(last, Ended), last
-        return last.record
+        assert isinstance(last, kind), last
+        return last
+
+    @property
+    def record(self) -> RequestRecord:
+        return self._last(Ended).record
 
     @property
     def failure(self) -> Failed:
-        self.end()
-        last = self.answers[-1]
-        assert isinstance(last, Failed), last
-        return last
+        return self._last(Failed)
 
     @property
     def sampled(self) -> list[Token]:

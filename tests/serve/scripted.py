@@ -7,12 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runner.serve.request import (
-    ApiError,
     Ended,
     Failed,
-    FinishReason,
     OpenRequest,
-    PrefillProgress,
     ReplyEvent,
     Request,
     RequestRecord,
@@ -25,13 +22,7 @@ from tests.serve import watched
 PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12
 
 
-def said(
-    text: str = "",
-    reasoning: str = "",
-    calls: Sequence[tuple[str, str]] = (),
-    finish: FinishReason | None = None,
-    stop_word: str | None = None,
-) -> Delta:
+def said(text="", reasoning="", calls=(), finish=None, stop_word=None) -> Delta:
     """What one token adds to a reply; `calls` are names and arguments of tool calls."""
     tool_calls = tuple(
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -61,24 +52,12 @@ class ScriptedReading:
 
 
 class ScriptedRuns:
-    """Answers every request with the same script.
+    """Answers every request with the script: Started, its parts, then Ended, unless it has a Failed or `is_endless`.
 
-    Args:
-        script: what happens after Started, in this order. Without a Failed in it, Ended follows.
-        flushed: what the reply's end brings to light.
-        refusal: raised instead of taking a request in.
-        is_endless: no Ended follows until the test calls `end`.
-        outcome: of the record.
+    `flushed` comes with the end. `refusal` is raised instead of taking a request in; `outcome` is the record's.
     """
 
-    def __init__(
-        self,
-        *script: PrefillProgress | Delta | Failed,
-        flushed: Delta | None = None,
-        refusal: ApiError | None = None,
-        is_endless: bool = False,
-        outcome: str = "stop",
-    ) -> None:
+    def __init__(self, *script, flushed=None, refusal=None, is_endless=False, outcome="stop") -> None:
         self.opened: list[OpenRequest] = []
         self._script, self._refusal, self._is_endless, self._outcome = script, refusal, is_endless, outcome
         self._flushed = flushed or Delta("", "", (), ())

@@ -5,32 +5,19 @@ from __future__ import annotations
 import io
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from mlx_lm.server import APIHandler, GenerationContext, Response
 
 from runner.serve.options import ServeOptions
-from runner.serve.request import Token
 
 
-def stock_answer(
-    path: str,
-    body: dict[str, Any],
-    steps: Sequence[Token],
-    *,
-    machine: Any,
-    initial_state: str = "normal",
-    tool_parser: Callable[..., Any] | None = None,
-    prompt_tokens: int,
-    cached_tokens: int,
-) -> tuple[int, str]:
+def stock_answer(path, body, steps, *, machine, initial_state="normal", tool_parser=None, prompt_tokens, cached_tokens):
     """The status and body of the answer to POST `path`, of a server with the options' defaults."""
     context = GenerationContext(
         has_tool_calling=True, has_thinking=True, tool_parser=tool_parser, text_sm=machine, initial_state=initial_state,
         prompt=[0] * prompt_tokens, prompt_cache_count=cached_tokens,
     )  # fmt: skip
-    responses = [Response(step.text, step.id, step.logprob, step.finish_reason, step.top_tokens) for step in steps]
+    responses = [Response(each.text, each.id, each.logprob, each.finish_reason, each.top_tokens) for each in steps]
     raw = json.dumps(body).encode()
     handler = _Handler()
     handler.path, handler.headers, handler.rfile = path, {"Content-Length": len(raw)}, io.BytesIO(raw)

@@ -32,10 +32,7 @@ def write_talking_model(folder: Path, kind: str) -> Path:
 
 
 def saying(*parts: int | str) -> dict[str, Any]:
-    """Fields of a request that make the reply these tokens, each of them once; a character is a token of its own.
-
-    Each token's bias is less than the one before, and none comes twice: once said it is below all the others.
-    """
+    """Fields of a request that make the reply these tokens, each once, each less likely than the one before."""
     from runner.models.tiny import tiny_tokenizer
 
     encode = tiny_tokenizer().encode

@@ -1,7 +1,4 @@
-"""Whatever clients send: a real server stays up, says what is wrong, and holds nothing on their behalf afterwards.
-
-No test depends on how long anything takes.
-"""
+"""Whatever clients send: a real server stays up, says what is wrong, and holds nothing on their behalf afterwards."""
 
 from __future__ import annotations
 
@@ -133,10 +130,7 @@ def test_each_field_of_each_body_refuses_what_it_cannot_be_and_takes_nothing_odd
 
 
 class Attempt(NamedTuple):
-    """What a client sends, and which answers are right; None: it has left before it could know, or may see none.
-
-    `read` is how many bytes it reads before it leaves; None: all. `is_reset`: it leaves without saying so.
-    """
+    """What a client sends; which answers are right (None: it may see none); how many bytes it reads (None: all)."""
 
     path: str
     sent: bytes

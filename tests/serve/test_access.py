@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -28,15 +28,8 @@ def serve(tmp_path: Path) -> Serve:
     """Make a client of a server with such keys; `client` is where it asks from, `over` the address it came in by."""
 
     def make(
-        *,
-        tenants: bool = False,
-        admin: bool = False,
-        by: Literal["key", "none"] = "none",
-        client: str = "127.0.0.1",
-        over: str = "127.0.0.1",
-        origins: tuple[str, ...] = ("*",),
-        counted: list[tuple[str, int]] | None = None,
-    ) -> TestClient:
+        *, tenants=False, admin=False, by="none", client="127.0.0.1", over="127.0.0.1", origins=("*",), counted=None
+    ):
         keys, admin_key = tmp_path / "keys", tmp_path / "admin"
         keys.write_text(f"# two of them\nann {ANN}\n\nbob\t{BOB}\n")
         admin_key.write_text(f"root {ROOT}\n")

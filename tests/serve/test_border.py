@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from runner.models.load import LoadedModel, load_model
+from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
@@ -20,11 +20,6 @@ MESSAGES = [
     {"role": "assistant", "content": "Because."},
     {"role": "user", "content": "Why not?"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
-    return load_model("tiny")
 
 
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:

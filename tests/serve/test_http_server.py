@@ -1,7 +1,6 @@
 """Connections that keep the server waiting, do not speak HTTP, or run when it ends. Real sockets, no model.
 
-No test depends on how long anything takes: where a client is to be given up on the server has no patience at all, and
-elsewhere more than any test lasts.
+Where a client is to be given up the server has no patience at all, elsewhere more than any test lasts.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -59,9 +58,7 @@ class Served:
 
 
 @contextmanager
-def serving(
-    app: ASGIApp, *, stop: Callable[[], object] = lambda: None, max_mib: float = 1, **patience_s: float
-) -> Iterator[Served]:
+def serving(app: ASGIApp, *, stop: Any = lambda: None, max_mib: float = 1, **patience_s: float) -> Iterator[Served]:
     """Serve an application; impatient only where the test says so."""
     listening = listen("127.0.0.1", 0)
     patience_s = {**PATIENT, **patience_s}

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -19,8 +18,8 @@ from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
 from runner.serve.models import Models, WarmFileError, read_warm_file
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Ended, ModelNames, OpenRequest, ReplyEvent, Request
-from tests.serve.jobs import Waiting, alone, running
+from runner.serve.request import ApiError, ModelNames, Request
+from tests.serve.jobs import Waiting, alone, noting, running
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "
 LONG = "All work and no play. " * 10
@@ -94,25 +93,17 @@ def test_a_model_that_goes_takes_its_weights_along(models: Models) -> None:
     gone, layer = weakref.ref(served.model), weakref.ref(served.model.layers[0])
     del served
     models.open(MAMBA)
-    assert gone() is None
-    assert layer() is None
+    assert (gone(), layer()) == (None, None)
 
 
 def test_who_waits_for_another_model_is_not_overtaken_for_ever() -> None:
     order: list[str] = []
 
-    def note(name: str) -> Any:
-        def on_answer(_: OpenRequest, answer: ReplyEvent) -> None:
-            if isinstance(answer, Ended):
-                order.append(name)
-
-        return on_answer
-
     with running() as thread:
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
-            Waiting(thread, names=names, max_tokens=count, prompt=LONG, on_answer=note(name))
+            Waiting(thread, names=names, max_tokens=count, prompt=LONG, on_answer=noting(order, name))
             for name, names, count in (
                 ("first", LLAMA, 9), ("mamba", MAMBA, 3), ("second", LLAMA, 3), ("mamba too", MAMBA, 9)
             )

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from runner.serve import openai
@@ -107,19 +106,6 @@ def test_a_client_that_goes_away_ends_its_request(path, stream, script):
     runs = ScriptedRuns(*script, is_endless=True)
     asyncio.run(leave(scripted_app(runs), runs, path, {**BODIES[path], "stream": stream}))
     assert runs.opened[0].is_cancelled
-
-
-def test_a_request_beyond_its_time_is_ended():
-    runs = ScriptedRuns(said("x"), is_endless=True, outcome="cancelled")
-
-    async def ask() -> dict[str, Any]:
-        app = scripted_app(runs, timeout_s=0)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
-            asking = asyncio.ensure_future(client.post(CHAT, json={"messages": [USER]}))
-            runs.end(await runs.cancelled())
-            return (await asking).json()  # type: ignore[no-any-return]
-
-    assert asyncio.run(ask())["choices"][0]["message"]["content"] == "x"
 
 
 def repository(repo_id: str, repo_type: str = "model", ref: str = "main", less: str = "") -> SimpleNamespace:

@@ -77,12 +77,6 @@ def test_its_policy_lets_in_its_own_script_and_style_and_no_other_request() -> N
     assert "unsafe" not in policy
 
 
-def test_it_needs_nothing_from_elsewhere() -> None:
-    content, _ = cache_page()
-    assert set(re.findall(r"https?://[^\"' )]+", content)) == {"http://www.w3.org/2000/svg"}
-    assert not re.findall(r"<(?:link|img|iframe|script [^>]*src)", content)
-
-
 def test_the_state_is_json_before_the_first_model_and_with_an_infinite_error() -> None:
     assert page_state(Watched(), Watch(), "", "", show_text=False)["tree"] is None
     cache, watched = sized_cache(SizedLayout(3072), budget_bytes=1 << 40), Watched()

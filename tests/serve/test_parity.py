@@ -1,9 +1,8 @@
 """The same requests to mlx_lm.server and to radixcache serve, each a process: bodies equal field by field.
 
 mlx_lm.server is asked one after the other; radixcache serve by several clients at once, so that it decodes together.
-Ids, times, counts of cached tokens and comments of keep-alive aside nothing may differ, but what
-docs/serve-differences.md lists. Where rows are decoded together a greedy text may part where the two likeliest tokens
-are nearer than 1e-3. Quantized caches are filled otherwise, as said there, so they are held to 8 bits alone.
+Nothing may differ but ids, times, cached tokens, keep-alive comments and what docs/serve-differences.md lists. A greedy
+text may part where the two likeliest tokens are nearer than 1e-3. Quantized caches are compared with 8 bits alone.
 """
 
 from __future__ import annotations

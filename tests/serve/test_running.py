@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from runner.serve.request import (
     ModelNames,
     OpenRequest,
     PrefillProgress,
-    ReplyEvent,
     Request,
     RequestRecord,
     Started,
@@ -29,7 +27,7 @@ from runner.serve.request import (
 )
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
-from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, running
+from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, noting, running
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
@@ -61,11 +59,10 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
     assert records == [record]
     length = len(rendered(tiny, MESSAGES))
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (length, 3, 0)
-    assert record.outcome == "length"
+    assert (record.outcome, len(record.gaps_ms)) == ("length", 2)
     assert record.queue_ms is not None
     assert record.ttft_ms is not None
     assert 0 <= record.queue_ms <= record.ttft_ms
-    assert len(record.gaps_ms) == 2
     done = [answer.done_tokens for answer in waiting.answers if isinstance(answer, PrefillProgress)]
     assert done == sorted(done)
     assert done[-1] == length
@@ -113,13 +110,9 @@ def test_a_seed_and_penalties_give_what_they_give_in_mlx_lm(tiny: LoadedModel, o
 
 
 def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Scheduler) -> None:
-    whole = next(
-        (prompt, tokens)
-        for prompt in PROMPTS
-        if len(tokens := alone(tiny, prompt)[0]) == 12 and tiny.tokenizer.decode(tokens[5:7]).isascii()
-    )
-    prompt, tokens = whole
-    word = tiny.tokenizer.decode(tokens[5:7])
+    said = ((prompt, alone(tiny, prompt)[0]) for prompt in PROMPTS)
+    words = ((prompt, tokens, tiny.tokenizer.decode(tokens[5:7])) for prompt, tokens in said if len(tokens) == 12)
+    prompt, tokens, word = next(each for each in words if each[2].isascii())
     waiting = Waiting(either, prompt=prompt, stop_words=["never said", word])
     assert waiting.record.outcome == "stop"
     assert waiting.tokens == tokens[: len(waiting.tokens)]
@@ -180,9 +173,6 @@ def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(t
 def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
     ended: list[str] = []
 
-    def note(name: str) -> Callable[[OpenRequest, ReplyEvent], None]:
-        return lambda _, answer: ended.append(name) if isinstance(answer, Ended) else None
-
     with running(verify=0.5) as thread:
 
         def draw(models: Models) -> None:
@@ -193,7 +183,7 @@ def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() ->
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
-            Waiting(thread, max_tokens=count, logit_bias={1: -1e6}, on_answer=note(name))
+            Waiting(thread, max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name))
             for name, count in (("before", 30), ("alone", 20), ("behind", 1))
         ]
         held.set()

@@ -1,8 +1,7 @@
 """With --namespace-by key nothing that one tenant sees depends on what another one asked.
 
-The same requests of ann go to two servers. On one of them bob has asked for the same and for more, another model
-included, and asks on all the while; on the other one he never was there. The budget has room for both: where it has
-not, one's state may be evicted for the other's.
+The same requests of ann go to two servers. On one of them bob asked for the same and for more before, and goes on
+asking. The budget has room for both.
 """
 
 from __future__ import annotations
