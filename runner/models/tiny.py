@@ -89,8 +89,8 @@ VALUES: dict[str, Any] = {
     for name in names.split()
 }
 
-#: Fields without a default, by name.
-STRINGS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
+#: Value of a field without a default.
+REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu", "mlp_only_layers": []}
 #: Names of the dataclass of a nested configuration, in the modules that have their own.
 TEXT_ARGS = ("TextConfig", "TextArgs", "TextModelArgs")
 # Names of matrices and kernels; `fn` mixes the streams of deepseek_v41, `conv_k` and `conv_v` are of baichuan_m1.
@@ -221,25 +221,22 @@ def text_args(module: str, inner: str | None) -> Any:
 
 def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the rules give to fields, then the overrides."""
-    values = {field.name: _value(field) for field in fields(args) if field.name != "model_type" and _is_wanted(field)}
+    values = {}
+    for each in fields(args):
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if each.name != "model_type" and (each.name in (*VALUES, "layer_types") or not has_default):
+            values[each.name] = _value(each)
     values |= overrides
     if values.get("layer_types", ()) is None and "layer_types" not in overrides:
         values["layer_types"] = [_SLIDING_THEN_FULL[index % 2] for index in range(values["num_hidden_layers"])]
     return values
 
 
-def _is_wanted(field: Field[Any]) -> bool:
-    has_default = field.default is not MISSING or field.default_factory is not MISSING
-    return field.name in VALUES or field.name == "layer_types" or not has_default
-
-
 def _value(field: Field[Any]) -> Any:
     name, kind = field.name, str(field.type)
-    for values in (VALUES, STRINGS):
+    for values in (VALUES, REQUIRED):
         if name in values:
             return values[name]
-    if name == "mlp_only_layers":
-        return []
     if "eps" in name:
         return 1e-5
     if "theta" in name:
@@ -316,7 +313,10 @@ def tiny_model(kind: str, seed: int = 0) -> nn.Module:
 
 def tiny_tokenizer() -> Any:
     """Return mlx-lm's wrapper around a tokenizer of bytes, with a chat template that knows tools and tool calls."""
-    tokenizer = Tokenizer(BPE(vocab=_byte_vocabulary(), merges=[]))
+    # A character stands for each byte of UTF-8, as in byte-level BPE.
+    used = [character for byte, character in sorted(bytes_to_unicode().items()) if byte not in BYTES_NOT_IN_UTF8]
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *used])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
@@ -329,9 +329,3 @@ def tiny_tokenizer() -> Any:
     )
     fast.chat_template = CHAT_TEMPLATE
     return TokenizerWrapper(fast, BPEStreamingDetokenizer)
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """Number the special tokens, then every byte of UTF-8 by the character that stands for it in byte-level BPE."""
-    used = [character for byte, character in sorted(bytes_to_unicode().items()) if byte not in BYTES_NOT_IN_UTF8]
-    return {token: index for index, token in enumerate([*SPECIAL_TOKENS, *used])}

@@ -145,12 +145,12 @@ class Report:
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
         if self._is_parallel:
             return [(each.cache, each.index, rows[each.cache][each.index]) for each in self.partings if each.gap >= TIE]
-        expected = [] if self._reference is None else [row.output_hash for row in self._reference.rows]
+        expected = () if self._reference is None else self._reference.rows
         return [
             (cache, index, found[index])
             for cache, found in rows.items()
-            for index, output_hash in enumerate(expected)
-            if found[index].output_hash != output_hash
+            for index, row in enumerate(expected)
+            if found[index].output_hash != row.output_hash
         ]
 
     def table(self) -> Table:
@@ -174,7 +174,7 @@ class Report:
         runs = [
             {
                 **{key: value for key, value in asdict(summary).items() if key not in left_out},
-                "rows": [_row_document(row) for row in run.rows],
+                "rows": [{k: v for k, v in vars(row).items() if v is not None or k == "reason"} for row in run.rows],
             }
             for summary, run in zip((*self.summaries, *self._alone_summaries), (*self.runs, *self.alone), strict=True)
         ]
@@ -292,10 +292,6 @@ class Report:
         tied = len(self.partings) - wrong
         ties = f" {plural(tied, 'answer')} parted where two tokens were as good as one another." if tied else ""
         return f"{ties} {plural(wrong, 'answer')} differ from those without a cache." if wrong else ties
-
-
-def _row_document(row: RequestRow) -> dict[str, Any]:
-    return {key: value for key, value in vars(row).items() if value is not None or key == "reason"}
 
 
 def _verdict(other: str, ratio: PairedRatio) -> str:
