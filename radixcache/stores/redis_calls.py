@@ -122,16 +122,12 @@ class Calls:
         try:
             return call.result(max(0.0, ends_s - time.monotonic()))
         except Exception as error:
-            self.fail(error)
+            self._tally.add_to("failed_calls", _kind(error))
+            if self._breaker.failed():
+                words = "Redis: %s. It is not asked for %g s; requests are served without it."
+                logger.warning(words, _kind(error), self._breaker.pause_s)
+            self._client.connection_pool.disconnect()
             return None
-
-    def fail(self, error: Exception) -> None:
-        """A call has failed: open the breaker."""
-        self._tally.add_to("failed_calls", _kind(error))
-        if self._breaker.failed():
-            words = "Redis: %s. It is not asked for %g s; requests are served without it."
-            logger.warning(words, _kind(error), self._breaker.pause_s)
-        self._client.connection_pool.disconnect()
 
     def close(self) -> None:
         self._client.connection_pool.disconnect()
