@@ -10,6 +10,7 @@ import gc
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def checked(cache: PrefixCache, group: Group) -> None:
     cache.check()
     group.check()
     assert cache.stats.live_bytes == group.nbytes + inside.slots_bytes(cache)
+
+
+@contextmanager
+def grouped(
+    kind: str, prompts: Sequence[Any] = (), *, stores: Sequence[int] = (), interval: int = 2048, **group: Any
+) -> Iterator[tuple[Any, PrefixCache, Group]]:
+    """A group of these rows, checked at the end. `stores`: a prompt that is in the tree before."""
+    model, cache = opened(kind, checkpoint_interval=interval)
+    if stores:
+        stored(cache, model, stores)
+    with cache.begin_many(prompts, **group) as opened_group:
+        yield model, cache, opened_group
+        checked(cache, opened_group)
+    cache.check()
 
 
 def prefilled(group: Group, model: Any, row: Row, chunk: int | None = None) -> mx.array:
@@ -115,9 +130,8 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "mamba2"])
 def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> None:
-    model, cache = opened(kind)
     first, second = [*SYSTEM, *tokens(5, 23)], [*tokens(6, 40), *tokens(7, 30)]
-    with cache.begin_many(capacity=512) as group:
+    with grouped(kind, capacity=512) as (model, cache, group):
         one, two = group.admit(first, marks=[70]), group.admit(second, marks=[11, 40])
         done: dict[int, mx.array] = {}
         while len(done) < 2:
@@ -142,11 +156,10 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
 
 
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
-    model, cache = opened("llama")
     prompt = tokens(1, 40)
     image = np.array(prompt, dtype=np.int64)
     image[10] += 1 << 40
-    with cache.begin_many([prompt], capacity=256) as group:
+    with grouped("llama", [prompt], capacity=256) as (model, cache, group):
         prefilled(group, model, group.rows[0])
         row = group.admit([*prompt, 1], keys=[*image, 1])
         assert (row.cached_tokens, row.matched_tokens) == (10, 10)
@@ -185,8 +198,7 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
 
 
 def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
-    model, cache = opened("llama")
-    with cache.begin_many([PROMPTS[2]], capacity=128) as group:
+    with grouped("llama", [PROMPTS[2]], capacity=128) as (model, _, group):
         (first,) = group.rows
         (said,) = decoded(group, model, [first], [prefilled(group, model, first)], 6)
         told = [*PROMPTS[2], *said]
@@ -197,14 +209,12 @@ def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_l
         assert error(prefilled(group, model, second), cold(model, told)) < ROUNDING
         assert group.used_tokens == used + 1 == len(told) + 1
         decoded(group, model, [second, first], [mx.arange(8), -mx.arange(8)], 3)
-    cache.check()
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma"])
 def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
-    model, cache = opened(kind, checkpoint_interval=4096)
     prompt = tokens(1, 60)
-    with cache.begin_many([prompt], capacity=512) as group:
+    with grouped(kind, [prompt], capacity=512, interval=4096) as (model, _, group):
         (first,) = group.rows
         logits = prefilled(group, model, first)
         # Where the first stands now, at its tail's checkpoint 16 tokens before, and nowhere else.
@@ -221,8 +231,6 @@ def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
         assert late.cached_tokens == 60
         for row in (parted, before, late):
             assert error(prefilled(group, model, row), cold(model, row.prompt.tolist())) < ROUNDING
-        checked(cache, group)
-    cache.check()
 
 
 def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_none_of_them() -> None:
@@ -279,10 +287,8 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
 
 
 def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
-    model, cache = opened("llama")
-    stored(cache, model, PROMPTS[0])
     keys = np.array(PROMPTS[0], dtype=np.int64)
-    with cache.begin_many([[*PROMPTS[0], 1]], capacity=512) as group:
+    with grouped("llama", [[*PROMPTS[0], 1]], capacity=512, stores=PROMPTS[0]) as (model, cache, group):
         (early,) = group.rows
         assert early.cached_tokens == 100
         with cache.begin(PROMPTS[0]) as session:
@@ -299,12 +305,10 @@ def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
         late.close()
         assert inside.stored_tokens(cache, [*PROMPTS[0], 2]) == 101
         assert inside.stored_tokens(cache, [*PROMPTS[0], 1]) == 100
-    cache.check()
 
 
 def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
-    model, cache = opened("llama")
-    with cache.begin_many([PROMPTS[0], PROMPTS[1]], capacity=512) as group:
+    with grouped("llama", [PROMPTS[0], PROMPTS[1]], capacity=512) as (model, cache, group):
         one, two = group.rows
         for row in (one, two):
             prefilled(group, model, row)
@@ -323,9 +327,8 @@ def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "jamba"])
 def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_known(kind: str) -> None:
-    model, cache = opened(kind, checkpoint_interval=4096)
     prompt = tokens(1, 100)
-    with cache.begin_many(capacity=512) as group:
+    with grouped(kind, capacity=512, interval=4096) as (model, cache, group):
         row = group.admit(prompt, marks=[40])
         prefilled(group, model, row)
         row._tainted = 60
@@ -334,9 +337,7 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
 
 
 def test_a_window_that_has_gone_round_is_not_rewound() -> None:
-    model, cache = opened("gemma3_text")
-    stored(cache, model, PROMPTS[0])
-    with cache.begin_many([[*PROMPTS[0], 1, 2, 3]], capacity=256) as group:
+    with grouped("gemma3_text", [[*PROMPTS[0], 1, 2, 3]], capacity=256, stores=PROMPTS[0]) as (model, cache, group):
         (row,) = group.rows
         prefilled(group, model, row)
         for begin, end in ((90, 103), (102, 103), (80, 95)):
@@ -345,7 +346,6 @@ def test_a_window_that_has_gone_round_is_not_rewound() -> None:
             checked(cache, group)
         found = group.step(model, [row], [9])[0, -1]
         assert error(found, cold(model, [*PROMPTS[0], 1, 2, 3, 9])) < ROUNDING
-    cache.check()
 
 
 def active_bytes() -> int:
@@ -395,8 +395,7 @@ def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
 
 
 def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> None:
-    model, cache = opened("llama")
-    with cache.begin_many([tokens(1, 30)], capacity=256) as group:
+    with grouped("llama", [tokens(1, 30)], capacity=256) as (model, _, group):
         logits = group.prefill(model, group.rows[0])
         held = active_bytes()
         assert logits is not None
@@ -483,9 +482,7 @@ def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -
 
 
 def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
-    model, cache = opened("llama")
-    stored(cache, model, PROMPTS[0])
-    with cache.begin_many([PROMPTS[2]], capacity=60) as group:
+    with grouped("llama", [PROMPTS[2]], capacity=60, stores=PROMPTS[0]) as (model, cache, group):
         (row,) = group.rows
         logits = prefilled(group, model, row)
         before = cache.stats.requests
@@ -503,7 +500,6 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
         checked(cache, group)
         second.close()
         decoded(group, model, [row], [logits], 3)
-        checked(cache, group)
     assert cache.explain([*tokens(9, 50), 1]).matched_tokens == 35
     cache.check()
 

@@ -13,7 +13,7 @@ from radixcache.groups.passes import Way
 from radixcache.groups.row import Row
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.test_begin_many import decoded, stored
+from tests.groups.test_begin_many import decoded, grouped, stored
 from tests.groups.test_ways import WAYS
 from tests.whole.test_exact import tokens
 
@@ -70,10 +70,9 @@ def test_rows_that_are_prefilled_together_get_what_each_gets_alone(kind: str, ch
 
 @pytest.mark.parametrize(("kind", "position"), [("llama_sliding", 29), ("gemma3_text", 20), ("qwen3_next", 29)])
 def test_a_pass_that_raises_leaves_every_row_of_it_as_it_was(kind: str, position: int) -> None:
-    model, cache = opened(kind)
     prompts = [tokens(index, 30) for index in (2, 3, 4)]
     prompts[1][29] = bad = max(set(range(256)) - {token for prompt in prompts for token in prompt})
-    with cache.begin_many(prompts, capacity=600) as group:
+    with grouped(kind, prompts, capacity=600) as (model, _, group):
         rows = group.rows
         list(group.prefill_many(model, rows, position))  # beyond the windows of those that have some
         assert [row.position for row in rows] == [position] * 3

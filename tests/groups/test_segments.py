@@ -12,7 +12,7 @@ from radixcache import PrefixCache, Row
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.test_begin_many import Failing, checked, decoded, prefilled, stored
+from tests.groups.test_begin_many import Failing, checked, decoded, grouped, prefilled, stored
 from tests.whole.test_exact import tokens
 
 SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
@@ -33,8 +33,7 @@ SLOW = [pytest.param(kind, 0, marks=pytest.mark.slow) for kind in ("gemma3_text"
 
 @pytest.mark.parametrize(("kind", "segment_bytes"), [("llama", 0), ("gemma3_text", None), *SLOW])
 def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, segment_bytes: int | None) -> None:
-    model, cache = opened(kind)
-    with cache.begin_many(capacity=2000, segment_bytes=segment_bytes) as group:
+    with grouped(kind, capacity=2000, segment_bytes=segment_bytes) as (model, cache, group):
         running: list[tuple[Row, mx.array]] = []
         for number, prompt in enumerate(three_levels()):
             row = group.admit(prompt, marks=[60, 100] if number < 5 else [])
@@ -52,16 +51,13 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
         assert back.cached_tokens >= 100
         logits = prefilled(group, model, back)
         decoded(group, model, [running[3][0], back], [running[3][1], logits], 2)
-        checked(cache, group)
-    cache.check()
 
 
 def test_nothing_takes_away_what_rows_read() -> None:
     """Neither the budget, nor a session that has the same live, nor one that parts in the middle of it."""
-    model, cache = opened("llama")
     prompt = tokens(1, 90)
-    stored(cache, model, prompt)
-    with cache.begin_many([[*prompt, 1], [*prompt, 2]], capacity=400, segment_bytes=0) as group:
+    prompts = [[*prompt, 1], [*prompt, 2]]
+    with grouped("llama", prompts, capacity=400, segment_bytes=0, stores=prompt) as (model, cache, group):
         logits = [prefilled(group, model, row) for row in group.rows]
         assert [in_place(row) for row in group.rows] == [90, 90]
         with cache.begin([*prompt, 5]) as session:
@@ -78,7 +74,6 @@ def test_nothing_takes_away_what_rows_read() -> None:
         decoded(group, model, group.rows, logits, 2)
         cache.clear()
         decoded(group, model, group.rows, logits, 1)
-        checked(cache, group)
     cache.reclaim(0)
     assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
     cache.check()
@@ -135,9 +130,8 @@ def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: s
 
 @pytest.mark.parametrize(("kind", "at"), [("gpt_bigcode", 2), ("jamba", 1)])
 def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int) -> None:
-    model, cache = opened(kind)
     prompts = [tokens(1, 20), tokens(2, 13), tokens(3, 9)]
-    with cache.begin_many(prompts, capacity=200) as group:
+    with grouped(kind, prompts, capacity=200) as (model, cache, group):
         logits = [prefilled(group, model, row) for row in group.rows]
         decoded(group, model, group.rows, logits, 1)
         places = [row.position for row in group.rows]
@@ -148,12 +142,10 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
         found = group.step(model, group.rows, [4, 5, 6])
         for row, each in zip(group.rows, found, strict=True):
             assert error(each[0], cold(model, row.known_keys().tolist())) < ROUNDING
-    cache.check()
 
 
 def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_as_far_as_is_known() -> None:
-    model, cache = opened("gemma3_text")
-    with cache.begin_many(capacity=400) as group:
+    with grouped("gemma3_text", capacity=400) as (model, cache, group):
         rows = [group.admit(tokens(number, 40), marks=[30]) for number in (1, 2, 3)]
         logits = [prefilled(group, model, row) for row in rows]
         decoded(group, model, rows, logits, 1)

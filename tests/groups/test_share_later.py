@@ -10,7 +10,7 @@ import pytest
 
 from radixcache.layers.layout import Layout, LiveStateError
 from tests.groups.cold import ROUNDING, cold, error, opened
-from tests.groups.test_begin_many import checked, decoded, prefilled
+from tests.groups.test_begin_many import checked, decoded, grouped, prefilled
 from tests.whole.test_exact import tokens
 
 SYSTEM = tokens(1, 60)
@@ -19,8 +19,7 @@ PROMPTS = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> None:
-    model, cache = opened(kind)
-    with cache.begin_many(PROMPTS, capacity=256) as group:
+    with grouped(kind, PROMPTS, capacity=256) as (model, cache, group):
         assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
         logits = [prefilled(group, model, row) for row in group.rows]
         checked(cache, group)
@@ -34,12 +33,10 @@ def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> N
         for prompt, found in zip(PROMPTS, logits, strict=True):
             assert error(found, cold(model, prompt)) < ROUNDING
         decoded(group, model, group.rows, logits, 3)
-    cache.check()
 
 
 def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
-    model, cache = opened("qwen3_next")
-    with cache.begin_many(capacity=256) as group:
+    with grouped("qwen3_next", capacity=256) as (model, cache, group):
         rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
         logits = [prefilled(group, model, row) for row in rows]
         checked(cache, group)
@@ -47,7 +44,6 @@ def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
         for prompt, found in zip(PROMPTS, logits, strict=True):
             assert error(found, cold(model, prompt)) < ROUNDING
         decoded(group, model, rows, logits, 3)
-    cache.check()
 
 
 def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -> None:
@@ -61,8 +57,7 @@ def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -
 
 
 def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = opened("mamba")
-    with cache.begin_many(capacity=256) as group:
+    with grouped("mamba", capacity=256) as (model, cache, group):
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])
         prefilled(group, model, first)
         real = Layout.restore_points
@@ -78,5 +73,3 @@ def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypa
         monkeypatch.setattr(Layout, "restore_points", real)
         assert error(prefilled(group, model, second), cold(model, PROMPTS[1])) < ROUNDING
         assert second.cached_tokens == 60
-        checked(cache, group)
-    cache.check()
