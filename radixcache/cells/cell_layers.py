@@ -19,7 +19,6 @@ Invariants of RowStates, asserted by `check`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -45,14 +44,11 @@ class CellPass:
         self.batch = batch
         self.row_count = len(batch.rows)
         self.tokens_per_row = batch.rows[0].length
+        begins = [row.begin for row in batch.rows]
+        # Tokens in front of the pass: an int for one row, an int32 array (N,) for several.
+        self.before: Any = begins[0] if self.row_count == 1 else mx.array(begins, dtype=mx.int32)
         self._spans: dict[int | None, tuple[int, int]] = {}
         self._masks: dict[tuple[int | None, int | None, bool], Mask] = {}
-
-    @cached_property
-    def before(self) -> Any:
-        """Tokens in front of each row's: an int for one row, an int32 array (N,) for several."""
-        begins = [row.begin for row in self.batch.rows]
-        return begins[0] if self.row_count == 1 else mx.array(begins, dtype=mx.int32)
 
     def span(self, window: int | None) -> tuple[int, int]:
         """The cells [start, stop) that a layer with this window fetches."""
@@ -107,7 +103,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def offset(self) -> Any:
-        """Tokens in front of each row's, and with them once they are written: an int, or an int32 array (N,)."""
+        """Tokens in front of the pass, and with those of the pass once they are written: an int, or int32 (N,)."""
         before = self._running.before
         return before + self._running.tokens_per_row if self._is_written else before
 

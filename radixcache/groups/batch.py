@@ -140,13 +140,8 @@ class Batch:
     ) -> mx.array:
         """Run the model on ids (R, T); logits (R, T, V), not evaluated. If the model raises, rows stay as they were.
 
-        Args:
-            parts: what rows read in place.
-            ours: whether attention may be cascade attention; with any parts it must be.
-            is_prompt: copy wrapped windows, so that the pass can always be undone.
-
-        Raises:
-            LostStateError: the model raised, and the rows could not be restored.
+        Rows read `parts` in place; with any, `ours` is set: attention may be cascade attention. `is_prompt` copies
+        wrapped windows, so that the pass can always be undone. LostStateError: it could not be.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
         try:

@@ -428,8 +428,7 @@ class Group:
             count = counts[first]
             rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
             rows = rows if self._can_join(model, first, count) else [first]
-            logits = self._evaluate(model, rows, count)
-            if logits is None:
+            if (logits := self._evaluate(model, rows, count)) is None:
                 rows = [first]
                 logits = self._evaluate(model, rows, count)
             assert logits is not None
@@ -466,23 +465,20 @@ class Group:
             self._run(lambda: mx.eval(pending), makes_state=True)
             with self._lock:
                 self._layout.learn(batch.specimen(self._layout.fresh()))
-            if self._layout.windows:
-                self._copy_windows(rows, count)
+                for row in rows if self._layout.windows else ():
+                    self._copy_windows(row, count)
             self._run(batch.own_points, makes_state=True)
             with self._lock:
                 self._room.book()
         return logits
 
-    def _copy_windows(self, rows: Sequence[Row], count: int) -> None:
+    def _copy_windows(self, row: Row, count: int) -> None:
         """Copy the last tokens out of windows before the windows are cut."""
-        with self._lock:
-            for row in rows:
-                points = self._room.points_of(row)
-                start, end = row.position - count, row.position
-                is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
-                self._core.copy_windows(row.own, points, start, end, is_last=is_last)
-                if not self._layout.has_states:
-                    self._take_checkpoints(row, count)
+        points, start, end = self._room.points_of(row), row.position - count, row.position
+        is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
+        self._core.copy_windows(row.own, points, start, end, is_last=is_last)
+        if not self._layout.has_states:
+            self._take_checkpoints(row, count)
 
     def _take_checkpoints(self, row: Row, count: int) -> None:
         """Copy and book the point state of a row at the stops of its last tokens, as far as the budget allows."""
