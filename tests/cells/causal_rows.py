@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -13,20 +12,10 @@ from numpy.typing import NDArray
 from benchmarks.architectures.right_state import ROUNDING, WRONG_STATE
 from benchmarks.architectures.temporal import largest_difference
 from radixcache.cells.causal import CausalCache
-from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
+from tests.groups.cold import shared_model
+from tests.prompts import tokens as words
 
 __all__ = ["ROUNDING", "WRONG_STATE", "Rows", "alone", "shared_model", "words"]
-
-
-@cache
-def shared_model(kind: str) -> Any:
-    """The tiny model of a kind, for tests that do not change it."""
-    return tiny_model(kind)
-
-
-def words(seed: int, length: int) -> list[int]:
-    """Token ids that are the same every time."""
-    return np.random.default_rng(seed).integers(0, VOCABULARY_LENGTH, length).tolist()
 
 
 def alone(model: Any, tokens: list[int], step_size: int | None = None) -> NDArray[np.float32]:

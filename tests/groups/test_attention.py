@@ -148,32 +148,3 @@ def test_scores_of_any_size_in_any_part_do_not_overflow(seed: int, scale: float,
     everybody = np.ones((3, 1, 7), dtype=bool)
     found = cascaded(queries, tails, segments, readers)
     assert np.abs(found - everything(queries, tails, segments, readers, everybody, None)).max() < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_in_half_precision_it_is_as_near_as_mlx_lms_own_attention(dtype: mx.Dtype) -> None:
-    queries, tails, segments = arrays(3, ROWS, 1, 2, 3, 1.0, 2)
-    readers: list[tuple[int, ...] | None] = [None, None]
-    halves = [mx.array(array).astype(dtype) for array in (queries, *tails)]
-    pairs = [(mx.array(keys).astype(dtype), mx.array(values).astype(dtype)) for keys, values in segments]
-    rounded = [np.array(half.astype(mx.float32)) for half in halves]
-    wanted = everything(
-        rounded[0],
-        (rounded[1], rounded[2]),
-        [(np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))) for k, v in pairs],
-        readers,
-        np.ones((ROWS, 1, 7), dtype=bool),
-        None,
-    )
-    found = cascade(*halves, Readers(ROWS, readers), pairs, scale=0.25)
-    assert found.dtype == dtype
-    whole = [
-        mx.concatenate([*(mx.repeat(pair[name], ROWS, axis=0) for pair in pairs), halves[name + 1]], axis=2)
-        for name in (0, 1)
-    ]
-    own = mx.fast.scaled_dot_product_attention(halves[0], *whole, scale=0.25)
-
-    def error(array: mx.array) -> float:
-        return float(np.abs(np.array(array.astype(mx.float32)) - wanted).max())
-
-    assert error(found) <= 2 * max(error(own), float(mx.finfo(dtype).eps) / 2)

@@ -18,6 +18,12 @@ def held_bytes(cache: PrefixCache) -> int:
     return cache.stats.live_bytes + cache.stats.paged_bytes
 
 
+def within_budget(cache: PrefixCache, group: Group) -> None:
+    assert held_bytes(cache) <= cache.stats.budget_bytes
+    group.check()
+    cache.check()
+
+
 def known(model: Any, budget_bytes: int | None = None) -> PrefixCache:
     """A cache that has seen its model run."""
     cache = PrefixCache(model) if budget_bytes is None else PrefixCache(model, budget_bytes=budget_bytes)
@@ -78,9 +84,7 @@ def test_a_row_gives_up_its_checkpoints_rather_than_its_next_token() -> None:
         group.prefill(model, other)
         assert (inside.checkpoints(row), inside.checkpoints(other)) == ([], [])
         mx.eval(group.step(model, [row, other], [5, 6]))
-        assert held_bytes(cache) <= cache.stats.budget_bytes
-        group.check()
-        cache.check()
+        within_budget(cache, group)
 
 
 def test_what_cannot_fit_anyway_costs_no_checkpoint() -> None:
@@ -109,8 +113,7 @@ def test_the_state_of_a_row_that_takes_up_what_another_evaluated_meanwhile_is_as
         group.prefill(model, second, 39)
         with pytest.raises(BudgetFullError):
             group.prefill(model, third)
-        assert held_bytes(cache) <= cache.stats.budget_bytes
-        group.check()
+        within_budget(cache, group)
         assert (third.position, third.prompt_left) == (third.cached_tokens, len(prompt) - third.cached_tokens)
         second.close()
         found = group.prefill(model, third)
@@ -129,8 +132,7 @@ def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_budget_
         with pytest.raises(BudgetFullError, match="do not fit the budget"):
             group.prefill(model, group.rows[0])
         assert group.rows[0].position == FIRST_TOKENS
-        assert held_bytes(cache) <= cache.stats.budget_bytes
-        group.check()
+        within_budget(cache, group)
         group.prefill(model, group.rows[0], 100)
     cache.check()
 
