@@ -84,7 +84,11 @@ class Sizes:
         self._log_sum += math.log2(max(1, end)) - self._log_sum / 1024
         self._weight += 1.0 - self._weight / 1024
         usual = self._found_order[len(self._found_order) // 2] if self._found_order else start
-        self._note_found(start)
+        # A prefix that most recent first turns found stored is no branch.
+        self._found.append(start)
+        self._found_order.add(start)
+        if len(self._found) > FIRST_TURNS:
+            self._found_order.remove(self._found.popleft())
         if usual < start < end - 1:
             return "1", "branch"
         length = end / self._typical
@@ -93,13 +97,6 @@ class Sizes:
     @property
     def _typical(self) -> float:
         return 2.0 ** (self._log_sum / self._weight) if self._weight else 1.0
-
-    def _note_found(self, start: int) -> None:
-        """Remember how much recent first turns found stored: a prefix that all of them share is no branch."""
-        self._found.append(start)
-        self._found_order.add(start)
-        if len(self._found) > FIRST_TURNS:
-            self._found_order.remove(self._found.popleft())
 
 
 class Ends:

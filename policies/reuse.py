@@ -83,7 +83,10 @@ class ReuseModel:
                 return
             self.median_ticks = float(sorted(self._intervals)[len(self._intervals) // 2])
             self._intervals.clear()
-        self._fade(0.5 ** (uses / HALF_LIFE_USES))
+        factor = 0.5 ** (uses / HALF_LIFE_USES)
+        for learnt in self._classes.values():
+            learnt.used = [each * factor for each in learnt.used]
+            learnt.watched = [each * factor for each in learnt.watched]
         seen = {key: (learnt, list(learnt.watched)) for key, learnt in self._classes.items()}
         waiting: dict[Hashable, list[float]] = {}
         for key, age in watching:
@@ -94,11 +97,6 @@ class ReuseModel:
         for learnt, watched in seen.values():
             hazards = _hazards(learnt.probability, learnt.stretch * self.median_ticks, 0.0)
             learnt.worth = self._worth(learnt, _ratio(learnt.used, watched, hazards))
-
-    def _fade(self, factor: float) -> None:
-        for learnt in self._classes.values():
-            learnt.used = [each * factor for each in learnt.used]
-            learnt.watched = [each * factor for each in learnt.watched]
 
     def _move_median(self, seen: list[tuple[_Learnt, list[float]]]) -> None:
         """Move the median by half an octave if that makes the observations likelier."""

@@ -56,11 +56,7 @@ class SIEVE(RunPolicy):
             self._hand = (*place, 1)
 
     def lost(self, entry: Entry, runs: list[Run]) -> None:
-        if self._latest_arrival() < runs[-1].place:
-            self._hand = None  # Nothing newer is left.
-
-    def _latest_arrival(self) -> float:
-        """When the newest keys came, without those of the present request; -1: there are none."""
         fresh = self._newest.created if self.is_serving and self._newest is not None else None
-        latest = (tick for tick in reversed(self._arrived) if tick != fresh)
-        return next(latest, -1.0)
+        latest = next((tick for tick in reversed(self._arrived) if tick != fresh), -1.0)
+        if latest < runs[-1].place:
+            self._hand = None  # Nothing newer is left.

@@ -26,7 +26,11 @@ class SLRU(OrderedPolicy):
 
     def key(self, entry: Entry) -> Key:
         protected = entry.uses >= 2
-        self._count(entry, protected)
+        before, was_protected = self._tokens.get(entry.entry_id, (0, False))
+        tokens = entry.tokens if entry.state == "span" else 0
+        self._held[was_protected] -= before
+        self._held[protected] += tokens
+        self._tokens[entry.entry_id] = (tokens, protected)
         return (protected, entry.last_used, -entry.end)
 
     def evicted(self, entry: Entry) -> None:
@@ -45,10 +49,3 @@ class SLRU(OrderedPolicy):
             return first
         protected = self._filed[self._order[index][1]]
         return min(first, protected, key=lambda entry: (entry.last_used, -entry.end, entry.entry_id))
-
-    def _count(self, entry: Entry, protected: bool) -> None:
-        before, was_protected = self._tokens.get(entry.entry_id, (0, False))
-        self._held[was_protected] -= before
-        tokens = entry.tokens if entry.state == "span" else 0
-        self._held[protected] += tokens
-        self._tokens[entry.entry_id] = (tokens, protected)

@@ -55,8 +55,13 @@ class TLRU(OrderedPolicy):
     def inserted(self, entry: Entry) -> None:
         self._high_water[entry.entry_id] = entry.end
         if entry.state == "span":
-            self._learn(entry)
-            self._raise(entry)
+            self._added_tokens += entry.tokens
+            self._requests += entry.created != self._last_tick
+            self._last_tick = entry.created
+            above = entry.parent
+            while above is not None and self._high_water.get(above.entry_id, entry.end) < entry.end:
+                self._high_water[above.entry_id] = entry.end
+                above = above.parent
         super().inserted(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
@@ -81,16 +86,3 @@ class TLRU(OrderedPolicy):
         if evictable:  # The averages and the branch's length may have changed.
             self._rekey(entry)
         super().evictable_changed(entry, evictable)
-
-    def _learn(self, entry: Entry) -> None:
-        self._added_tokens += entry.tokens
-        if entry.created != self._last_tick:
-            self._last_tick = entry.created
-            self._requests += 1
-
-    def _raise(self, entry: Entry) -> None:
-        """Raise the high-water length of the path above a new leaf."""
-        above = entry.parent
-        while above is not None and self._high_water.get(above.entry_id, entry.end) < entry.end:
-            self._high_water[above.entry_id] = entry.end
-            above = above.parent

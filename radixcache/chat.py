@@ -51,8 +51,12 @@ class ChatTemplate:
         # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
         self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
         self._kwargs: dict[str, Any] = {"tools": [dict(tool) for tool in tools] if tools else None, **template_kwargs}
-        self.as_text = self._renders_text_that_it_tokenizes()
-        if not self.as_text and not self._has_python_template():
+        # mlx-lm may replace the tokenizer's Jinja template with a function.
+        is_python = self._inner is not tokenizer and getattr(tokenizer, "_chat_template", None) is not None
+        is_fast = getattr(self._inner, "is_fast", False) and not template_kwargs.get("sanitize_control_tokens")
+        #: Whether the template gives text, which the tokenizer then tokenizes.
+        self.as_text = bool(is_fast and (is_python or _has_stock_renderer(self._inner)))
+        if not self.as_text and not is_python:
             self._kwargs["return_dict"] = False
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
@@ -79,15 +83,6 @@ class ChatTemplate:
         """Ids and texts of the tokens that never merge with text beside them; white space does not count."""
         added = self._inner.added_tokens_decoder.items()
         return {int(token_id): token.content for token_id, token in added if token.content.strip()}
-
-    def _has_python_template(self) -> bool:
-        """Whether mlx-lm replaces the tokenizer's Jinja template with a function."""
-        return self._inner is not self._tokenizer and getattr(self._tokenizer, "_chat_template", None) is not None
-
-    def _renders_text_that_it_tokenizes(self) -> bool:
-        if not getattr(self._inner, "is_fast", False) or self._kwargs.get("sanitize_control_tokens"):
-            return False
-        return self._has_python_template() or _has_stock_renderer(self._inner)
 
 
 def _has_stock_renderer(tokenizer: Any) -> bool:

@@ -106,8 +106,10 @@ class _CompactReader:
         for (where, record), (_, following) in pairwise(chain(read_lines(self._path), [("", None)])):
             ends_part = following is None or (isinstance(following, dict) and is_compact_header(following))
             try:
-                if isinstance(record, dict):
-                    self._take(record, where)
+                if isinstance(record, dict) and is_compact_header(record):
+                    self._begin_part(record, where)
+                elif isinstance(record, dict):
+                    self._requests.append(self._request(record, where))
                 elif ends_part:
                     self._reading.skipped.append(f"{where}: torn, as the writer was stopped here; left out.")
                 elif record is not None:
@@ -117,14 +119,6 @@ class _CompactReader:
         self._end_part()
         source = str(self._path)
         return Trace(self._path.stem, self._block_tokens or 1, self._requests, self._is_timing_synthetic, source)
-
-    def _take(self, record: dict[str, Any], where: str) -> None:
-        if is_compact_header(record):
-            self._begin_part(record, where)
-        elif not self._is_open:
-            raise TraceError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
-        else:
-            self._requests.append(self._request(record, where))
 
     def _begin_part(self, header: dict[str, Any], where: str) -> None:
         # Even a bad header ends the part before it.
@@ -154,6 +148,8 @@ class _CompactReader:
         self._is_open = False
 
     def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
+        if not self._is_open:
+            raise TraceError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
         number = whole_number(record, "request", where)
         if number in self._digests:
             self._end_part()
