@@ -38,11 +38,7 @@ from benchmarks.bench_serve import OURS, THEIRS
 from benchmarks.harness import record
 from benchmarks.harness.record import Spread, in_turns, publish, rotated
 from benchmarks.harness.recorded_traces import TRACES, traces_in
-from benchmarks.harness.stored_state import Filler, fill, forget, opened
-from radixcache import PrefixCache
-from runner.models.tiny import tiny_model
 from runner.script.conversation import Conversation
-from tests.prompts import tokens
 from tests.stores.redis_server import program_named
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
@@ -277,21 +273,6 @@ def test_the_disk_benchmark_has_a_row_for_each_copy_speed_and_request(run: Runni
     assert [(row["write on"], row["request"]) for row in written["disk-requests"]] == [
         (write_on, request) for write_on in ("close", "eviction") for request in ("turn", "hit", "miss", "misses")
     ]
-
-
-@pytest.mark.parametrize("kind", ["gemma3_text", "lfm2"])
-def test_noise_is_stored_and_read_as_the_models_own_state(kind: str, tmp_path: Path) -> None:
-    model, prompt = tiny_model(kind), tokens(1, 600)
-    files = []
-    for name, writer in (("model", model), ("noise", Filler(model))):
-        with opened(tmp_path / name) as store, PrefixCache(model, store=store) as cache:
-            fill(cache, writer, prompt).close()
-            cache.flush()
-            files.append({path.name: path.stat().st_size for path in (tmp_path / name).glob("??/*")})
-            cache.clear()
-            forget(sorted((tmp_path / name).glob("??/*")))
-            assert len(cache.fetch([*prompt, 1])[1]) == 1
-    assert files[0] == files[1]
 
 
 def test_the_redis_benchmark_has_a_row_for_each_size_question_and_link(run: Running) -> None:

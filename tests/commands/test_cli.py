@@ -11,22 +11,6 @@ import pytest
 
 from runner.replay import caches, progress
 
-TALK = [
-    {"role": "system", "content": "You answer in one word."},
-    {"role": "user", "content": "Which river runs through Rome?"},
-    {"role": "assistant", "content": "Tiber."},
-    {"role": "user", "content": "And through Paris?"},
-]
-
-
-@pytest.fixture
-def talks(tmp_path):
-    """A file with the conversations of two users."""
-    path = tmp_path / "talks.jsonl"
-    records = [{"id": name, "user": name, "messages": TALK} for name in ("ann", "bob")]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
 
 def replay(talks, *more):
     return ("replay", "--model", "tiny", "--conversations", talks, "--max-tokens", 4, *more)

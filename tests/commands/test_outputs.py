@@ -33,14 +33,6 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def talks(tmp_path: Path) -> Path:
-    path = tmp_path / "talks.jsonl"
-    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-    path.write_text(json.dumps({"messages": [*turns, {"role": "user", "content": "Bye."}]}) + "\n")
-    return path
-
-
 # No input is overwritten
 
 
@@ -270,7 +262,8 @@ def test_a_policy_that_raises_is_one_line(
     monkeypatch.chdir(tmp_path)
     policy = ("--policy", "bad:Bad")
     many = tmp_path / "many.jsonl"
-    many.write_text("".join(talks.read_text().replace("Hello.", f"Hello {n}. " * 30) for n in range(4)))
+    talk = talks.read_text().replace("Which", "Hello N. " * 30).replace("ann", "aN").replace("bob", "bN")
+    many.write_text("".join(talk.replace("N", str(number)) for number in range(4)))
     model = ("--model", "tiny")
     for arguments in (
         ("simulate", trace, "--capacity-blocks", 20, *policy),

@@ -172,19 +172,6 @@ def test_what_one_replica_computed_another_reads_from_the_shared_tier() -> None:
     assert row.ttft_s_p50 == pytest.approx(2 + 4, rel=0.01)
 
 
-def test_a_shared_tier_that_is_slower_than_prefill_is_tried_by_each_replica_and_then_left_alone() -> None:
-    trace = made([([index % 4, index % 4, 100 + index], 100_000, 1) for index in range(60)])
-    slow = replace(SHARED, read_bytes_per_s=1 << 16)
-    read = [
-        simulate_replicas(trace, setup("random", blocks=5, sizes=SPANS, shared=shared)).shared
-        for shared in (SHARED, slow)
-    ]
-    assert all(each is not None for each in read)
-    fast_tokens, slow_tokens = (each.hit_tokens for each in read if each is not None)
-    assert fast_tokens > 60 * BLOCK_TOKENS
-    assert slow_tokens <= 3 * 2 * BLOCK_TOKENS
-
-
 # The command
 
 
