@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -34,17 +34,10 @@ def assemble_app(
     options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int], None]
 ) -> FastAPI:
     """Return the application around any backend. `count` gets the route and status of each HTTP request."""
-    app = FastAPI(
-        title="radixcache",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        responses={
-            "4XX": {"description": "What is wrong with the request, in the form of the API that was asked."},
-            503: {"description": "The server is stopping, or has failed."},
-        },
-    )
+    wrong = {"description": "What is wrong with the request, in the form of the API that was asked."}
+    gone = {"description": "The server is stopping, or has failed."}
+    hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="radixcache", version=__version__, responses={"4XX": wrong, 503: gone}, **hidden)
     service = Service(backend, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
     app.include_router(anthropic_routes(service, options))

@@ -148,15 +148,11 @@ class ServedModel:
         machine = mlx_lm_border.make_text_state_machine(tokenizer, stop_words)
         formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
         reader = ReplyReader(machine, prompt.initial_state, formatter)
-        prepared = _Prepared(
-            opened,
-            prompt,
-            sampler_of(request, tokenizer, self._vocabulary_length),
-            processors_of(request, self._vocabulary_length),
-            mlx_lm_border.make_stop_sequences(tokenizer, stop_words).matcher().advance,
-            is_alone=self._generator is None or has_images or self._draws.random() < self._options.verify,
-        )
-        self._queue.append(prepared)
+        sampler = sampler_of(request, tokenizer, self._vocabulary_length)
+        processors = processors_of(request, self._vocabulary_length)
+        is_stop = mlx_lm_border.make_stop_sequences(tokenizer, stop_words).matcher().advance
+        is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
+        self._queue.append(_Prepared(opened, prompt, sampler, processors, is_stop, is_alone))
         self._advance()
         if not opened.is_over:
             opened.record.prompt_tokens = prompt_tokens

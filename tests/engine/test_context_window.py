@@ -85,15 +85,3 @@ def test_a_cut_makes_the_room_and_leaves_beginning_opening_and_reply(outline, re
     whole = {end - outline.head for end in outline.ends[:-1]}
     if gone and max(whole, default=0) >= length + room - tokens:
         assert gone in whole
-
-
-@given(outline=prompts(), tokens=st.integers(10, 100), grown=st.lists(st.integers(1, 5), max_size=30))
-def test_cuts_in_steps_end_where_one_cut_would(outline, tokens, grown):
-    window, length, dropped = ContextWindow(tokens), outline.length, 0
-    try:
-        for more in grown:
-            dropped += window.excess(outline, length - dropped, more, dropped)
-            length += more
-        assert dropped >= window.excess(outline, length, 0) or not grown
-    except ContextError:
-        return

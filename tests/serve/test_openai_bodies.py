@@ -57,11 +57,6 @@ def test_every_field_of_a_chat_reaches_the_generation_thread():
     )  # fmt: skip
 
 
-def test_a_text_completion_is_asked_for_with_its_prompt_alone():
-    asked = asked_by({"prompt": "once", "messages": [USER]}, TEXT)
-    assert (asked.prompt, asked.messages) == ("once", ())
-
-
 @pytest.mark.parametrize(("stop", "words"), [("x", ["x"]), ("", []), ([], []), (["x"], ["x"])])
 def test_a_stop_word_may_stand_alone_and_an_empty_one_is_none(stop, words):
     assert asked_by({"messages": [USER], "stop": stop}).stop_words == words
