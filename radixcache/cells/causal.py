@@ -247,13 +247,10 @@ class CausalCache:
         lines += [f"  sequence {name} is tainted from {begin}" for name, begin in self._tainted.items()]
         return "\n".join(lines)
 
-    # The model
-
     def _require_model(self, model: Any) -> None:
         """Make this the model, unless it wraps the present one, or is a callable that is no model.
 
-        UnsupportedCacheError: its attention goes by slots.
-        ValueError: there is state of another model, or that one has other layers.
+        UnsupportedCacheError: its attention goes by slots. ValueError: other layers, or state of another model.
         """
         known = self._model
         if model is known:
@@ -296,8 +293,6 @@ class CausalCache:
         steps = [[trial.step(model, group, [step[row] for row in group]) for group in groups] for step in STEPS]
         error = error_of(mx.concatenate([mx.concatenate(rows) for rows in steps], axis=1), wanted)
         return error <= allowed_error(rounding, wanted.dtype, *(array.dtype for array in trial.state))
-
-    # Forward passes
 
     def _forward(self, model: Any, rows: list[tuple[int, int]], ids: mx.array, compacting: bool = False) -> mx.array:
         """Run the model on rows (sequence, tokens); `compacting`: copy its states, most of them views of the pass."""

@@ -138,8 +138,6 @@ class CellTable:
         positions = begin + np.cumsum(lengths) - lengths
         return tuple(map(CellRun, starts.tolist(), lengths.tolist(), positions.tolist()))
 
-    # Add, share, append, free
-
     def add(self, sequence: int) -> None:
         """Make a sequence without tokens. ValueError: there is one with that id."""
         if sequence in self._cells:
@@ -205,8 +203,6 @@ class CellTable:
         del self._cells[sequence]
         self._changed()
         return int(np.count_nonzero(self._counts[cells] == 0))
-
-    # Plans
 
     def plan_remove(self, sequence: int, begin: int, end: int) -> CellPlan:
         """Plan to take positions [begin, end) out of a sequence and to close the gap.
@@ -276,8 +272,6 @@ class CellTable:
         plan = self.plan_remove(sequence, begin, end)
         self.apply(plan)
         return plan
-
-    # What a batch sees
 
     def span(self, batch: CellBatch, *, window: int | None = None) -> tuple[int, int]:
         """The cells [start, stop) from the first to the last that any token of a batch sees; otherwise as `mask`."""

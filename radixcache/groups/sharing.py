@@ -47,8 +47,6 @@ class Sharing:
         layers = self._room.tail_layers
         return layers > 0 and tokens * self._layout.token_bytes >= self._segment_bytes * layers
 
-    # From the tree
-
     def restore(self, row: Row) -> None:
         """Start a new row behind what tree and rows have of its prompt. CacheFullError, BudgetFullError: no room."""
         core, request = self._core, row.request
@@ -167,8 +165,6 @@ class Sharing:
             return self._pager.allocating(make)
         except NATIVE_ERRORS as error:
             raise LiveStateError(f"restoring a row failed: {error}") from error
-
-    # To the tree
 
     def close(self, rows: Sequence[Row], is_intact: bool) -> None:
         """Store what these rows evaluated, if it is intact, and release their state, all of them despite errors."""

@@ -151,20 +151,6 @@ def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_s
     cache.check()
 
 
-def test_warming_that_finds_the_state_wrong_says_so() -> None:
-    model = tiny_model("llama")
-    cache = verifying(model)
-    cache.warm(model, PROMPT)
-    spoil_live(cache, 0, 20)
-    with (
-        pytest.warns(RuntimeWarning, match="cold prefill"),
-        pytest.raises(ValueError, match="from offset 20 on they are quarantined"),
-    ):
-        cache.warm(model, [*PROMPT, 1, 2], name="a")
-    assert cache.names() == {}
-    cache.check()
-
-
 def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_stored_since() -> None:
     model = SpellingModel(["kv"])
     cache = PrefixCache(model, exact=True, step_size=4)
