@@ -541,7 +541,7 @@ class Core:
             "paged_in_bytes": states.paged_in_bytes,
             "paged_out_bytes": states.paged_out_bytes,
             "live_bytes": account.live_bytes,
-            "paged_bytes": account.paged_bytes,
+            "paged_bytes": account.span_bytes + account.checkpoint_bytes,
             "checkpoint_bytes": account.checkpoint_bytes,
             "window_bytes": states.windows.nbytes,
             "duplicate_bytes": states.duplicate_bytes,

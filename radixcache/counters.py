@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 from radixcache.errors import RadixCacheError
@@ -60,7 +61,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A number, and the labels that tell it from the other samples of its metric."""
+    """A number, and the labels that distinguish it from other samples of its metric."""
 
     value: Number
     labels: tuple[tuple[str, str], ...] = ()
@@ -125,15 +126,11 @@ def exposition(metrics: Iterable[Metric], labels: Mapping[str, str]) -> str:
     """Prometheus' text format, version 0.0.4, with `labels` on every sample. It raises what `families` raises."""
     collected = families([(labels, metrics)])
     from prometheus_client import generate_latest
-    from prometheus_client.registry import Collector
 
-    class Once(Collector):
-        def collect(self) -> list[Any]:
-            return collected
-
-    return generate_latest(Once()).decode()
+    source = SimpleNamespace(collect=lambda: collected)
+    return generate_latest(source).decode()
 
 
 def json_value(value: Number) -> Number | str:
-    """A number that JSON has; infinity is the text "+Inf", as in Prometheus' own JSON."""
+    """The number, but "+Inf" for infinity, as in Prometheus' own JSON."""
     return "+Inf" if value == math.inf else value

@@ -1,8 +1,7 @@
 """stream_generate: mlx_lm.stream_generate with a PrefixCache: the same arguments, the same responses.
 
-The stored beginning of a prompt is restored instead of prefilled, and what a request evaluates is stored for the next.
-Decoding is pipelined: the forward pass of a token is dispatched before the token is returned, so a stop token is part
-of what is stored.
+The stored beginning of a prompt is restored instead of prefilled, and a request's state is stored for the next one.
+Decoding dispatches the forward pass of a token before it returns the token, so a stop token is stored too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, speculative_generate_step, wired_limit
@@ -41,13 +40,6 @@ RELEASE_INTERVAL_TOKENS = 256
 Token = tuple[int, mx.array, bool]
 #: From a forward pass's tokens and logits (1, T, V): the next token (1,) and log-probabilities (1, V), both pending.
 Choose = Callable[[Any, mx.array], tuple[mx.array, mx.array]]
-
-
-class Steppable(Protocol):
-    """Live caches on which forward passes run, such as a Session."""
-
-    def step(self, model: Any, tokens: Any) -> mx.array:
-        """Dispatch the forward pass of the next tokens; logits (1, T, V), unevaluated."""
 
 
 @dataclass
@@ -220,22 +212,16 @@ def _chooser(
 
 
 def decode(
-    run: Steppable, model: Any, last: Any, choose: Choose, *, max_tokens: int, stream: Any = None
+    run: Any, model: Any, last: Any, choose: Choose, *, max_tokens: int, stream: Any = None
 ) -> Iterator[tuple[int, mx.array]]:
-    """Decode token by token, one forward pass ahead of what is yielded.
+    """Yield at most `max_tokens` tokens (-1: no limit), each with its log-probabilities (V,).
 
     The forward pass that follows a token is dispatched before that token is read. If the caller stops at a token, that
-    pass is wasted; to wait for the decision would slow down every other token.
+    pass is wasted; waiting for the decision would slow down every other token.
 
     Args:
-        run: prefilled but for the prompt's last token.
-        last: the prompt's last token, (1,).
-        choose: samples the next token; the tokens that it gets are not evaluated yet.
-        max_tokens: the most tokens to yield; -1 for no limit.
+        run: has `step`, as a Session, and is prefilled up to the prompt's last token: `last`, (1,).
         stream: MLX's stream for the forward passes; None for the current one.
-
-    Yields:
-        Each token and its log-probabilities (V,).
     """
 
     def forward(tokens: Any) -> tuple[mx.array, mx.array]:

@@ -1,7 +1,7 @@
 """Ledger: the bytes that caches hold, by purpose. Only this file changes a total. Never imports MLX.
 
-Each PrefixCache has an Account; several may share one Ledger, and so one budget and one lock: a byte freed for one
-cache may come out of another. An account splits its bytes by purpose:
+Each PrefixCache has an Account. Accounts on one Ledger share a budget and a lock: a byte freed for one cache may come
+out of another. An account splits its bytes by purpose:
 
     live         buffers of the live caches and of groups' rows, spare capacity included
     spans        snapshot arrays of span layers (paged)
@@ -36,37 +36,23 @@ class Account:
     checkpoint_bytes: int = 0
     #: Checkpoints that requests have taken and the tree does not have yet; part of `checkpoint_bytes`.
     booked_checkpoint_bytes: int = field(default=0, repr=False)
-    #: What the owner's pins keep, when they last changed; part of the above.
+    #: What the owner's pins held when they last changed; part of the above.
     pinned_bytes: int = field(default=0, repr=False)
     second_bytes: int = 0
 
     @property
-    def paged_bytes(self) -> int:
-        return self.span_bytes + self.checkpoint_bytes
-
-    @property
     def total_bytes(self) -> int:
-        return self.live_bytes + self.paged_bytes + self.second_bytes
+        return self.live_bytes + self.span_bytes + self.checkpoint_bytes + self.second_bytes
 
-    def add_live(self, amount_bytes: int) -> None:
-        self.live_bytes += amount_bytes
-        self.ledger.changed(amount_bytes)
-
-    def add_spans(self, amount_bytes: int) -> None:
-        self.span_bytes += amount_bytes
-        self.ledger.changed(amount_bytes)
-
-    def add_checkpoints(self, amount_bytes: int) -> None:
-        self.checkpoint_bytes += amount_bytes
-        self.ledger.changed(amount_bytes)
-
-    def book_checkpoints(self, amount_bytes: int) -> None:
-        self.booked_checkpoint_bytes += amount_bytes
-        self.add_checkpoints(amount_bytes)
-
-    def add_second(self, amount_bytes: int) -> None:
-        self.second_bytes += amount_bytes
-        self.ledger.changed(amount_bytes)
+    def add(self, *, live: int = 0, spans: int = 0, checkpoints: int = 0, second: int = 0) -> None:
+        """Book changes of these purposes, in bytes."""
+        self.live_bytes += live
+        self.span_bytes += spans
+        self.checkpoint_bytes += checkpoints
+        self.second_bytes += second
+        ledger = self.ledger
+        ledger.total_bytes += live + spans + checkpoints + second
+        ledger.peak_bytes = max(ledger.peak_bytes, ledger.total_bytes)
 
 
 class Ledger:
@@ -91,13 +77,8 @@ class Ledger:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the pins of all accounts keep."""
+        """Bytes that the pins of all accounts hold."""
         return sum(account.pinned_bytes for account in self._accounts)
-
-    def changed(self, change_bytes: int) -> None:
-        """Book a signed change made by an account."""
-        self.total_bytes += change_bytes
-        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
 
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more fit the budget; 0 when they fit."""
@@ -133,7 +114,6 @@ class Booking:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of the whole ledger."""
         return self._account.ledger.budget_bytes
 
     @property
@@ -143,18 +123,18 @@ class Booking:
     def book_live(self, nbytes: int) -> None:
         nbytes = 0 if self._is_over else nbytes
         if nbytes != self.live_bytes:
-            self._account.add_live(nbytes - self.live_bytes)
+            self._account.add(live=nbytes - self.live_bytes)
             self.live_bytes = nbytes
 
     def book_checkpoint(self, change_bytes: int) -> None:
-        """Book a change of the request's own checkpoints."""
         if change_bytes and not self._is_over:
             self.checkpoint_bytes += change_bytes
-            self._account.book_checkpoints(change_bytes)
+            self._account.booked_checkpoint_bytes += change_bytes
+            self._account.add(checkpoints=change_bytes)
 
     def book_second(self, nbytes: int) -> None:
         if nbytes != self.second_bytes:
-            self._account.add_second(nbytes - self.second_bytes)
+            self._account.add(second=nbytes - self.second_bytes)
             self.second_bytes = nbytes
 
     def end_request(self) -> None:

@@ -1,12 +1,9 @@
 """Lock: one thread at a time works on a cache, reentrantly, and Ctrl-C does not interrupt it halfway.
 
 A finalizer may run in the middle of an operation of the thread that has the lock, and the reentrant lock would let it
-in: `when_free` defers it. Work of the user's, which may wait for another thread, must not run under the lock: it goes
-to `afterwards`.
-
-`uninterrupted` is a block in the main thread that no signal to stop interrupts: the signal is delivered at its end.
-Other threads never receive signals in Python. Every decode step has such blocks, so this uses `_signal`: the module
-`signal` makes enumerations of numbers and handlers, which takes several times as long as the rest.
+in: `when_free` defers it. A user's callback may wait for another thread, so it runs in `afterwards`, without the lock.
+Every decode step has `uninterrupted` blocks. They use `_signal`: `signal` makes enumerations, which takes several times
+as long as the rest.
 
 Invariants:
 
@@ -31,7 +28,7 @@ _is_inside = False
 
 
 class uninterrupted:  # noqa: N801  used like a function
-    """Hold signals back until the block ends; then call the installed handler of the first that came."""
+    """In the main thread, hold signals back until the block ends; then call the handler of the first one."""
 
     __slots__ = ("_caught", "_previous")
 

@@ -5,15 +5,8 @@ mlx_lm.server takes it after two lines:
     import mlx_lm.server, radixcache.mlx_server
     mlx_lm.server.LRUPromptCache = radixcache.mlx_server.RadixPromptCache
 
-A beginning that several prompts share is held once. A prompt finds its longest usable beginning even where it parts
-from what is stored, with sliding windows and recurrent layers too. `len` and `max_size` count sequences: leaves of
-trees.
-
-Invariants, asserted by `check`:
-
-  M1  nbytes <= max_bytes and len <= max_size.
-  M2  The bytes of all types are nbytes.
-
+A beginning that several prompts share is held once. A prompt finds its longest usable beginning even where it differs
+from what is stored, with sliding windows and recurrent layers too. `len` and `max_size` count leaves of trees.
 Thread-safe.
 """
 
@@ -34,8 +27,8 @@ from radixcache.tree.entries import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
 PRIORITIES = {"assistant": 0, "user": 1, "system": 2}
-#: For each step of priority, state counts as used so many calls later than it was. More would find less: prompts that
-#: begin with the time of day would fill the budget with system prompts that nobody sends again.
+#: For each step of priority, state counts as used so many calls later. A larger number finds less: system prompts that
+#: begin with the time of day would fill the budget.
 HEAD_START_CALLS = 10
 
 
@@ -72,12 +65,12 @@ class RadixPromptCache:
             model: any hashable that tells models apart.
             tokens: token ids; negative ones stand for an image, as in mlx_lm.server.
         """
-        keys = np.array(tokens, np.int64)
+        keys = np.array(tokens, np.int64)  # An image's token id is 0; its keys tell it from other images.
         end = len(keys)
         with self._ledger.lock:
             caches = self._used(model).values()
             while caches and end > 0:
-                found = (cache.fetch(_ids(keys[:end]), keys=keys[:end]) for cache in caches)
+                found = (cache.fetch(np.maximum(keys[:end], 0), keys=keys[:end]) for cache in caches)
                 restored, rest = min(found, key=lambda each: len(each[1]))
                 offset = end - len(rest)
                 start = _image_start(keys, offset)
@@ -110,16 +103,22 @@ class RadixPromptCache:
             if classes not in caches:
                 fresh = _fresh_like(prompt_cache)
                 caches[classes] = PrefixCache(caches=fresh, budget_bytes=self._ledger, policy=_HeadStart())
-            caches[classes].insert(_ids(keys), prompt_cache, priority=priority, keys=keys)
+            caches[classes].insert(np.maximum(keys, 0), prompt_cache, priority=priority, keys=keys)
             self.trim_to(n_sequences=self.max_size)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict until at most so many sequences and bytes are left, from the model used longest ago first."""
         with self._ledger.lock:
             if n_sequences is not None:
-                stored = [(parts, leaf) for parts in self._parts() for leaf in _leaves(parts)]
-                for parts, leaf in stored[: max(0, len(stored) - max(0, n_sequences))]:
-                    _drop(parts, leaf)
+                stored: list[tuple[Parts, StateNode]] = []
+                for parts in self._parts():
+                    leaves_here = [node for node in parts.states.tree.nodes() if node.is_leaf]
+                    leaves_here.sort(key=lambda node: node.payload.entry.last_used)
+                    stored += [(parts, leaf) for leaf in leaves_here]
+                for parts, node in stored[: max(0, len(stored) - max(0, n_sequences))]:
+                    while node.is_leaf and not node.is_root:  # Also the nodes above that lead to no other leaf.
+                        node = parts.states.remove(node)
+                    parts.evictor.tidy(node)
             if n_bytes is not None:
                 for parts in self._parts():
                     held_bytes = parts.states.account.total_bytes
@@ -138,7 +137,7 @@ class RadixPromptCache:
         return found
 
     def check(self) -> None:
-        """Assert M1 and M2, and the invariants of all trees and of the ledger."""
+        """Assert the limits, that the bytes of all types are nbytes, and the invariants of all trees and the ledger."""
         with self._ledger.lock:
             assert self.nbytes <= self.max_bytes, (self.nbytes, self.max_bytes)
             assert len(self) <= self.max_size, (len(self), self.max_size)
@@ -147,7 +146,7 @@ class RadixPromptCache:
                 parts.core.check()
 
     def _used(self, model: Any) -> dict[tuple[type, ...], PrefixCache]:
-        """The caches of a model, which becomes the one used last."""
+        """The caches of a model; marks the model as used last."""
         self._models[model] = caches = self._models.pop(model, {})
         return caches
 
@@ -160,11 +159,6 @@ class _HeadStart(OrderedPolicy):
 
     def key(self, entry: Entry) -> tuple[float, ...]:
         return (entry.last_used + HEAD_START_CALLS * entry.priority, -entry.end)
-
-
-def _ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Token ids; 0 for an image, which its keys tell from others."""
-    return np.maximum(keys, 0)
 
 
 def _image_start(keys: NDArray[np.int64], offset: int) -> int:
@@ -181,17 +175,3 @@ def _fresh_like(caches: Sequence[Any]) -> Callable[[], list[Any]]:
     for layer, cache in enumerate(leaves(empty)):
         adapter_for(cache, layer).free(cache)
     return lambda: copy.deepcopy(empty)
-
-
-def _leaves(parts: Parts) -> list[StateNode]:
-    """The end of each sequence, the one used longest ago first."""
-    ends = (node for node in parts.states.tree.nodes() if node.is_leaf)
-    return sorted(ends, key=lambda node: node.payload.entry.last_used)
-
-
-def _drop(parts: Parts, leaf: StateNode) -> None:
-    """Remove a sequence: a leaf, and the nodes above that lead to no other leaf."""
-    node = leaf
-    while node.is_leaf and not node.is_root:
-        node = parts.states.remove(node)
-    parts.evictor.tidy(node)

@@ -43,8 +43,8 @@ from radixcache.sessions.session import Session, open_session, warm
 from radixcache.settings import (
     Settings,
     require_about,
-    require_amount,
     require_caches,
+    require_count,
     require_group,
     require_one,
     require_pin,
@@ -251,7 +251,7 @@ class PrefixCache:
             CacheBusyError: every live slot is taken; the message names the sessions.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        reserve = require_amount("reserve", reserve, "tokens")
+        reserve = require_count("reserve", reserve, "tokens", least=0)
         use = require_use(priority, turn, kind)
         return open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
 
@@ -394,13 +394,13 @@ class PrefixCache:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until so many bytes more fit the budget, as a request does; returns whether they fit."""
-        nbytes = require_amount("nbytes", nbytes, "bytes")
+        nbytes = require_count("nbytes", nbytes, "bytes", least=0)
         with self._core.lock:
             return self._open.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int) -> int:
         """Evict until live + paged bytes are at most that, or all else is in use or pinned; returns the bytes freed."""
-        target_bytes = require_amount("target_bytes", target_bytes, "bytes")
+        target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         with self._core.lock:
             freed = self._open.evictor.shrink_to(target_bytes)
             self._core.layout.release()

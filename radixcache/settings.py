@@ -1,7 +1,4 @@
-"""Settings of a cache, and the checks of the arguments of public calls; tokens.py checks tokens, keys and namespaces.
-
-Whole numbers may be NumPy's; checks return Python's.
-"""
+"""Settings of a cache, and checks of the arguments of public calls; checks return NumPy's whole numbers as Python's."""
 
 from __future__ import annotations
 
@@ -64,8 +61,9 @@ class Settings:
             raise ValueError(f"model is {model!r}; wanted the mlx-lm model, called as model(tokens, cache=...).")
         own, given = getattr(self.model, "args", None), getattr(model, "args", None)
         if model is not self.model and own is not None and given is not None and own != given:
+            kinds = [getattr(each, "model_type", type(each).__module__.rpartition(".")[2]) for each in (given, own)]
             raise ValueError(
-                f"the model is a {_words(given)}; the cache was made for a {_words(own)}, with other layers or sizes."
+                "the model is a {} model; the cache was made for a {} model, with other layers or sizes.".format(*kinds)
             )
 
     @property
@@ -127,22 +125,11 @@ def require_pin(name: Any, ttl_requests: Any) -> None:
         require_count("ttl_requests", ttl_requests, "requests")
 
 
-def require_count(name: str, value: Any, unit: str) -> int:
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name} is {value!r}; wanted a whole number of {unit}, 1 or more.")
-    return int(value)
-
-
-def require_amount(name: str, value: Any, unit: str) -> int:
-    if not is_whole(value) or value < 0:
-        raise ValueError(f"{name} is {value!r}; wanted a whole number of {unit}, 0 or more.")
+def require_count(name: str, value: Any, unit: str, least: int = 1) -> int:
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{name} is {value!r}; wanted a whole number of {unit}, {least} or more.")
     return int(value)
 
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _words(arguments: Any) -> str:
-    """A model's arguments in a word or two."""
-    return f"{getattr(arguments, 'model_type', type(arguments).__module__.rpartition('.')[2])} model"

@@ -1,25 +1,7 @@
 """Token ids and the keys that the tree goes by: checks of arguments, a request's known tokens, and the quarantine.
 
-There is one int64 key for each int32 token id; the two are equal unless the caller gave keys. Never imports MLX.
-
-KnownTokens: the prompt of a request, and the tokens reported since, evaluated or not.
-
-    prompt | read            | pending
-             ids and keys      arrays that need not be evaluated yet
-
-Pending tokens are read only on demand, in order, up to the first that is not a token id: nothing behind it is ever
-known, though it counts.
-
-Quarantine: prefixes whose stored state was found wrong, and the offset from which on they are neither stored nor
-resumed. An entry stands for all sequences that begin with its keys. It holds a digest of them, so it tells nothing
-about them.
-
-Invariants, asserted by `Quarantine.check`:
-
-  Q1  At most `capacity` entries; the one added longest ago goes first.
-  Q2  0 <= start < length of an entry's keys.
-
-Not thread-safe: callers hold the cache's lock.
+There is one int64 key for each int32 token id; the two are equal unless the caller gave keys. Never imports MLX. Not
+thread-safe: callers hold the cache's lock.
 """
 
 from __future__ import annotations
@@ -33,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from radixcache.settings import is_whole
 
 TokenIds = NDArray[np.int32]
 Keys = NDArray[np.int64]
@@ -49,9 +33,8 @@ def checked_prompt(
     """Return the ids and keys of a prompt; without keys the ids are the keys.
 
     Raises:
-        ValueError: `tokens` as in `token_ids`; keys not one-dimensional integers that fit 64 bits, one for each token;
-        a
-            mark that is not an offset in the prompt.
+        ValueError: `tokens` as in `token_ids`; keys are not one 64-bit integer for each token, in one dimension; a mark
+            is not an offset in the prompt.
     """
     ids = token_ids(tokens, vocab_size)
     own_keys = ids.astype(np.int64) if keys is None else _integers(keys, "keys").astype(np.int64)
@@ -118,14 +101,10 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
         raise ValueError(f"{name} is empty; wanted at least 1.")
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):
         given = list(values) if isinstance(values, (list, tuple)) else array.tolist()
-        odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
+        fits = (is_whole(value) and -(1 << 63) <= int(value) < 1 << 63 for value in given)
+        odd = next((index for index, does_fit in enumerate(fits) if not does_fit), 0)
         raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
     return array
-
-
-def _is_int64(value: Any) -> bool:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return whole and -(1 << 63) <= int(value) < 1 << 63
 
 
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
@@ -136,11 +115,7 @@ def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
 
 
 def token_text(keys: Iterable[int], tokenizer: Any) -> str:
-    """The text of a run of keys, for people.
-
-    A key that is no token id (of an image, say) is shown by its digits, and ids that the tokenizer does not know by
-    their numbers.
-    """
+    """The text of a run of keys; keys that are no token ids, and ids unknown to the tokenizer, are numbers."""
     parts: list[str] = []
     for is_id, group in groupby(map(int, keys), lambda key: 0 <= key <= LARGEST_ID):
         run = list(group)
@@ -155,7 +130,10 @@ def token_text(keys: Iterable[int], tokenizer: Any) -> str:
 
 
 class KnownTokens:
-    """The tokens of one request, made with those of its prompt. Ids are below `vocab_size`; None: below 2^31.
+    """The prompt of a request, and the tokens reported since, evaluated or not. Ids are below `vocab_size` or 2^31.
+
+    Pending tokens are read on demand, in order, up to the first that is not a token id. Tokens behind that one are
+    counted but never known.
 
     Attributes:
         count: tokens of the prompt and all reported ones, less those removed.
@@ -175,7 +153,7 @@ class KnownTokens:
         self.count += end - start
 
     def ids(self) -> TokenIds:
-        """Ids of all known tokens; waits for pending ones."""
+        """Ids of all known tokens. Waits for pending ones."""
         self._read()
         return self.read_ids
 
@@ -223,7 +201,13 @@ class KnownTokens:
 
 
 class Quarantine:
-    """The quarantined prefixes of one cache."""
+    """Prefixes of one cache whose stored state was found wrong, and the offset from which on it is not used.
+
+    An entry stands for all sequences that begin with its keys; it holds only their digest. Asserted by `check`:
+
+      Q1  At most `capacity` entries; the one added longest ago goes first.
+      Q2  0 <= start < length of an entry's keys.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
