@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.settings import is_whole
-
 TokenIds = NDArray[np.int32]
 Keys = NDArray[np.int64]
 
@@ -101,10 +99,14 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
         raise ValueError(f"{name} is empty; wanted at least 1.")
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):
         given = list(values) if isinstance(values, (list, tuple)) else array.tolist()
-        fits = (is_whole(value) and -(1 << 63) <= int(value) < 1 << 63 for value in given)
-        odd = next((index for index, does_fit in enumerate(fits) if not does_fit), 0)
+        odd = next((i for i, value in enumerate(given) if not _is_int64(value)), 0)
         raise ValueError(f"{name}[{odd}] is {given[odd]!r}; wanted an integer of at most 64 bits.")
     return array
+
+
+def _is_int64(value: Any) -> bool:
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_whole and -(1 << 63) <= int(value) < 1 << 63
 
 
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:

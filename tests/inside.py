@@ -20,6 +20,7 @@ from radixcache.cells.table import CellTable
 from radixcache.groups import passes
 from radixcache.groups.tails import TailLayer
 from radixcache.paging.live_path import LivePath
+from radixcache.paging.resume import OwnState
 from radixcache.settings import Settings
 from radixcache.tree.entries import StateNode
 from runner.models import demo as demo_model
@@ -53,8 +54,12 @@ def live(session: Session) -> LivePath:
     return session._live
 
 
-def progress(session: Session) -> Any:
-    return session._progress
+def own_state(session: Session) -> OwnState:
+    return session._own
+
+
+def grid_end(session: Session) -> int:
+    return session._grid_end
 
 
 # The tree of a cache

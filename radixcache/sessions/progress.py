@@ -1,20 +1,18 @@
 """Progress: how far the layers of one session are evaluated, its forward passes, and what is left after a failure.
 
-`position` counts the tokens whose forward pass the session ran itself. The layers' offsets are what was evaluated in
-truth: more if the caller's own loop called the model, and unequal if a forward pass broke off. `settle` reconciles the
-two: nothing is stored that was not evaluated, or whose tokens are not known, and as little else as possible is lost.
+`position` counts the tokens whose forward pass the session ran. The offsets of the layers are larger if the caller's
+own loop called the model, and unequal if a forward pass broke off. `_settle` stores only what was evaluated and whose
+tokens are known.
 
-Recurrent caches do not say how many tokens they have seen. A forward pass gives them new arrays, so the array objects
-of the first and the last such leaf tell whether somebody else ran the model: layers run in order, so a whole pass
-changes both, and a pass that broke off behind the first leaf does not change the last. These are called blind leaves
-here.
+Recurrent caches, here called blind leaves, have no offset. A forward pass gives them new arrays in the order of the
+layers: a whole pass changes the first and the last blind leaf, and a pass that broke off does not change the last.
 
 Invariants:
 
   N1  Every checkpoint was taken when all layers stood exactly at its offset.
   N2  After a forward pass that raised, the layers stand at `position` again, or they fell back to a checkpoint, or the
       session is lost and every further call says so.
-  N3  In exact mode the state up to `grid_end` was made in whole chunks from offset 0; no more than that is stored.
+  N3  In exact mode the state up to `_grid_end` was made in whole chunks from offset 0; no more than that is stored.
 """
 
 from __future__ import annotations
@@ -40,52 +38,32 @@ class Moved(Enum):
 
 
 class Progress:
-    """The layers of one session.
-
-    Attributes:
-        caches: the live mlx-lm caches, as generators may have replaced them.
-        position: tokens evaluated so far, as far as the session knows.
-        grid_end: exact mode: the multiple of step_size up to which the state is that of a cold run to the bit.
-        own: checkpoints taken on the way, and what windows need for them, which the tree does not have yet.
-        is_lost: whether a failure lost the state.
-        raised: the last error of a forward pass that was handled here.
-    """
+    """The layers of a Session, which adds the tokens."""
 
     def __init__(self, core: Core, live: LivePath, request: PrefixRequest, offset: int) -> None:
         self._core, self._live, self._request = core, live, request
         self._layout = core.layout
         self._is_exact = core.settings.exact
         self._step_size = core.settings.step_size
-        self.own = OwnState(core.layout, live.booking, len(request.prompt))
+        #: What the session has taken and the tree does not have yet.
+        self._own = OwnState(core.layout, live.booking, len(request.prompt))
         self.is_lost = False
-        self.raised: BaseException | None = None
-        self._noted: list[Any] = []
-        self.stand_at(offset)
+        #: The last error of a forward pass that was handled here.
+        self._raised: BaseException | None = None
+        self._stand_at(offset)
 
-    def stand_at(self, offset: int) -> None:
+    def _stand_at(self, offset: int) -> None:
         """Note that the live path was moved to an offset."""
         self.caches: list[Any] = list(self._live.caches)
-        self.position = self.grid_end = self.own.start = offset
+        self.position = self._grid_end = self._own.start = offset
         #: Whether layers may hold the arrays of their first forward pass.
         self._was_empty = offset == 0
         self._span_capacity = 0
         self._recheck_at = -1
         self._note_leaves()
 
-    def is_untouched(self) -> bool:
-        """Whether no forward pass changed the blind leaves since they were last noted."""
-        return self._moved(self.caches) is Moved.NONE
-
-    def forget(self) -> None:
-        self.own = OwnState(self._layout, self._live.booking)
-        self.caches, self._noted, self.raised = [], [], None
-
-    def sync(self, known_tokens: int) -> None:
-        """Note the forward passes that the caller's own loop ran.
-
-        Raises:
-            ValueError: they went beyond the tokens that are known.
-        """
+    def _sync(self, known_tokens: int) -> None:
+        """Note the forward passes that the caller's own loop ran; ValueError: they went beyond the known tokens."""
         offset = self._layout.first_offset(self.caches)
         if offset is None:
             return
@@ -94,22 +72,21 @@ class Progress:
             return
         if offset == self.position:
             return
-        self.grid_end = min(self.grid_end, floor(offset, self._step_size))
+        self._grid_end = min(self._grid_end, floor(offset, self._step_size))
         if offset > known_tokens:
             raise ValueError(f"the caches stand at {offset}, only {known_tokens} tokens are known; extend() first.")
         self.position = offset
         self._note_leaves()
 
-    def prefill(self, model: Any, chunk: TokenIds, step_size: int) -> None:
+    def _prefill_chunk(self, model: Any, chunk: TokenIds) -> None:
         """Evaluate a chunk of the prompt, and wait for it."""
-        held = self._layout.hold(self.caches, len(chunk))
-        start = self.position
-        self._forward(model, mx.array(chunk)[None], len(chunk), held)
-        is_whole = start == self.grid_end and len(chunk) == step_size
+        start, step_size = self.position, self._step_size
+        _, held = self._forward(model, mx.array(chunk)[None], len(chunk))
+        is_whole = start == self._grid_end and len(chunk) == step_size
         try:
             if self._layout.windows and (is_whole or not self._is_exact):
                 self._copy_windows(start, is_last=len(chunk) < step_size or self.position == self._request.limit)
-            if len(chunk) == 1 < self._step_size and self._is_exact:
+            if len(chunk) == 1 < step_size and self._is_exact:
                 # A full ring buffer stays as it is: mlx-lm goes on from it too, and adds up in that order.
                 self._layout.evaluate(self.caches)
             else:
@@ -117,7 +94,7 @@ class Progress:
                 self._was_empty = False
         except Exception as error:
             self.is_lost = True
-            self.raised = error
+            self._raised = error
             raise
         except BaseException:
             with self._core.lock:
@@ -128,34 +105,19 @@ class Progress:
         # Before a checkpoint, which would take the chunk's buffers: they are larger than it is.
         self._layout.release()
         if is_whole:
-            self.grid_end = self.position
+            self._grid_end = self.position
 
-    def step(self, model: Any, array: mx.array, count: int) -> mx.array:
-        """Dispatch the forward pass of the next tokens (1, T); returns logits (1, T, V), unevaluated."""
-        return self._forward(model, array, count, self._layout.hold(self.caches, count))
-
-    def stepped(self, count: int) -> None:
-        """Own and book what successful steps over so many tokens have left."""
-        if count > 1:
-            self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
-        if self.position > self._recheck_at or count > 1:
-            self._measure(wait=False)
-
-    def take_checkpoint(self, kind: str) -> None:
+    def _take_checkpoint(self, kind: str) -> None:
         """Copy the point state at `position`, unless an exact cache would not resume there."""
-        if self._is_exact and self.position != self.grid_end:
+        if self._is_exact and self.position != self._grid_end:
             return
         with self._core.lock:
-            self._core.take_checkpoint(self.own, self._live.nodes(), self.caches, self.position, kind)
+            self._core.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
 
-    def settle(self, known: int, broke_off: bool) -> tuple[int, int]:
-        """Make the live caches stand at the end of what is to be stored; returns that offset, and what was evaluated.
+    def _settle(self, known: int, broke_off: bool) -> tuple[int, int]:
+        """Move the live caches to the end of what is stored, at most `known`; returns it and the evaluated offset.
 
-        A conversion of the caches during the session (late kv_bits) leaves the replaced objects where they were.
-
-        Args:
-            known: how many tokens are known and may be stored.
-            broke_off: an exception came out of the caller's own loop, perhaps in the middle of a forward pass.
+        `broke_off`: the caller's own loop raised, perhaps in the middle of a forward pass.
         """
         caches = self._live.caches
         target = self._evaluated(caches, known, broke_off)
@@ -163,16 +125,21 @@ class Progress:
             low = (self._layout.offsets(caches) or (known, known))[0]
             fallen = self._fall_back(min(known, low, self.position))
             return fallen, fallen
-        if target == 0:
-            # The first forward pass broke off: the layers that it reached hold something.
+        if target == 0:  # The first forward pass broke off: the layers that it reached hold something.
             self._layout.restore_points(caches, None, 0)
-        end = self._back_to_grid(target) if self._is_exact else target
+        end = target
+        if self._is_exact:  # Back to what a cold run would store.
+            end = min(self._grid_end, floor(target, self._step_size))
+            if end > 0 and self._layout.can_rewind(caches, target, end):
+                self._layout.rewind(caches, target, end)
+            else:
+                end = self._core.fall_back(self._live, self._own, end)
         self._layout.own(self._live.caches, was_empty=self._was_empty)
         return end, target
 
-    # Private
-
-    def _forward(self, model: Any, array: mx.array, count: int, held: list[Any]) -> mx.array:
+    def _forward(self, model: Any, array: mx.array, count: int) -> tuple[mx.array, list[Any]]:
+        """Dispatch the forward pass of tokens (1, T); returns logits (1, T, V) and what `_undo` needs."""
+        held = self._layout.hold(self.caches, count)
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock:
                 # Room for these tokens and more; copies the buffers once, without waiting for it.
@@ -182,7 +149,7 @@ class Progress:
             logits: mx.array = model(array, cache=self.caches)
         except BaseException as error:
             with self._core.lock:
-                self.raised = error
+                self._raised = error
                 if is_evaluation_failure(error):
                     self.is_lost = True
                 else:
@@ -191,24 +158,22 @@ class Progress:
         self.position += count
         if self._noted:
             self._note_leaves()
-        return logits
+        return logits, held
 
     def _copy_windows(self, start: int, *, is_last: bool) -> None:
-        """Copy tokens from `start` on out of windows before these are cut to what they read."""
+        """Copy tokens from `start` on out of windows, before the windows are cut."""
         self._layout.evaluate(self.caches)
         with self._core.lock:
             self._layout.learn(self.caches)
-            self._core.copy_windows(self.own, self.caches, start, self.position, is_last=is_last)
+            self._core.copy_windows(self._own, self.caches, start, self.position, is_last=is_last)
 
     def _measure(self, wait: bool) -> None:
-        """Book the bytes of the live buffers, which may have changed, and enforce the budget; `wait`: may evaluate."""
+        """Book the bytes of the live buffers and enforce the budget; `wait`: may evaluate."""
         with self._core.lock:
-            self._core.after_forward(self._live, self.caches, self._request, self.own, wait)
+            self._core.after_forward(self._live, self.caches, self._request, self._own, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
         self._note_leaves()
-
-    # Private: blind leaves
 
     def _note_leaves(self) -> None:
         self._noted = self._layout.identities(self.caches)
@@ -223,15 +188,10 @@ class Progress:
         return Moved.SOME if any(same) else Moved.ALL
 
     def _agree(self, caches: list[Any], offset: int) -> bool:
-        """Whether the blind leaves may stand at the offset of the others.
-
-        A forward pass of the caller's own loop that broke off shows in them, unless whole passes came before it.
-        """
+        """Whether the blind leaves may stand at `offset`; a pass that broke off behind whole passes does not show."""
         if not self._noted:
             return True
         return self._moved(caches) is (Moved.NONE if offset == self.position else Moved.ALL)
-
-    # Private: after failures, and at the end
 
     def _undo(self, held: list[Any], probe: bool) -> None:
         """Bring the layers back to `position` after a forward pass that raised."""
@@ -239,7 +199,7 @@ class Progress:
         if probe:
             try:
                 self._layout.evaluate(self.caches)
-            except Exception:  # The failed write is still in some buffer's graph: that buffer is gone.
+            except Exception:  # The failed write is still in the graph of a buffer: that buffer is lost.
                 self.is_lost = True
                 return
         if not intact:
@@ -250,21 +210,13 @@ class Progress:
     def _fall_back(self, limit: int) -> int:
         """Return to the last checkpoint at or below `limit`, or to 0."""
         with self._core.lock:
-            limit = min(limit, self.grid_end) if self._is_exact else limit
-            self.position = self._core.fall_back(self._live, self.own, limit)
-        self.grid_end = min(self.grid_end, self.position)
+            limit = min(limit, self._grid_end) if self._is_exact else limit
+            self.position = self._core.fall_back(self._live, self._own, limit)
+        self._grid_end = min(self._grid_end, self.position)
         self._was_empty |= self.position == 0
         self.caches = list(self._live.caches)
         self._note_leaves()
         return self.position
-
-    def _back_to_grid(self, target: int) -> int:
-        """Take the live caches from `target` back to what a cold run would store; returns that offset."""
-        end = min(self.grid_end, floor(target, self._step_size))
-        if end == 0 or not self._layout.can_rewind(self._live.caches, target, end):
-            return self._core.fall_back(self._live, self.own, end)
-        self._layout.rewind(self._live.caches, target, end)
-        return end
 
     def _evaluated(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
         """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""

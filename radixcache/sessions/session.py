@@ -5,8 +5,7 @@
     step           evaluates the prompt's last token, then each sampled one
     close          settles what was evaluated, makes it a LIVE path of the tree, enforces the budget
 
-A session knows the tokens of its request; its Progress knows how far the layers are. A session belongs to one thread at
-a time. It takes the cache's lock itself; forward passes run outside of the lock.
+A session belongs to one thread at a time. It takes the cache's lock itself; forward passes run outside of the lock.
 """
 
 from __future__ import annotations
@@ -28,7 +27,14 @@ from radixcache.errors import SessionClosedError, refuse_copy
 from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.pins import Pins
-from radixcache.paging.resume import PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
+from radixcache.paging.resume import (
+    OwnState,
+    PrefixRequest,
+    ResumePlan,
+    ShortReason,
+    checkpoint_stops,
+    stops_on_grid,
+)
 from radixcache.sessions.progress import Progress
 from radixcache.settings import require_count, require_pin
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
@@ -36,10 +42,12 @@ from radixcache.tree.entries import Use
 from radixcache.verify import Check, Finding, Mismatch
 
 
-class Session:
+class Session(Progress):
     """A request in progress; made by PrefixCache.begin(), used as a context manager.
 
     Attributes:
+        caches: the live mlx-lm caches. Read it again after each forward pass and keep no arrays out of it.
+        position: tokens evaluated so far, as far as the session knows.
         cached_tokens: prompt tokens restored, not prefilled.
         matched_tokens: prompt tokens that the tree held; more than cached_tokens when `reason` says why.
         reason: why less than the match was resumed, from ShortReason; None when all of it was.
@@ -49,12 +57,14 @@ class Session:
         mismatch: what verification found wrong with the restored state; the session then started over at offset 0, and
             cached_tokens and matched_tokens are 0.
         is_closed: whether it was closed.
+        is_lost: whether the live state was lost to a failure.
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
     """
 
     def __init__(
         self, core: Core, live: LivePath, plan: ResumePlan, request: PrefixRequest, check: Check | None
     ) -> None:
+        super().__init__(core, live, request, plan.resume)
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
         self.reason: ShortReason | None = plan.reason
@@ -65,12 +75,10 @@ class Session:
         self.mismatch: Mismatch | None = None
         self.is_closed = False
         self.thread = threading.current_thread()
-        self._core, self._live, self._request, self._check = core, live, request, check
+        self._check = check
         self._seat = live.seats
         self._known = KnownTokens(request.prompt, request.keys, core.settings.vocab_size)
-        self._progress = Progress(core, live, request, plan.resume)
         self._broke_off = False
-        self._step_size = core.settings.step_size
         #: Prompt tokens to evaluate again after the session started over.
         self._owed = 0
 
@@ -89,9 +97,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and error is not self._progress.raised:
-            # The caller's own loop raised, perhaps in the middle of a forward pass or in evaluating what step()
-            # returned.
+        if error is not None and error is not self._raised:
+            # The caller's loop raised, perhaps in the middle of a forward pass or while evaluating logits.
             self._broke_off = True
             self.is_lost = self.is_lost or is_evaluation_failure(error)
         self.close()
@@ -103,33 +110,14 @@ class Session:
             self._core.lock.when_free(self._close_unattended)
 
     @property
-    def caches(self) -> list[Any]:
-        """The live mlx-lm caches. Read it again after each forward pass and keep no arrays out of it."""
-        return self._progress.caches
-
-    @property
-    def position(self) -> int:
-        """Tokens evaluated so far, as far as the session knows."""
-        return self._progress.position
-
-    @property
     def known_tokens(self) -> int:
         """Prompt tokens plus the tokens reported by step() and extend()."""
         return self._known.count
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the live state was lost to a failure."""
-        return self._progress.is_lost
-
-    @is_lost.setter
-    def is_lost(self, is_lost: bool) -> None:
-        self._progress.is_lost = is_lost
-
-    @property
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints taken on the way, which the tree does not have yet."""
-        return self._progress.own.checkpoints
+        return self._own.checkpoints
 
     def prefill(
         self, model: Any, step_size: int | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -159,7 +147,7 @@ class Session:
         self._require_open()
         self._step_size = step_size
         self._compare_restored(model)
-        self._progress.sync(self.known_tokens)
+        self._sync(self.known_tokens)
         self._evaluate_prompt(model, len(self.prompt) - 1, on_progress)
         self._owed = 0
 
@@ -180,20 +168,22 @@ class Session:
         self._require_open()
         self._core.settings.require_model(model)
         self._compare_restored(model)
-        progress = self._progress
-        progress.sync(self.known_tokens)
+        self._sync(self.known_tokens)
         self._catch_up(model)
         array, count = self._next_tokens(tokens)
-        start = progress.position
-        logits = progress.step(model, array, count)
+        start = self.position
+        logits = self._forward(model, array, count)[0]
         found = None if self._check is None else self._check.compare_last(logits, start)
         if found is not None:
             self._start_over(found, start)
             self._catch_up(model)
-            logits = progress.step(model, array, count)
-        if progress.position > self.known_tokens:
-            self._known.report(array, count - (progress.position - self.known_tokens), count)
-        progress.stepped(count)
+            logits = self._forward(model, array, count)[0]
+        if self.position > self.known_tokens:
+            self._known.report(array, count - (self.position - self.known_tokens), count)
+        if count > 1:
+            self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
+        if self.position > self._recheck_at or count > 1:
+            self._measure(wait=False)
         return logits
 
     def extend(self, tokens: Any) -> None:
@@ -210,19 +200,19 @@ class Session:
         """Store what was evaluated and free the live slot. Closing twice is fine."""
         if self.is_closed:
             return
-        core, live, progress = self._core, self._live, self._progress
+        core, live = self._core, self._live
         with core.lock:
             self.is_closed = True
             if not live.is_seat_of(self._seat):
-                return  # It was taken for vanished, and its slot taken back.
+                return  # The cache took the slot back.
             stored = self._request.keys[:0]
             try:
                 keys = self._settled_keys()
                 if keys is None:
                     core.lose(live)
                 else:
-                    end, evaluated = progress.settle(len(keys), self._broke_off)
-                    core.commit(live, self._request, keys[:evaluated], end, progress.own)
+                    end, evaluated = self._settle(len(keys), self._broke_off)
+                    core.commit(live, self._request, keys[:evaluated], end, self._own)
                     stored = keys[:end]
             except BaseException:
                 core.lose(live)
@@ -231,36 +221,34 @@ class Session:
                 output_tokens = self.known_tokens - len(self.prompt)
                 core.end_session(live, self._request, stored, self.cached_tokens, output_tokens)
                 # A closed session that is still referenced must not hold state.
-                progress.forget()
+                self._own = OwnState(self._layout, live.booking)
+                self.caches, self._noted, self._raised = [], [], None
                 self._known.forget_pending()
                 if self._check is not None:
                     self._check.close()
 
     def drop_checkpoints(self, kind: str) -> None:
         """Drop the checkpoints of a kind that were taken on the way; the lock is held."""
-        self._progress.own.drop(lambda each: each.kind == kind)
+        self._own.drop(lambda each: each.kind == kind)
 
     def checkpoint_bytes(self, offset: int) -> int:
         """Bytes of the checkpoint that was taken at an offset; 0: there is none."""
-        return self._progress.own.bytes_at(offset)
-
-    # Private
+        return self._own.bytes_at(offset)
 
     def _close_unattended(self) -> None:
         try:
             self.close()
         except Exception as error:
-            # Nobody waits for this close; the present call asked for something else.
             warnings.warn(f"a session that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
 
     def _settled_keys(self) -> Keys | None:
         """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed."""
-        if not self.is_lost:
-            try:
-                self._core.layout.evaluate(self._live.caches)
-            except Exception:  # Whatever MLX raised: the state is gone.
-                self.is_lost = True
         if self.is_lost:
+            return None
+        try:
+            self._layout.evaluate(self._live.caches)
+        except Exception:  # The pending forward pass failed, and the state with it.
+            self.is_lost = True
             return None
         return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
@@ -273,31 +261,28 @@ class Session:
         if self.is_lost:
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
-    # Evaluating the prompt
-
     def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Evaluate the prompt up to offset `last` in chunks, with checkpoints on the way."""
-        progress, step_size = self._progress, self._step_size
+        step_size = self._step_size
         stops = self._checkpoint_stops(last)
         if on_progress is not None:
-            on_progress(min(progress.position, last), len(self.prompt))
-        while progress.position < last:
-            start = progress.position
+            on_progress(min(self.position, last), len(self.prompt))
+        while self.position < last:
+            start = self.position
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
             with self._core.timing_prefill(start, end):
-                progress.prefill(model, self.prompt[start:end], step_size)
+                self._prefill_chunk(model, self.prompt[start:end])
             if end in stops:
-                progress.take_checkpoint(stops[end])
+                self._take_checkpoint(stops[end])
             if on_progress is not None:
                 on_progress(end, len(self.prompt))
 
     def _checkpoint_stops(self, last: int) -> dict[int, str]:
         """Offsets in (position, last] at which to take a checkpoint, with the reason."""
-        if not self._core.layout.has_points:
+        if not self._layout.has_points:
             return {}
-        settings, length, position = self._core.settings, len(self.prompt), self.position
-        marks = self._request.marks
-        stops = checkpoint_stops(settings, length, marks, self.matched_tokens, self.cached_tokens, last)
+        settings, position, marks = self._core.settings, self.position, self._request.marks
+        stops = checkpoint_stops(settings, len(self.prompt), marks, self.matched_tokens, self.cached_tokens, last)
         if settings.exact:
             return stops_on_grid(stops, settings.step_size, position, last)
         return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}
@@ -325,14 +310,12 @@ class Session:
                 raise ValueError(f"token {position + index} is {found}; {wanted} follows there: {advice}.")
         return array, count
 
-    # Verification
-
     def _compare_restored(self, model: Any) -> None:
         """Verify the restored state if this session was drawn for it and has not evaluated anything yet."""
         check = self._check
         if check is None or not check.is_pending:
             return
-        is_untouched = self.position == self.cached_tokens and self._progress.is_untouched()
+        is_untouched = self.position == self.cached_tokens and self._agree(self.caches, self.position)
         found = check.run(model, self._request.keys, self.caches, self._step_size, self._book_second, is_untouched)
         if found is not None:
             self._start_over(found, self.cached_tokens)
@@ -342,15 +325,11 @@ class Session:
             return self._core.book_second(self._live, nbytes)
 
     def _start_over(self, found: Finding, position: int) -> None:
-        """Quarantine wrong state, report it, and stand at 0 with empty caches.
-
-        Args:
-            position: where the next tokens given to step() belong; what is before them is evaluated first.
-        """
+        """Quarantine wrong state, report it, and stand at 0; `position`: where the next tokens of step() belong."""
         core, check = self._core, self._check
         assert check is not None
         with core.lock:
-            self._progress.own.clear()
+            self._own.clear()
             wrong = self._request.keys[: found.length]
             start = core.expel(self._live, wrong, found.start, self.namespace, is_branch=found.is_branch)
             mismatch = replace(found.mismatch, namespace=self.namespace, tick=self.use.tick, quarantined_from=start)
@@ -359,12 +338,12 @@ class Session:
             self.reason = None
             self.remaining = self.prompt.copy()
             self._owed = position
-            self._progress.stand_at(0)
+            self._stand_at(0)
             check.verifier.record(mismatch)
         check.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:
-        """Evaluate again what a session had evaluated before it started over."""
+        """Evaluate again the prompt tokens in front of the next tokens of step(), if the session started over."""
         if self._owed:
             self._evaluate_prompt(model, self._owed)
             self._owed = 0
@@ -379,11 +358,7 @@ def open_session(
     reserve: int,
     use: tuple[int, int | None, str],
 ) -> Session:
-    """Restore the longest usable prefix into live caches, and open a session on them; `use`: priority, turn and kind.
-
-    Raises:
-        CacheBusyError: every live slot is taken.
-    """
+    """Restore the longest usable prefix into live caches, and open a session; `use`: priority, turn and kind."""
     session = None
     try:
         with core.lock:
@@ -414,20 +389,13 @@ def warm(
     step_size: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> int:
-    """Prefill what is missing of a prefix, and pin it if it has a name or a time; returns the tokens evaluated.
-
-    Args:
-        begin: opens a session on ids and keys.
-
-    Raises:
-        ValueError: it is quarantined or was found wrong just now, has no whole chunk, or cannot be stored.
-    """
+    """Prefill what is missing of a prefix, and pin it if it has a name or a time; returns the tokens evaluated."""
     require_pin(name, ttl_requests)
     is_pinned = name is not None or ttl_requests is not None
     chunks, length = pins.whole_chunks(keys), len(keys)
 
     def pin_if_there() -> bool:
-        """Pin the prefix if a longer prompt would resume at its end; whether it would."""
+        """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
         if not core.is_resumable(keys, namespace):
             return False
         if is_pinned:
@@ -439,9 +407,9 @@ def warm(
         pins.require_allowed(chunks, namespace)
         if pin_if_there():
             return 0
-        if is_pinned:  # As far as known before the forward pass: without checkpoints, and a new model's tokens take 0.
+        if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
             pins.require_room(chunks, namespace, name, 0, requests=1)
-    # With any token behind it the prefix is prefilled to its very end.
+    # One more token, so that the whole prefix is prefilled.
     with begin(*(np.append(values, values[-1]) for values in (prompt, keys))) as session:
         run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
         session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
@@ -460,11 +428,7 @@ def warm(
 
 
 def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
-    """A callable that runs both models over a list of the model's caches and then the draft model's.
-
-    Raises:
-        ValueError: that list would not have `cache_count` caches.
-    """
+    """A callable that runs both models over the model's caches and then the draft model's: `cache_count` in all."""
     layers = len(model.layers)
     wanted = layers + len(draft_model.layers)
     if cache_count != wanted:

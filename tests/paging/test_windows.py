@@ -124,9 +124,9 @@ def test_a_checkpoint_a_few_tokens_behind_another_costs_these_tokens() -> None:
     with cache.begin(ids(1, 60), marks=[30, 33]) as session:
         session.prefill(model)
         session.step(model, session.prompt[-1:])
-        inside.progress(session).own.trim()
+        inside.own_state(session).trim()
         # At 30 the last 16 tokens, at 33 three more; at the tail, 44, eleven.
-        assert sum(each.nbytes for each in inside.progress(session).own.windows) == (16 + 3 + 11) * TOKEN_BYTES
+        assert sum(each.nbytes for each in inside.own_state(session).windows) == (16 + 3 + 11) * TOKEN_BYTES
     cache.check()
 
 
@@ -198,7 +198,7 @@ def test_what_is_evaluated_again_after_a_failure_is_kept_once() -> None:
             session.prefill(model, 9)
     model.fail_in_layer = None
     session.prefill(model, 9)
-    assert sum(each.nbytes for each in inside.progress(session).own.windows) <= 54 * TOKEN_BYTES
+    assert sum(each.nbytes for each in inside.own_state(session).windows) <= 54 * TOKEN_BYTES
     session.close()
     cache.check()
 

@@ -71,7 +71,7 @@ def test_a_session_that_starts_over_in_exact_mode_answers_as_a_cold_one_and_stor
         assert session.cached_tokens == 64
         with pytest.warns(RuntimeWarning, match="cold prefill"):
             found = own_logits(session, model)
-        assert inside.progress(session).grid_end == 96
+        assert inside.grid_end(session) == 96
         assert found.keys() == cold.keys()
         assert differing(found, cold) == []
     cache.check()
@@ -105,7 +105,7 @@ def test_step_before_prefill_starts_over_in_whole_chunks_and_stores_them_alone()
         cache.clear_quarantine()
         session.prefill(model)
         # What step() evaluated was not made in a whole chunk: the chunks in front of it are all that is on the grid.
-        assert (session.position, inside.progress(session).grid_end) == (109, 64)
+        assert (session.position, inside.grid_end(session)) == (109, 64)
     assert cache.explain(prompt).resumable_tokens == 64
     with cache.begin(prompt) as session:
         assert differing(own_logits(session, model), cold) == []
