@@ -42,7 +42,6 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str, length_chars: int) -> str:
-    """A text on one line, of at most this length."""
     text = " ".join(printable(text).split())
     return text if len(text) <= length_chars else text[: length_chars - 3] + "..."
 

@@ -28,20 +28,14 @@ if TYPE_CHECKING:
 def explain(
     context: typer.Context,
     file: Annotated[list[Path], typer.Argument(help="Files of conversations, as for replay; several are read as one.")],
-    model: Annotated[
-        str, typer.Option(help="Whose tokenizer, template and layers: demo, tiny, tiny:KIND, a folder, or a hub id.")
-    ] = "demo",
+    model: Annotated[str, typer.Option(help="demo, tiny, tiny:KIND, a folder, or a hub id; no weights.")] = "demo",
     users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the schedule, as for replay.")] = 0,
     requests: Annotated[int | None, typer.Option(help="Requests to explain at most.  [default: all]")] = None,
-    budget_mib: Annotated[
-        float | None, typer.Option(help="Byte budget, in MiB; what it evicts is explained too.  [default: no limit]")
-    ] = None,
+    budget_mib: Annotated[float | None, typer.Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
     policy: Annotated[str, typer.Option(help="What the cache evicts first.")] = "lru",
     top: Annotated[int, typer.Option(help="Breaks to show; the one with most lost tokens is first.")] = 10,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
-    ] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, bad records.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Say what breaks the prefix of conversations.

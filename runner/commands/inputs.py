@@ -66,7 +66,6 @@ def _from_stdin() -> Path:
 
 
 def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
-    """Read conversations, the built-in ones if no file is named; say on stderr what is left out."""
     from runner.script.conversation import ConversationError
     from runner.script.conversation_reader import builtin_conversations, read_conversations
 
@@ -114,7 +113,6 @@ class SizeOptions:
     kv_group_size: Annotated[int, Option(help="With --kv-bits: elements per group.")] = 64
 
     def load(self) -> ModelBytes | None:
-        """The model's bytes; None without a configuration and without bytes per token."""
         from runner.models.footprint import ModelBytes, ModelConfigError
 
         token, checkpoint = self.bytes_per_token, self.bytes_per_checkpoint
@@ -140,14 +138,7 @@ class SizeOptions:
 class TraceOptions(SizeOptions):
     """The options of all commands over traces."""
 
-    trace: Annotated[
-        list[Path],
-        Argument(
-            help="Trace files or folders: Mooncake JSONL, coding-agent sessions, conversations (with --model), or"
-            " recorded traces. Several make one trace.",
-            show_default=False,
-        ),
-    ]
+    trace: Annotated[list[Path], Argument(help="Trace files or folders; several make one trace.", show_default=False)]
     skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
     seed: Annotated[int, Option(help="Seed of arrivals that are not recorded, and of samples.")] = 0
     sessions_per_hour: Annotated[float, Option(help="Rate at which sessions begin, for data without it.")] = 30.0

@@ -61,7 +61,6 @@ def usage_errors(*errors: type[Exception], prefix: str = "") -> Iterator[None]:
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise UsageError unless the condition holds."""
     if not holds:
         raise UsageError(message)
 
@@ -73,7 +72,6 @@ def require_positive(**given: float | None) -> None:
 
 
 def require_counts(**given: int | None) -> None:
-    """Refuse values of options below 1. A keyword is an option's name."""
     for name, value in given.items():
         require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}; wanted at least 1.")
 
@@ -110,7 +108,6 @@ def command_line(context: typer.Context) -> str:
 
 
 def about(context: typer.Context) -> dict[str, Any]:
-    """The command, the machine and the versions, for the JSON of a result."""
     return {"command": command_line(context), "machine": machine(), "versions": versions()}
 
 
@@ -174,13 +171,11 @@ class Outputs:
         self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
 
     def write(self, option: str, content: Callable[[], bytes]) -> None:
-        """Write the file of an option if the user named one."""
         path = self._files.get(option)
         if path is not None:
             self._attempt(lambda: _write(path, content()), str(path))
 
     def finish(self) -> None:
-        """Exit with 2 if an output could not be written."""
         if self._has_failed:
             raise typer.Exit(EXIT_USAGE)
 

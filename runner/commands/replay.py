@@ -50,50 +50,26 @@ class ReplayArguments:
     """The options of the command; a field is an option."""
 
     cache: Annotated[str, Option(help="Caches to compare, in this order, separated by commas.")] = ",".join(CACHE_NAMES)
-    conversations: Annotated[
-        list[Path] | None,
-        Option(help="File of conversations to replay; may be given several times. Default: a built-in set."),
-    ] = None
-    skip_bad: Annotated[
-        bool, Option("--skip-bad", help="Leave out, and count, what cannot be read or does not fit the model.")
-    ] = False
+    conversations: Annotated[list[Path] | None, Option(help="File of conversations; repeat it for more.")] = None
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be replayed.")] = False
     model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = "demo"
     policy: Annotated[str, Option(help="What the radix cache evicts first.")] = "lru"
-    full: Annotated[
-        bool, Option("--full", help="Replay all built-in conversations: some minutes instead of about one.")
-    ] = False
+    full: Annotated[bool, Option("--full", help="Replay all built-in conversations.")] = False
     users: Annotated[int | None, Option(help="Take only the first so many users.  [default: all]")] = None
     seed: Annotated[int, Option(help="Seed of the schedule: the same seed, the same requests.")] = 0
     requests: Annotated[int, Option(help="Requests to replay at most.")] = 24
-    budget_mib: Annotated[
-        float | None, Option(help="Byte budget of mlx-lm and of radix, in MiB, each.  [default: 64; in full 128]")
-    ] = None
-    max_tokens: Annotated[
-        int | None, Option(help="Tokens to generate per reply, greedily.  [default: 4; in full 8]")
-    ] = None
-    recorded: Annotated[
-        bool, Option("--recorded", help="Generate one token per reply, then feed the recorded reply.")
-    ] = False
+    budget_mib: Annotated[float | None, Option(help="MiB of each cache.  [default: 64; in full 128]")] = None
+    max_tokens: Annotated[int | None, Option(help="Tokens of a reply.  [default: 4; in full 8]")] = None
+    recorded: Annotated[bool, Option("--recorded", help="One token per reply, then the recorded reply.")] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
-    parallel: Annotated[
-        int | None, Option(help="Serve so many users at a time, a forward pass for all; --cache radix, mlx-lm or both.")
-    ] = None
-    exact: Annotated[
-        bool, Option("--exact", help="Let radix resume at multiples of --step-size only: answers equal to the bit.")
-    ] = False
+    parallel: Annotated[int | None, Option(help="Serve so many users at a time.")] = None
+    exact: Annotated[bool, Option("--exact", help="Resume at multiples of --step-size: equal bits.")] = False
     disk: Annotated[Path | None, Option(help="Folder where radix stores its state, also for later replays.")] = None
     disk_gib: Annotated[float, Option(help="GiB that the folder may take.", min=0.001)] = 32
-    json_file: Annotated[
-        Path | None, Option("--json", help="Write all figures, with a row per request, to this file.")
-    ] = None
-    plot_file: Annotated[
-        Path | None, Option("--plot", help="Draw TTFT and bytes held per request (.png, .svg or .pdf).")
-    ] = None
+    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None
+    plot_file: Annotated[Path | None, Option("--plot", help="Draw TTFT and bytes (.png, .svg or .pdf).")] = None
     dump_tree: Annotated[bool, Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False
-    tree_file: Annotated[
-        Path | None,
-        Option("--tree", help="Write the radix cache's tree at the end to this .html, .svg, .txt or .json."),
-    ] = None
+    tree_file: Annotated[Path | None, Option("--tree", help="Write radix's tree (.html, .svg, .txt or .json).")] = None
 
     @property
     def is_short(self) -> bool:

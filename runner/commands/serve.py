@@ -35,9 +35,7 @@ def serve(
     chat_template_args: Annotated[str, Option(help="JSON object of arguments for the chat template.")] = "{}",
     log_level: Annotated[str, Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
     budget_gib: Annotated[float | None, Option(help="Bytes of all caches together, in GiB.", min=0)] = None,
-    prompt_cache_bytes: Annotated[
-        str | None, Option(help="The same in bytes, or as 500MB or 8GB.  [default: a quarter of what is free]")
-    ] = None,
+    prompt_cache_bytes: Annotated[str | None, Option(help="Or as 8GB.  [default: a quarter of what is free]")] = None,
     prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
     namespace_by: Annotated[str, Option(help="key: no prefix is shared between API keys; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
@@ -148,7 +146,6 @@ def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Cal
 
 
 def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
-    """The same on replicas."""
     require_compatible(options)
     try:
         from runner.serve.replicas.fleet import Fleet, make_replicas_app
@@ -162,7 +159,6 @@ def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callab
 
 
 def _welcome(options: ServeOptions, url: str) -> str:
-    """The model and the address, and a line to try in a shell."""
     body = {"messages": [{"role": "user", "content": "Which river runs through Rome?"}], "max_tokens": 32}
     key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"

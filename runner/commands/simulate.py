@@ -178,7 +178,6 @@ def run_grid(
 
 
 def _separate(options: TraceOptions) -> list[Trace]:
-    """Each path as a trace with a name of its own."""
     paths = options.trace
     require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
     traces = [options.read(path) for path in paths]

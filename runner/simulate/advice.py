@@ -34,7 +34,7 @@ SAMPLES, SAMPLE_REFS, LEAST_PROMPTS = 3, 25_000, 8
 #: Up to this many block references all policies run on the whole trace.
 WHOLE_REFS = 200_000
 #: Budgets are named that save these shares of what an infinite cache saves.
-SHARES = (0.9, 0.99)
+SHARES, SHARE_NAME = (0.9, 0.99), "{:.0%} of all that can be saved"
 #: Policies that know the future: bounds, not advice.
 BOUNDS = ("belady", "belady-bypass")
 #: How many policies a note on samples names.
@@ -104,7 +104,6 @@ def best_two(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: Trace) -> str:
-    """How policies were compared, and how far to trust that."""
     share = fmean(sample.block_refs for sample in samples) / whole.block_refs
     listed = ", ".join(
         f"{each.policy} {100 * each.gain:+.1f} ± {100 * each.error:.1f}" for each in estimates[:NAMED] if each.gain
@@ -197,7 +196,6 @@ class Advice:
 
     @property
     def prefill_s(self) -> float | None:
-        """Seconds of prefill over the trace without a cache."""
         return None if self.prefill_tokens_per_s is None else self.curve.prompt_tokens / self.prefill_tokens_per_s
 
     @property
@@ -237,15 +235,11 @@ def advice_of(
         return Budget(name, capacity_blocks, nbytes, curve.block_hit_ratio_at(capacity_blocks), ratio, saved_s, rate)
 
     named = [("the knee", curve.knee_blocks())]
-    named += [(_name_of(share), curve.capacity_for(share)) for share in SHARES]
+    named += [(SHARE_NAME.format(share), curve.capacity_for(share)) for share in SHARES]
     named += [("everything", curve.capacity_for(1.0))]
     budgets = sorted((budget(name, blocks) for name, blocks in named), key=lambda each: each.capacity_blocks)
     own = None if budget_blocks is None else budget("the given budget", budget_blocks)
     return Advice(trace, curve, block_bytes, tuple(budgets), own, checkpoint_bytes, prefill_tokens_per_s)
-
-
-def _name_of(share: float) -> str:
-    return f"{share:.0%} of all that can be saved"
 
 
 def best_policy(
@@ -284,14 +278,12 @@ def lru_text(advice: Advice) -> str:
 
 
 def policy_text(advice: Advice, best: BestPolicy | None = None, notes: Sequence[str] = ()) -> str:
-    """The best policy, and a line to paste. `notes` say how policies were compared, or why they were not."""
     return "\n".join([*_remarks(advice, best, notes), "", paste_line(advice, best)])
 
 
 def paste_line(advice: Advice, best: BestPolicy | None = None) -> str:
-    """The advised cache in Python: the user's budget, or room for most of what can be saved."""
     policy = "lru" if best is None else best.policy
-    budget = advice.own or next(each for each in advice.budgets if each.name == _name_of(SHARES[0]))
+    budget = advice.own or next(each for each in advice.budgets if each.name == SHARE_NAME.format(SHARES[0]))
     if budget.capacity_bytes is not None:
         size = f"budget_bytes={max(1, budget.capacity_bytes):_}, "
     else:

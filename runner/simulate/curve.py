@@ -1,13 +1,12 @@
 """LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances, exact or sampled.
 
 LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
-uses its blocks deepest first, so a prefix counts as newer than its continuations. Hits are decided when a request
-arrives: a block is a hit in every cache of at least
+uses its blocks deepest first, so a prefix is newer than its continuations. When a request arrives, a block is a hit in
+every cache of at least
 
-    need = 1 + distinct blocks used since its own last use, up to the arrival of the request
+    need = 1 + distinct blocks used since its own last use
 
-blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones. (Counted later,
-a block's own continuation would push it down.)
+blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones.
 
 With `previous[y]` the place of the use before use y of the same block, or -1, and S the place of a request's first use:
 
@@ -270,7 +269,6 @@ def _count_above(values: Ints, lengths: Ints, bounds: Ints) -> Ints:
 
 
 def _numbered(keys: Ints) -> Ints:
-    """Keys as numbers 0, 1, 2 ... in the order they first appear."""
     _, first_index, inverse = np.unique(keys, return_index=True, return_inverse=True)
     rank = np.empty(len(first_index), np.int64)
     rank[np.argsort(first_index, kind="stable")] = np.arange(len(first_index))
@@ -345,7 +343,6 @@ def curve_table(curve: Curve, trace: Trace, block_bytes: int | None) -> Table:
 
 
 def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[str, Any]:
-    """Everything, for JSON; an unknown error is None."""
     return {
         "trace": trace.name,
         "policy": "lru",
@@ -370,7 +367,6 @@ def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[
 def curve_picture(
     curve: Curve, trace: Trace, block_bytes: int | None, *, marks: dict[str, int], file_format: str
 ) -> bytes:
-    """The curve over capacity, its standard error, and marked capacities by name."""
     figure = new_figure(*FIGURE_INCHES)
     axes = figure.subplots()
     unit_blocks = 1.0 if block_bytes is None else GIB / block_bytes

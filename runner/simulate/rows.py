@@ -122,7 +122,6 @@ class ReplicaRow(ResultRow):
 
 
 def infinite_ratio(trace: Trace) -> float:
-    """The block hit ratio of a cache without limit: the share of blocks that were asked for before."""
     keys = np.concatenate([request.keys for request in trace.requests])
     return 1.0 - len(np.unique(keys)) / len(keys)
 
@@ -325,7 +324,6 @@ def _place(row: ResultRow) -> tuple[object, ...]:
 
 
 def _fifo_is_lru(rows: Sequence[SimulationRow]) -> bool:
-    """Whether FIFO and LRU show the same digits in every place where both ran."""
     lru, fifo = (
         {_place(row): f"{row.block_hit_ratio:.4f}" for row in rows if row.policy == policy}
         for policy in ("lru", "fifo")
@@ -362,7 +360,6 @@ def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds:
 
 
 def _document(traces: Sequence[Trace], rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:
-    """The rows for JSON; `counts` says what the ratios count."""
     return {
         "rows": [asdict(row) for row in rows],
         **more,

@@ -202,7 +202,6 @@ class Simulation:
             self.serve(request)
 
     def serve(self, request: TraceRequest) -> None:
-        """Look one prompt up, evaluate what is missing, and store it."""
         self._now_ms = request.time_ms
         count, brought = len(request.keys), self._brought_blocks()
         with uninterrupted():  # once, instead of in each call
@@ -248,7 +247,6 @@ class Simulation:
         return session.matched_tokens
 
     def _serve_bypassing(self, keys: Keys) -> int:
-        """Add the whole prompt without guarding it, then make room among everything stored."""
         asked = _with_one_more(keys)
         _, missing = self.cache.fetch(self._ids[: len(asked)], keys=asked)
         filled = self.layout.fresh()
@@ -264,7 +262,6 @@ def _with_one_more(keys: Keys) -> Keys:
 
 
 def row_fields(caches: Sequence[Simulation], policy: str, seconds: float) -> dict[str, Any]:
-    """The fields of a ResultRow for caches that served a trace together."""
     first, trace = caches[0], caches[0].trace
     block_refs, block_hits = sum(each.block_refs for each in caches), sum(each.block_hits for each in caches)
     prompt_tokens, hit_tokens = trace.prompt_tokens, sum(each.hit_tokens for each in caches)
@@ -319,22 +316,16 @@ def grow_tree(
     model, skipped = SizedModel(), []
     for request in requests:
         try:
-            _serve(cache, model, tokenizer, request)
-        except ScriptError as error:
+            tokens, marks = render_chat(tokenizer, request.messages, request.tools)
+            reply = recorded_reply(tokenizer, request, tokens)
+        except ValueError as error:
+            skipped.append(f"{request.where}: {error}")
             if not skip_bad:
-                raise
-            skipped.append(str(error))
+                raise ScriptError(skipped[-1]) from error
+            continue
+        with cache.begin(tokens, marks=marks, reserve=max(len(reply), 1)) as session:
+            session.prefill(model)
+            session.step(model, tokens[-1:])
+            if len(reply):
+                session.step(model, reply)
     return cache, skipped
-
-
-def _serve(cache: PrefixCache, model: SizedModel, tokenizer: Any, request: ScheduledRequest) -> None:
-    try:
-        tokens, marks = render_chat(tokenizer, request.messages, request.tools)
-        reply = recorded_reply(tokenizer, request, tokens)
-    except ValueError as error:
-        raise ScriptError(f"{request.where}: {error}") from error
-    with cache.begin(tokens, marks=marks, reserve=max(len(reply), 1)) as session:
-        session.prefill(model)
-        session.step(model, tokens[-1:])
-        if len(reply):
-            session.step(model, reply)

@@ -94,7 +94,6 @@ class _Text:
         return other
 
     def append(self, piece: int, length: int) -> None:
-        """Add the first tokens of a piece; a piece's number identifies its text."""
         offset = 0
         while offset < length:
             taken = min(length - offset, self._block_tokens - self.tokens % self._block_tokens)
@@ -106,7 +105,6 @@ class _Text:
                 self._tail = ()
 
     def keys(self) -> Keys:
-        """Keys of all blocks, also of a last one that is partly filled."""
         return np.array([*self._keys, self._number()] if self._tail else self._keys, np.int64)
 
     def _number(self) -> int:
@@ -202,7 +200,6 @@ class _Traffic:
         )
 
     def _ask(self, conversation: _Conversation) -> None:
-        """Add the user's next message at the end or, when branching, after an earlier turn."""
         if conversation.beginnings and self._draw.random() < self._parameters.branching:
             chosen = self._draw.randrange(len(conversation.beginnings))
             text, conversation.turn = conversation.beginnings[chosen]

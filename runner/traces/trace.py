@@ -97,11 +97,9 @@ class Pace:
                 raise ValueError(f"{name} is {value:g}; wanted more than 0.")
 
     def session_gap_s(self, draw: random.Random) -> float:
-        """Time from the beginning of one conversation to that of the next."""
         return draw.expovariate(self.sessions_per_hour / 3600.0)
 
     def request_gap_s(self, draw: random.Random, output_tokens: int, *, is_tool: bool) -> float:
-        """Time from a request to the next one of its conversation."""
         wait_s = draw.expovariate(1.0 / (self.tool_s if is_tool else self.think_s))
         return output_tokens / self.output_tokens_per_s + wait_s
 
