@@ -31,7 +31,7 @@ B = TypeVar("B")
 RESULTS = Path(__file__).parents[1] / "results"
 REPEATS = 5
 TABLE_WIDTH = 160
-PATH_OPTIONS = ("--conversations", "--results", "--traces")
+PATH_OPTIONS = ("--conversations", "--json", "--results", "--traces", "--venvs")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,330 @@
+"""Servers with a prefix cache, ours and others: how each is installed, started and stopped.
+
+A server runs on a free loopback port, in a process group and a home folder of its own, so that what it stores on disk
+is its own too. It gets no network: the hubs are offline and telemetry is off. `PeerProcess` ends the whole group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from runner import BLAS_ADVICE
+
+ROOT = Path(__file__).parents[2]
+START_S, STOP_S, SAMPLE_S, INSTALL_S = 120.0, 20.0, 0.05, 1800.0
+BUDGET_MIB = 2048
+API_KEY = "none"
+
+ENVIRONMENT = {
+    **{"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"},
+    **{"RAPID_MLX_TELEMETRY": "0", "GRADIO_ANALYTICS_ENABLED": "False", "ANONYMIZED_TELEMETRY": "False"},
+    **{"PYTHONUNBUFFERED": "1", "NO_PROXY": "127.0.0.1,localhost", "TOKENIZERS_PARALLELISM": "false"},
+}
+
+
+class PeerError(RuntimeError):
+    """A server cannot be installed or started; the message is one line without paths."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server, and how it is started.
+
+    Attributes:
+        packages: what pip installs into the environment of the server; empty: it runs in ours.
+        command: words after the Python of its environment, or after a program beside that Python if `program` is set.
+            {model}, {port}, {disk} and {bytes}, {mib} of the cache budget are filled in.
+        on, off: more words, with the prefix cache and without.
+        clear: path to DELETE before each cold request, where the cache cannot be off.
+        disk: more words where state is to survive a restart; None: the server has no such option.
+        env_on, env_off, env_disk: the same as environment variables.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    command: str
+    program: str = ""
+    on: str = ""
+    off: str = ""
+    clear: str = ""
+    disk: str | None = None
+    env_on: Mapping[str, str] = field(default_factory=dict)
+    env_off: Mapping[str, str] = field(default_factory=dict)
+    env_disk: Mapping[str, str] = field(default_factory=dict)
+
+    def words(self, python: Path, values: Mapping[str, str], *, is_cached: bool, is_on_disk: bool) -> list[str]:
+        """Return the command line that starts the server."""
+        options = (self.on + " " + (self.disk or "") * is_on_disk) if is_cached else self.off
+        first = python.parent / self.program if self.program else python
+        return [str(first), *(word.format(**values) for word in f"{self.command} {options}".split())]
+
+    def environment(self, values: Mapping[str, str], *, is_cached: bool, is_on_disk: bool) -> dict[str, str]:
+        """Return the variables of this server on top of ENVIRONMENT."""
+        own = {**self.env_on, **(self.env_disk if is_on_disk else {})} if is_cached else self.env_off
+        return {name: value.format(**values) for name, value in own.items()}
+
+
+_APC = {"APC_ENABLED": "1", "APC_MEMORY_MAX_GB": "2"}
+_SERVE = "serve {model} --host 127.0.0.1 --port {port}"
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "radixcache serve",
+            (),
+            "-m radixcache serve --model {model} --port {port}",
+            on="--prompt-cache-bytes {bytes}",
+            off="--prompt-cache-bytes {bytes}",
+            clear="/cache",
+            disk="--disk {disk}",
+        ),
+        Peer(
+            "mlx_lm.server",
+            (),
+            "-m mlx_lm server --model {model} --host 127.0.0.1 --port {port}",
+            on="--prompt-cache-bytes {bytes} --prompt-cache-size 1000",
+            off="--prompt-cache-size 0 --prompt-cache-bytes 0",
+        ),
+        Peer(
+            "vllm-mlx",
+            ("vllm-mlx",),
+            _SERVE,
+            program="vllm-mlx",
+            on="--continuous-batching --enable-prefix-cache --cache-memory-mb {mib}",
+            off="--continuous-batching --disable-prefix-cache",
+            disk="--ssd-cache-dir {disk}",
+        ),
+        Peer(
+            "rapid-mlx",
+            ("rapid-mlx",),
+            _SERVE,
+            program="rapid-mlx",
+            on="--enable-prefix-cache --cache-memory-mb {mib}",
+            off="--disable-prefix-cache --disable-disk-caches",
+            disk="",
+        ),
+        Peer(
+            "mlx-vlm",
+            ("mlx-vlm",),
+            "-m mlx_vlm.server --model {model} --host 127.0.0.1 --port {port}",
+            env_on={**_APC, "APC_DISK_ENABLED": "0"},
+            env_off={"APC_ENABLED": "0"},
+            disk="",
+            env_disk={"APC_DISK_ENABLED": "1", "APC_DISK_PATH": "{disk}"},
+        ),
+        Peer(
+            "vmlx",
+            ("vmlx", "mlx-lm==0.31.3"),
+            _SERVE,
+            program="vmlx",
+            on="--continuous-batching --enable-prefix-cache --use-paged-cache --cache-memory-mb {mib}",
+            off="--continuous-batching --disable-prefix-cache",
+            disk="--enable-block-disk-cache --block-disk-cache-dir {disk}",
+        ),
+    )
+}
+
+
+# Environments --------------------------------------------------------------------------------------------------------
+
+
+def install(peer: Peer, venvs: Path) -> Path:
+    """Return the Python of a server; make its virtual environment if it is not there. PeerError: it cannot be made."""
+    if not peer.packages:
+        return Path(sys.executable)
+    folder = venvs / peer.name
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if done.exists() or (python.exists() and peer.packages[0] in versions(python, peer)):
+        return python
+    backend = "mlx[cpu]" if sys.platform == "linux" else "mlx"
+    for words in (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", backend, *peer.packages],
+    ):
+        try:
+            ended = subprocess.run(words, capture_output=True, timeout=INSTALL_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise PeerError(f"pip did not install {peer.name} within {INSTALL_S:.0f} s") from None
+        if ended.returncode:
+            raise PeerError(f"pip cannot install {' and '.join(peer.packages)} on this machine")
+    done.touch()
+    return python
+
+
+def versions(python: Path, peer: Peer) -> dict[str, str]:
+    """Return the versions of the server's package and of what it computes with, where they are installed."""
+    names = [peer.packages[0]] if peer.packages else ["radixcache"] if peer.name.startswith("radix") else []
+    code = (
+        "import sys; from importlib.metadata import distributions\n"
+        "found = {d.metadata['Name'].lower(): d.version for d in distributions()}\n"
+        "print(*(f'{n} {found[n]}' for n in sys.argv[1:] if n in found), sep='\\n')"
+    )
+    words = [str(python), "-c", code, *dict.fromkeys([*names, "mlx", "mlx-lm", "transformers"])]
+    printed = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT).stdout
+    return dict(line.split(" ", 1) for line in printed.splitlines())
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+class PeerProcess:
+    """A server that is up between `with` and the end of its block, where its process group is ended.
+
+    Args:
+        peer: which server. python: of its environment. model: folder of the model.
+        home: its home folder, which holds what it stores and prints; a second process may go on with it.
+        is_cached, is_on_disk: with its prefix cache; with state that survives a restart.
+
+    Attributes:
+        url: http://127.0.0.1:PORT.
+        peak_bytes: most resident memory of its process tree since `reset_peak`.
+
+    Raises:
+        PeerError: it ended, or did not answer GET /v1/models in time.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        python: Path,
+        model: Path,
+        home: Path,
+        *,
+        is_cached: bool = True,
+        is_on_disk: bool = False,
+    ) -> None:
+        self.peer, self._home = peer, home
+        (home / "disk").mkdir(parents=True, exist_ok=True)
+        self._port = _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        values = {
+            **{"model": str(model), "port": str(self._port), "disk": str(home / "disk")},
+            **{"bytes": str(BUDGET_MIB << 20), "mib": str(BUDGET_MIB)},
+        }
+        self._words = peer.words(python, values, is_cached=is_cached, is_on_disk=is_on_disk)
+        self._environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            **{"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "TMPDIR": str(home)},
+            **peer.environment(values, is_cached=is_cached, is_on_disk=is_on_disk),
+        }
+        if sys.platform == "linux" and BLAS_ADVICE is None:
+            # MLX's own BLAS is 70 times slower; radixcache loads OpenBLAS itself, and the others shall have it too.
+            self._environment["LD_PRELOAD"] = "libopenblas.so.0"
+        if not peer.packages:
+            self._environment["PYTHONPATH"] = str(ROOT)
+        self._is_over = threading.Event()
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeerProcess:
+        with (self._home / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._home,
+                env=self._environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_up()
+        except BaseException:
+            self._end()
+            raise
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._end()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server is gone though nobody ended it."""
+        return self._process.poll() is not None
+
+    @property
+    def last_error(self) -> str:
+        """The last line of its log that names an error, without paths; empty if there is none."""
+        text = (self._home / "log").read_text(encoding="utf-8", errors="replace")
+        lines = re.findall(r"^\s*(?:\w+\.)*\w*(?:Error|Exception)\b.*|^.*\berror: .*", text, re.MULTILINE)
+        return re.sub(r"(/[\w.+-]+){2,}/?", "PATH", lines[-1].strip())[:160] if lines else ""
+
+    def clear_cache(self) -> None:
+        """Drop what the server has stored, where it has a cache that cannot be off."""
+        if self.peer.clear:
+            self._status("DELETE", self.peer.clear)
+
+    def reset_peak(self) -> None:
+        """Measure the peak of the memory anew from now on."""
+        self.peak_bytes = self._resident_bytes()
+
+    def _wait_until_up(self) -> None:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self.has_ended:
+                raise PeerError(f"the server ended while it started: {self.last_error or 'no error was printed'}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self._status("GET", "/v1/models") == 200:
+                    return
+            time.sleep(0.1)
+        raise PeerError(f"the server did not answer within {START_S:.0f} s")
+
+    def _status(self, method: str, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        with contextlib.closing(connection):
+            connection.request(method, path, headers={"Authorization": f"Bearer {API_KEY}"})
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
+
+    def _resident_bytes(self) -> int:
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+        return total
+
+    def _end(self) -> None:
+        """End the group: first as Ctrl-C does, so that state is written, then by force."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
