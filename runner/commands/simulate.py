@@ -97,7 +97,11 @@ def simulate(
         disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
         policies = _policies(policy, sizes, disk)
     else:
-        counts, routers = _replica_counts(replicas), _router_names(router)
+        from runner.routing.routers import ROUTERS as KNOWN
+
+        counts, routers = _replica_counts(replicas), list(dict.fromkeys(_words(router, "router")))
+        for name in routers:
+            require(name in KNOWN, f"--router: no router {name!r}; known: {', '.join(KNOWN)}.")
         read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
         disk = disk_plan("--shared-gib", shared_gib, read_bytes_per_s, prefill_tokens_per_s, sizes, "close")
         policies = _policies(policy if is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
@@ -223,15 +227,6 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
             require_policy(name)
         else:
             require(not is_routed, f"--policy: {name} knows the future of one cache; not with --replicas.")
-    return list(dict.fromkeys(names))
-
-
-def _router_names(listed: str) -> list[str]:
-    from runner.routing.routers import ROUTERS
-
-    names = _words(listed, "router")
-    for name in names:
-        require(name in ROUTERS, f"--router: no router {name!r}; known: {', '.join(ROUTERS)}.")
     return list(dict.fromkeys(names))
 
 

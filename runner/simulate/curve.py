@@ -285,11 +285,10 @@ def _hashed(blocks: Ints, seed: int) -> Floats:
 
 
 def _step(capacities: Ints, ratios: Floats, capacity: float) -> float:
-    index = int(np.searchsorted(capacities, capacity, side="right")) - 1
-    return float(ratios[index]) if index >= 0 else 0.0
+    return float(_steps_at(capacities, ratios, [capacity])[0])
 
 
-def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[int]) -> Floats:
+def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[float]) -> Floats:
     index = np.searchsorted(capacities, wanted, side="right") - 1
     return np.where(index >= 0, ratios[np.maximum(index, 0)], 0.0) if len(ratios) else np.zeros(len(wanted))
 

@@ -128,7 +128,13 @@ def run_on_ray(
     import ray
 
     started_here = not ray.is_initialized()
-    _connect(ray, address)
+    try:
+        if started_here:
+            # "auto" also finds a private cluster of another process, which refuses all others after 20 seconds. Without
+            # an address Ray joins the cluster of `ray start`.
+            ray.init(address=None if address == "auto" else address, log_to_driver=False)
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(str(error)) from error
     try:
         remote: Any = ray.remote(_run_remotely)
         stored = [ray.put(trace) for trace in traces]
@@ -203,14 +209,3 @@ def _count(requests: int) -> None:
 
 def _run_remotely(trace: Trace, job: AnyJob[R]) -> R:
     return job.run(trace)
-
-
-def _connect(ray: Any, address: str) -> None:
-    if ray.is_initialized():
-        return
-    try:
-        # "auto" also finds a private cluster of another process, which refuses all others after 20 seconds. Without
-        # an address Ray joins the cluster of `ray start`.
-        ray.init(address=None if address == "auto" else address, log_to_driver=False)
-    except (RuntimeError, ValueError) as error:
-        raise ConnectionError(str(error)) from error

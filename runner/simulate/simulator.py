@@ -166,7 +166,11 @@ class Simulation:
         self.machine = Machine(disk, trace.block_tokens) if isinstance(disk, DiskPlan) else disk
         self._model = self.machine or SizedModel()
         self._future: Future | None = None
-        chosen = self._make(policy)
+        if isinstance(policy, str) and policy in OFFLINE_POLICIES:
+            self._future = Future(trace.requests, lambda entry: last_key(self.cache, entry))
+            chosen = OFFLINE_POLICIES[policy](self._future.next_use)
+        else:
+            chosen = make_policy(policy)
         self._bypass = getattr(chosen, "bypass", False)
         self.layout = sizes.layout()
         if self._bypass and self.layout.has_points:
@@ -187,13 +191,6 @@ class Simulation:
         self.block_refs = self.block_hits = self.hit_tokens = self.prompt_tokens = self.disk_hit_tokens = 0
         longest = max((len(request.keys) for request in trace.requests), default=0)
         self._ids: NDArray[np.int32] = np.zeros(longest + 1, dtype=np.int32)
-
-    def _make(self, policy: str | EvictionPolicy) -> EvictionPolicy:
-        offline = OFFLINE_POLICIES.get(policy) if isinstance(policy, str) else None
-        if offline is None:
-            return make_policy(policy)
-        self._future = Future(self.trace.requests, lambda entry: last_key(self.cache, entry))
-        return offline(self._future.next_use)
 
     def run(self, on_progress: OnProgress | None = None) -> None:
         for index, request in with_progress(self.trace, on_progress):
