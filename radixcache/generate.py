@@ -165,8 +165,15 @@ def _tokens(
             model = whole = _fed_with(embed(session.position), model)
         session.prefill(whole, step_size=prefill_step_size, on_progress=prompt_progress_callback)
     if draft_model is not None:
-        sampling["num_draft_tokens"] = num_draft_tokens
-        yield from _speculative(model, draft_model, session, stream, max_tokens, sampling)
+        sampling |= {"max_tokens": max_tokens if max_tokens > 0 else 1 << 30, "num_draft_tokens": num_draft_tokens}
+        last, caches = mx.array(session.prompt[-1:]), session.caches
+        generator = speculative_generate_step(last, model, draft_model, stream, prompt_cache=caches, **sampling)
+        try:
+            for token, logprobs, from_draft in generator:
+                session.extend([int(token)])
+                yield int(token), logprobs, bool(from_draft)
+        finally:
+            generator.close()
         return
     choose = _chooser(session.prompt, **sampling)
     tokens = decode(session, model, session.prompt[-1:], choose, max_tokens=max_tokens, stream=stream)
@@ -240,17 +247,3 @@ def decode(
         yield int(sampled.item()), logprobs  # type: ignore[arg-type]
         if count % RELEASE_INTERVAL_TOKENS == 0:
             mx.clear_cache()
-
-
-def _speculative(
-    model: Any, draft_model: Any, session: Session, stream: Any, max_tokens: int, options: dict[str, Any]
-) -> Iterator[Token]:
-    last, limit = mx.array(session.prompt[-1:]), max_tokens if max_tokens > 0 else 1 << 30
-    options |= {"max_tokens": limit, "prompt_cache": session.caches}
-    generator = speculative_generate_step(last, model, draft_model, stream, **options)
-    try:
-        for token, logprobs, from_draft in generator:
-            session.extend([int(token)])
-            yield int(token), logprobs, bool(from_draft)
-    finally:
-        generator.close()

@@ -13,7 +13,8 @@ Thread-safe.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,10 @@ class RadixPromptCache:
         with self._ledger.lock:
             caches = self._used(model)
             if classes not in caches:
-                fresh = _fresh_like(prompt_cache)
+                empty = copy.deepcopy(list(prompt_cache))  # The arrays share their buffers with the originals.
+                for layer, cache in enumerate(leaves(empty)):
+                    adapter_for(cache, layer).free(cache)
+                fresh = partial(copy.deepcopy, empty)
                 caches[classes] = PrefixCache(caches=fresh, budget_bytes=self._ledger, policy=_HeadStart())
             caches[classes].insert(np.maximum(keys, 0), prompt_cache, priority=priority, keys=keys)
             self.trim_to(n_sequences=self.max_size)
@@ -167,11 +171,3 @@ def _image_start(keys: NDArray[np.int64], offset: int) -> int:
     while 0 < start < len(keys) and keys[start - 1] == keys[offset] < 0:
         start -= 1
     return start
-
-
-def _fresh_like(caches: Sequence[Any]) -> Callable[[], list[Any]]:
-    """A function that returns empty caches of the same classes and settings."""
-    empty = copy.deepcopy(list(caches))  # The arrays share their buffers with the originals.
-    for layer, cache in enumerate(leaves(empty)):
-        adapter_for(cache, layer).free(cache)
-    return lambda: copy.deepcopy(empty)

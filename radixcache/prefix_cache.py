@@ -11,10 +11,10 @@ uses randomness.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -39,14 +39,13 @@ from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
 from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk, Tier
-from radixcache.sessions.session import Session, open_session, warm
+from radixcache.sessions.session import Session, both_models, open_session
 from radixcache.settings import (
     Settings,
     require_about,
     require_caches,
     require_count,
     require_group,
-    require_one,
     require_pin,
     require_use,
 )
@@ -347,7 +346,8 @@ class PrefixCache:
         """End one pin() of exactly these tokens (an unnamed one first), or the one of that name."""
         require_namespace(namespace)
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
-        require_one(tokens, name)
+        if (tokens is None) == (name is None):
+            raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
         core, pins = self._core, self._open.pins
         with core.lock:
             if prompt_keys is not None:
@@ -388,9 +388,43 @@ class PrefixCache:
             CacheBusyError: it has to be evaluated, and every live slot is taken.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        begin = partial(self.begin, namespace=namespace, marks=[*marks, len(prompt)], reserve=0, priority=priority)
-        what = (prompt, prompt_keys, namespace, name, ttl_requests)
-        return warm(self._core, self._open.pins, begin, *what, model, draft_model, step_size, on_progress)
+        require_pin(name, ttl_requests)
+        is_pinned = name is not None or ttl_requests is not None
+        core, pins, length = self._core, self._open.pins, len(prompt)
+        chunks = pins.whole_chunks(prompt_keys)
+
+        def pin_if_there() -> bool:
+            """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
+            if not core.is_resumable(prompt_keys, namespace):
+                return False
+            if is_pinned:
+                pins.add(prompt_keys, namespace, name, ttl_requests)
+            core.tidy_unpinned()
+            return True
+
+        with core.lock:
+            pins.require_allowed(chunks, namespace)
+            if pin_if_there():
+                return 0
+            if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
+                pins.require_room(chunks, namespace, name, 0, requests=1)
+        # One more token, so that the whole prefix is prefilled.
+        longer, its_keys = (np.append(values, values[-1]) for values in (prompt, prompt_keys))
+        with self.begin(longer, its_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
+            run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
+            session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
+            with core.lock:
+                pins.require_allowed(chunks, namespace)
+                session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
+                if is_pinned:
+                    pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
+                session.close()
+                if not pin_if_there():
+                    raise ValueError(
+                        f"{pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
+                        f"sessions and pins leave no room in the budget of {pins.budget_bytes} bytes."
+                    )
+        return length - session.cached_tokens
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until so many bytes more fit the budget, as a request does; returns whether they fit."""

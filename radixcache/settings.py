@@ -113,11 +113,6 @@ def require_group(capacity: Any, priority: Any, prompts: Any) -> tuple[int, int]
     return require_count("capacity", capacity, "tokens"), require_use(priority, None, "")[0]
 
 
-def require_one(tokens: Any, name: Any) -> None:
-    if (tokens is None) == (name is None):
-        raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-
-
 def require_pin(name: Any, ttl_requests: Any) -> None:
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")

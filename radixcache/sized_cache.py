@@ -8,7 +8,7 @@ from typing import Any
 from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.sizes import SizedLayout
 from radixcache.ledger import Ledger
-from radixcache.observe.trace import TraceFile
+from radixcache.observe.trace import Clock, TraceFile
 from radixcache.paging.tier import Disk
 from radixcache.prefix_cache import PrefixCache, assemble
 from radixcache.settings import Settings, require_about
@@ -46,16 +46,10 @@ def sized_cache(
         raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
     require_about(tokenizer, cost)
     cache = PrefixCache.__new__(PrefixCache)
+    own = Settings(clock=clock, on_event=on_event, **settings)
+    unit: Clock = "requests" if clock is None else "ms"
     cache._parts, cache._about = assemble(
-        layout,
-        budget_bytes,
-        policy,
-        cost,
-        Settings(clock=clock, on_event=on_event, **settings),
-        trace,
-        tokenizer,
-        clock="requests" if clock is None else "ms",
-        disk=disk,
+        layout, budget_bytes, policy, cost, own, trace, tokenizer, clock=unit, disk=disk
     )
     return cache
 

@@ -156,12 +156,28 @@ class KnownTokens:
 
     def ids(self) -> TokenIds:
         """Ids of all known tokens. Waits for pending ones."""
-        self._read()
+        found: list[TokenIds] = []
+        for tokens, start, end in () if self._is_cut_short else self._pending:
+            try:
+                ids = np.asarray(tokens).reshape(-1)[start:end]
+            except Exception:  # A sampled token that cannot be evaluated is not known, nor is any after it.
+                self._is_cut_short = True
+                break
+            wrong = (ids < 0) | (ids >= self._ceiling)
+            if wrong.any():
+                ids, self._is_cut_short = ids[: int(wrong.argmax())], True
+            found.append(ids.astype(np.int32))
+            if self._is_cut_short:
+                break
+        self._pending.clear()
+        if found:
+            self.read_ids = np.concatenate([self.read_ids, *found])
+            self.read_keys = np.concatenate([self.read_keys, *(ids.astype(np.int64) for ids in found)])
         return self.read_ids
 
     def keys(self) -> Keys:
         """Keys of all known tokens; a reported token's key is its id. Waits for pending ones."""
-        self._read()
+        self.ids()
         return self.read_keys
 
     def common(self, keys: Keys, limit: int) -> int:
@@ -181,25 +197,6 @@ class KnownTokens:
     def forget_pending(self) -> None:
         self._pending.clear()
         self._is_cut_short = True
-
-    def _read(self) -> None:
-        found: list[TokenIds] = []
-        for tokens, start, end in () if self._is_cut_short else self._pending:
-            try:
-                ids = np.asarray(tokens).reshape(-1)[start:end]
-            except Exception:  # A sampled token that cannot be evaluated is not known, nor is any after it.
-                self._is_cut_short = True
-                break
-            wrong = (ids < 0) | (ids >= self._ceiling)
-            if wrong.any():
-                ids, self._is_cut_short = ids[: int(wrong.argmax())], True
-            found.append(ids.astype(np.int32))
-            if self._is_cut_short:
-                break
-        self._pending.clear()
-        if found:
-            self.read_ids = np.concatenate([self.read_ids, *found])
-            self.read_keys = np.concatenate([self.read_keys, *(ids.astype(np.int64) for ids in found)])
 
 
 class Quarantine:
@@ -269,9 +266,6 @@ class Quarantine:
     def _remove(self, name: tuple[str, int, bytes]) -> None:
         del self._entries[name]
         namespace, length, _ = name
-        counts = self._lengths[namespace]
-        counts[length] -= 1
-        if not counts[length]:
-            del counts[length]
-        if not counts:
+        self._lengths[namespace] -= Counter([length])  # Removes a count of 0.
+        if not self._lengths[namespace]:
             del self._lengths[namespace]

@@ -1,10 +1,5 @@
 """Session: one request on live caches, from its restored prefix to a stored one.
 
-    open_session   restores [0, cached_tokens): read from the store, look up, guard the path, move the live caches there
-    prefill        evaluates the prompt up to its last token, taking checkpoints on the way
-    step           evaluates the prompt's last token, then each sampled one
-    close          settles what was evaluated, makes it a LIVE path of the tree, enforces the budget
-
 A session belongs to one thread at a time. It takes the cache's lock itself; forward passes run outside of the lock.
 """
 
@@ -26,17 +21,9 @@ from radixcache.core import Core
 from radixcache.errors import SessionClosedError, refuse_copy
 from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
-from radixcache.paging.pins import Pins
-from radixcache.paging.resume import (
-    OwnState,
-    PrefixRequest,
-    ResumePlan,
-    ShortReason,
-    checkpoint_stops,
-    stops_on_grid,
-)
+from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
-from radixcache.settings import require_count, require_pin
+from radixcache.settings import require_count
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
 from radixcache.tree.entries import Use
 from radixcache.verify import Check, Finding, Mismatch
@@ -262,7 +249,6 @@ class Session(Progress):
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
     def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Evaluate the prompt up to offset `last` in chunks, with checkpoints on the way."""
         step_size = self._step_size
         stops = self._checkpoint_stops(last)
         if on_progress is not None:
@@ -373,58 +359,6 @@ def open_session(
             session.close()
         raise
     return session
-
-
-def warm(
-    core: Core,
-    pins: Pins,
-    begin: Callable[..., Session],
-    prompt: TokenIds,
-    keys: Keys,
-    namespace: str,
-    name: str | None,
-    ttl_requests: int | None,
-    model: Any,
-    draft_model: Any,
-    step_size: int | None,
-    on_progress: Callable[[int, int], None] | None,
-) -> int:
-    """Prefill what is missing of a prefix, and pin it if it has a name or a time; returns the tokens evaluated."""
-    require_pin(name, ttl_requests)
-    is_pinned = name is not None or ttl_requests is not None
-    chunks, length = pins.whole_chunks(keys), len(keys)
-
-    def pin_if_there() -> bool:
-        """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
-        if not core.is_resumable(keys, namespace):
-            return False
-        if is_pinned:
-            pins.add(keys, namespace, name, ttl_requests)
-        core.tidy_unpinned()
-        return True
-
-    with core.lock:
-        pins.require_allowed(chunks, namespace)
-        if pin_if_there():
-            return 0
-        if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
-            pins.require_room(chunks, namespace, name, 0, requests=1)
-    # One more token, so that the whole prefix is prefilled.
-    with begin(*(np.append(values, values[-1]) for values in (prompt, keys))) as session:
-        run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
-        session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
-        with core.lock:
-            pins.require_allowed(chunks, namespace)
-            session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
-            if is_pinned:
-                pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
-            session.close()
-            if not pin_if_there():
-                raise ValueError(
-                    f"{pins.stored_tokens(keys, namespace)} of {length} tokens could be stored: open sessions and pins"
-                    f" leave no room in the budget of {pins.budget_bytes} bytes."
-                )
-    return length - session.cached_tokens
 
 
 def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
