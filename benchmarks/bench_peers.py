@@ -165,21 +165,22 @@ class Run:
 
 def ask_all(process: PeerProcess, scenario: Scenario, model: str) -> Run:
     """Put all requests of a scenario to a server: users at the same time, or a request of each by turns."""
-    process.reset_peak()
-    began_s = time.perf_counter()
 
     def talk(prompts: Sequence[Prompt]) -> list[Answer]:
         return [ask_stream(process.url, model, prompt, REPLY_TOKENS) for prompt in prompts]
 
-    if scenario.at_once:
-        with ThreadPoolExecutor(len(scenario.users)) as pool:
-            answers = list(pool.map(talk, scenario.users))
-    else:
-        answers = [[] for _ in scenario.users]
-        for turn in range(max(map(len, scenario.users))):
-            for user, prompts in enumerate(scenario.users):
-                answers[user] += talk(prompts[turn : turn + 1])
-    return Run(answers, time.perf_counter() - began_s, process.peak_bytes)
+    began_s = time.perf_counter()
+    with process.measured():
+        if scenario.at_once:
+            with ThreadPoolExecutor(len(scenario.users)) as pool:
+                answers = list(pool.map(talk, scenario.users))
+        else:
+            answers = [[] for _ in scenario.users]
+            for turn in range(max(map(len, scenario.users))):
+                for user, prompts in enumerate(scenario.users):
+                    answers[user] += talk(prompts[turn : turn + 1])
+        total_s = time.perf_counter() - began_s
+    return Run(answers, total_s, process.peak_bytes)
 
 
 class Bench:

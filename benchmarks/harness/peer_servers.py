@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ import psutil
 from runner import BLAS_ADVICE
 
 ROOT = Path(__file__).parents[2]
-START_S, STOP_S, SAMPLE_S, INSTALL_S = 120.0, 20.0, 0.05, 1800.0
+START_S, STOP_S, SAMPLE_S, INSTALL_S = 120.0, 20.0, 0.1, 1800.0
 BUDGET_MIB = 2048
 API_KEY = "none"
 
@@ -193,7 +193,7 @@ class PeerProcess:
 
     Attributes:
         url: http://127.0.0.1:PORT.
-        peak_bytes: most resident memory of its process tree since `reset_peak`.
+        peak_bytes: most resident memory of its process tree within the last `measured` block.
 
     Raises:
         PeerError: it ended, or did not answer GET /v1/models in time.
@@ -229,7 +229,6 @@ class PeerProcess:
             self._environment["LD_PRELOAD"] = "libopenblas.so.0"
         if not peer.packages:
             self._environment["PYTHONPATH"] = str(ROOT)
-        self._is_over = threading.Event()
         self.peak_bytes = 0
 
     def __enter__(self) -> PeerProcess:
@@ -248,14 +247,11 @@ class PeerProcess:
         except BaseException:
             self._end()
             raise
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._sampler.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_over.set()
         self._end()
 
     @property
@@ -275,9 +271,23 @@ class PeerProcess:
         if self.peer.clear:
             self._status("DELETE", self.peer.clear)
 
-    def reset_peak(self) -> None:
-        """Measure the peak of the memory anew from now on."""
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Sample the memory of the process tree while the block runs. Servers that wait are not sampled."""
         self.peak_bytes = self._resident_bytes()
+        is_over = threading.Event()
+
+        def sample() -> None:
+            while not is_over.wait(SAMPLE_S):
+                self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            sampler.join()
 
     def _wait_until_up(self) -> None:
         until = time.monotonic() + START_S
@@ -297,10 +307,6 @@ class PeerProcess:
             response = connection.getresponse()
             response.read()
             return response.status
-
-    def _sample(self) -> None:
-        while not self._is_over.wait(SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
 
     def _resident_bytes(self) -> int:
         total = 0
