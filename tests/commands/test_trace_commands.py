@@ -125,14 +125,3 @@ def test_advise_compares_policies_with_the_optimum_and_with_checkpoints_where_th
     assert code == 0
     assert "belady" not in out
     assert json.loads(json_file.read_text())["best_policy"]["token_hit_ratio"] < spans["token_hit_ratio"]
-
-
-def test_conversations_are_read_with_a_model_s_tokenizer(tmp_path, command) -> None:
-    path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 300}]}) + "\n")
-    code, out, _ = command("mrc", path, "--model", "tiny", "--block-tokens", 64)
-    assert code == 0
-    assert "distinct blocks of 64 tokens" in out
-    code, _, err = command("mrc", path)
-    assert code == 2
-    assert "with --model MODEL, whose tokenizer" in err

@@ -14,13 +14,10 @@ from hypothesis import given, settings
 from runner.routing.routers import ROUTERS
 from runner.simulate.replicas import Replicas, Setup, simulate_replicas
 from runner.simulate.rows import (
-    FULL_NOTE,
     DiskPlan,
     Speeds,
     infinite_ratio,
     infinite_token_ratio,
-    replica_notes,
-    replicas_table,
 )
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.synthesis import Synth, synthesize
@@ -202,11 +199,3 @@ def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(command:
     assert shown in " ".join(out.split())
     (row,) = rows_in(json_file)
     assert (row["token_hit_ratio"], row["shared"]["hit_tokens"]) == (7 / 15, 2 * 512)
-
-
-def test_replicas_that_cannot_keep_up_carry_a_footnote() -> None:
-    trace = made([([index], 10, 1) for index in range(50)])
-    rows = [simulate_replicas(trace, setup("random", count)) for count in (1, 200)]
-    full = FULL_NOTE.format(0.95)
-    assert [full in replica_notes([trace], [row], SPEEDS) for row in rows] == [True, False]
-    assert replicas_table(rows).row_count == 2
