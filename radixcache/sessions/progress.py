@@ -17,7 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import mlx.core as mx
@@ -27,14 +26,6 @@ from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, floor
 from radixcache.tokens import TokenIds
-
-
-class Moved(Enum):
-    """How many of the blind leaves have new arrays."""
-
-    NONE = 0
-    SOME = 1
-    ALL = 2
 
 
 class Progress:
@@ -178,20 +169,16 @@ class Progress:
     def _note_leaves(self) -> None:
         self._noted = self._layout.identities(self.caches)
 
-    def _moved(self, caches: list[Any]) -> Moved:
+    def _changes(self, caches: list[Any]) -> set[bool]:
+        """Whether the noted blind leaves have new arrays; both values if only some have."""
         now = self._layout.identities(caches)
         if len(now) != len(self._noted):
-            return Moved.SOME
-        same = [list(map(id, old)) == list(map(id, new)) for old, new in zip(self._noted, now, strict=True)]
-        if all(same):
-            return Moved.NONE
-        return Moved.SOME if any(same) else Moved.ALL
+            return {False, True}
+        return {list(map(id, old)) != list(map(id, new)) for old, new in zip(self._noted, now, strict=True)}
 
     def _agree(self, caches: list[Any], offset: int) -> bool:
         """Whether the blind leaves may stand at `offset`; a pass that broke off behind whole passes does not show."""
-        if not self._noted:
-            return True
-        return self._moved(caches) is (Moved.NONE if offset == self.position else Moved.ALL)
+        return self._changes(caches) <= {offset != self.position}
 
     def _undo(self, held: list[Any], probe: bool) -> None:
         """Bring the layers back to `position` after a forward pass that raised."""
@@ -224,11 +211,11 @@ class Progress:
         replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
         if replaced and self._layout.has_points:
             return None
-        moved = self._moved(caches)
-        if broke_off and moved is not Moved.NONE:
+        has_changed = True in self._changes(caches)
+        if broke_off and has_changed:
             return None
         if offsets is None:
-            return self.position if moved is Moved.NONE and self.position <= known else None
+            return None if has_changed or self.position > known else self.position
         low, high = offsets
         if low != high:
             if self._layout.has_points:
