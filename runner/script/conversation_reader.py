@@ -4,9 +4,8 @@ A text has JSON records: one per line (JSONL), or the values of one document. A 
 or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error. A JSON
 document ends at a syntax error.
 
-The built-in conversations are of four applications, each with its own system prompt and two users. Two system prompts
-spell out their tool list, since some chat templates leave out tools. Some turns are edited or regenerated, so that
-conversations differ from after the system prompt, the first user turn, the middle or the end on.
+The built-in conversations are of four applications with two users each. Two system prompts spell out their tool list,
+since some chat templates leave out tools. Some turns are edited or regenerated, at all depths.
 """
 
 from __future__ import annotations
