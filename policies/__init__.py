@@ -13,17 +13,18 @@ from types import ModuleType
 from policies.arc import ARC
 from policies.belady import Belady, BeladyBypass
 from policies.benefit import Benefit
-from policies.cost import CostModel
-from policies.entry import Entry
+from policies.cost import CostModel as CostModel
+from policies.entry import Entry as Entry
 from policies.gdsf import GDSF, LFUDA
 from policies.marconi import Marconi
-from policies.ordered import OrderedPolicy
-from policies.protocol import EvictionPolicy
+from policies.ordered import OrderedPolicy as OrderedPolicy
+from policies.protocol import EvictionPolicy as EvictionPolicy
 from policies.random_choice import Random
 from policies.s3fifo import S3FIFO
 from policies.sieve import SIEVE
 from policies.slru import SLRU
-from policies.static import FIFO, LFU, LRU, Priority
+from policies.static import FIFO, LFU, Priority
+from policies.static import LRU as LRU
 from policies.t_lru import TLRU
 from policies.ttl import TTL
 from policies.turn import Turn
@@ -108,31 +109,3 @@ def _missing(policy: object) -> list[str]:
 
 
 HOOKS = ("inserted", "touched", "split", "merged", "evicted", "evictable_changed", "victim")
-
-__all__ = [
-    "ARC",
-    "FIFO",
-    "GDSF",
-    "LFU",
-    "LFUDA",
-    "LRU",
-    "OFFLINE_POLICIES",
-    "POLICIES",
-    "S3FIFO",
-    "SIEVE",
-    "SLRU",
-    "TLRU",
-    "TTL",
-    "Belady",
-    "BeladyBypass",
-    "Benefit",
-    "CostModel",
-    "Entry",
-    "EvictionPolicy",
-    "Marconi",
-    "OrderedPolicy",
-    "Priority",
-    "Random",
-    "Turn",
-    "make_policy",
-]
