@@ -45,16 +45,32 @@ class Pager:
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
-        shared = min(plan.common, plan.resume)
+        layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
         # Before making room, which drops first what no checkpoint needs.
-        stored = self._states.windows.stored(plan.path) if self._layout.windows else []
+        stored = self._states.windows.stored(plan.path) if layout.windows else []
         path = self.allocating(lambda: self._split_at(plan))
         incoming = [node for node in path if node.end > shared]
         with self._evictor.sparing(incoming):
-            self._move_spans(live, plan, incoming, capacity_tokens, prompt_tokens)
-        if self._layout.has_points and not plan.is_live:
-            restore = self._layout.restore_points
-            self.allocating(lambda: restore(live.caches, plan.checkpoint, plan.resume, stored))
+            capacity = 0 if layout.is_empty(live.caches) else layout.span_capacity(live.caches)
+            leaving = live.leave(shared)
+            capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
+            for node in leaving:
+                self.allocating(partial(live.page_out, node))
+            if plan.is_live or not layout.has_points:
+                layout.rewind(live.caches, before, shared)
+            else:
+                layout.rewind_spans(live.caches, shared)
+            like = None
+            if incoming and layout.token_bytes:
+                like = self.allocating(lambda: self.spans_at(incoming[0], shared, shared + 1))
+            # Larger buffers are shrunk only if bytes are short.
+            if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
+                self.allocating(lambda: layout.reserve(live.caches, capacity_tokens, like))
+                live.measure()
+            for node in incoming:
+                self._page_in(live, node, is_last=node is incoming[-1])
+        if layout.has_points and not plan.is_live:
+            self.allocating(lambda: layout.restore_points(live.caches, plan.checkpoint, plan.resume, stored))
         live.measure()
 
     def page_out_live(self, node: StateNode) -> None:
@@ -219,30 +235,6 @@ class Pager:
         self._evictor.tidy(node)
 
     # Private
-
-    def _move_spans(
-        self, live: LivePath, plan: ResumePlan, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int
-    ) -> None:
-        """Move the span layers, and rewind the point layers with them if the plan takes those from the live caches."""
-        before, shared = live.offset, min(plan.common, plan.resume)
-        capacity = 0 if self._layout.is_empty(live.caches) else self._layout.span_capacity(live.caches)
-        leaving = live.leave(shared)
-        capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
-        for node in leaving:
-            self.allocating(partial(live.page_out, node))
-        if plan.is_live or not self._layout.has_points:
-            self._layout.rewind(live.caches, before, shared)
-        else:
-            self._layout.rewind_spans(live.caches, shared)
-        like = None
-        if incoming and self._layout.token_bytes:
-            like = self.allocating(lambda: self.spans_at(incoming[0], shared, shared + 1))
-        # Larger buffers are shrunk only if bytes are short.
-        if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
-            self.allocating(lambda: self._layout.reserve(live.caches, capacity_tokens, like))
-            live.measure()
-        for node in incoming:
-            self._page_in(live, node, is_last=node is incoming[-1])
 
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
         """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
