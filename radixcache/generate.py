@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,39 +112,36 @@ def _respond(
     begin: Callable[[], Session],
     tokens_of: Callable[[Session], Generator[Token, None, None]],
 ) -> Generator[CachedGenerationResponse, None, None]:
-    with wired_limit(model, [stream]), begin() as session:
-        length, detokenizer, tokens = len(session.prompt), tokenizer.detokenizer, tokens_of(session)
+    # A speculative generator removes rejected tokens when it ends: before the session closes.
+    with wired_limit(model, [stream]), begin() as session, closing(tokens_of(session)) as tokens:
+        length, detokenizer = len(session.prompt), tokenizer.detokenizer
         began, prompt_tps, finish = time.perf_counter(), 0.0, None
-        try:
-            for count, (token, logprobs, from_draft) in enumerate(tokens, start=1):
-                if count == 1:
-                    prompt_tps = length / (time.perf_counter() - began)
-                    began = time.perf_counter()
-                if token in tokenizer.eos_token_ids:
-                    finish = "stop"
-                else:
-                    detokenizer.add_token(token)
-                    finish = "length" if count == max_tokens else None
-                if finish is not None:
-                    detokenizer.finalize()
-                yield CachedGenerationResponse(
-                    text=detokenizer.last_segment,
-                    token=token,
-                    logprobs=logprobs,
-                    from_draft=from_draft,
-                    prompt_tokens=length,
-                    prompt_tps=prompt_tps,
-                    generation_tokens=count,
-                    generation_tps=count / (time.perf_counter() - began),
-                    peak_memory=mx.get_peak_memory() / 1e9,
-                    finish_reason=finish,
-                    cached_tokens=session.cached_tokens,
-                )
-                if finish is not None:
-                    return
-        finally:
-            # Before the session closes: a speculative generator removes rejected tokens when it ends.
-            tokens.close()
+        for count, (token, logprobs, from_draft) in enumerate(tokens, start=1):
+            if count == 1:
+                prompt_tps = length / (time.perf_counter() - began)
+                began = time.perf_counter()
+            if token in tokenizer.eos_token_ids:
+                finish = "stop"
+            else:
+                detokenizer.add_token(token)
+                finish = "length" if count == max_tokens else None
+            if finish is not None:
+                detokenizer.finalize()
+            yield CachedGenerationResponse(
+                text=detokenizer.last_segment,
+                token=token,
+                logprobs=logprobs,
+                from_draft=from_draft,
+                prompt_tokens=length,
+                prompt_tps=prompt_tps,
+                generation_tokens=count,
+                generation_tps=count / (time.perf_counter() - began),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=finish,
+                cached_tokens=session.cached_tokens,
+            )
+            if finish is not None:
+                return
 
 
 def _tokens(
@@ -168,12 +165,10 @@ def _tokens(
         sampling |= {"max_tokens": max_tokens if max_tokens > 0 else 1 << 30, "num_draft_tokens": num_draft_tokens}
         last, caches = mx.array(session.prompt[-1:]), session.caches
         generator = speculative_generate_step(last, model, draft_model, stream, prompt_cache=caches, **sampling)
-        try:
+        with closing(generator):
             for token, logprobs, from_draft in generator:
                 session.extend([int(token)])
                 yield int(token), logprobs, bool(from_draft)
-        finally:
-            generator.close()
         return
     choose = _chooser(session.prompt, **sampling)
     tokens = decode(session, model, session.prompt[-1:], choose, max_tokens=max_tokens, stream=stream)

@@ -100,10 +100,9 @@ class Progress:
 
     def _take_checkpoint(self, kind: str) -> None:
         """Copy the point state at `position`, unless an exact cache would not resume there."""
-        if self._is_exact and self.position != self._grid_end:
-            return
-        with self._core.lock:
-            self._core.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
+        if not self._is_exact or self.position == self._grid_end:
+            with self._core.lock:
+                self._core.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
 
     def _settle(self, known: int, broke_off: bool) -> tuple[int, int]:
         """Move the live caches to the end of what is stored, at most `known`; returns it and the evaluated offset.
