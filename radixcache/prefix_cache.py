@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import psutil
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, EvictionPolicy, make_policy
@@ -51,14 +51,7 @@ from radixcache.settings import (
 )
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
-from radixcache.tokens import (
-    Keys,
-    Quarantine,
-    TokenIds,
-    checked_prompt,
-    require_namespace,
-    vocabulary_size,
-)
+from radixcache.tokens import Keys, Quarantine, TokenIds, checked_prompt, require_namespace, vocabulary_size
 from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
 from radixcache.tree.state_tree import StateTree
@@ -103,16 +96,10 @@ def assemble(
             tier.lose(node)
 
     account = ledger.open_account(lambda nbytes: evictor.shrink_to(max(0, account.total_bytes - nbytes)))
-    states = StateTree(
-        layout,
-        chosen,
-        account,
-        cost,
-        Events(settings.on_event, ledger.lock),
-        grid_tokens=settings.grid_tokens,
-        merges=settings.merges,
-        on_loss=on_loss if disk is not None and "eviction" in moments(disk.store) else None,
-    )
+    events = Events(settings.on_event, ledger.lock)
+    lost = on_loss if disk is not None and "eviction" in moments(disk.store) else None
+    grid_tokens, merges = settings.grid_tokens, settings.merges
+    states = StateTree(layout, chosen, account, cost, events, grid_tokens=grid_tokens, merges=merges, on_loss=lost)
     quarantine = Quarantine()
     pins = Pins(settings, states, quarantine)
     slots = Slots(layout, states, pins, settings.live_slots)
@@ -550,5 +537,4 @@ def _parameter_bytes(model: Any) -> int:
     parameters = getattr(model, "parameters", None)
     if not callable(parameters):
         return 0
-    leaves: list[tuple[str, mx.array]] = tree_flatten(parameters())  # type: ignore[assignment]
-    return sum(array.nbytes for _, array in leaves)
+    return int(tree_reduce(lambda nbytes, array: nbytes + array.nbytes, parameters(), 0))

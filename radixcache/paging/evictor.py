@@ -22,6 +22,7 @@ raises, or the first victim that must not go, its entries are filed anew under L
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -111,24 +112,15 @@ class Evictor:
 
     def _give_way(self, over: Callable[[], int]) -> bool:
         """Take the next step of 3 to 7; False: there is none."""
-        if self._states.windows.drop_unneeded(over):
-            return True
-        if (node := self._states.thinning.dear(self._layout.token_bytes)) is not None:
-            self._drop_checkpoint(node)
-            return True
-        stale = self._stale_path()
-        if stale is not None:
-            self.empty_slot(stale, over)
-            return True
-        if self._cut_too_long(over()):
-            return True
-        if self.evict_one(over()):
-            return True
-        shared = self._sharing_path()
-        if shared is not None:
-            self.empty_slot(shared, over)
-            return True
-        return self._cut_idle_tail(over())
+        return (
+            self._states.windows.drop_unneeded(over)
+            or self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes))
+            or self.empty_slot(self._stale_path(), over)
+            or self._cut_too_long(over())
+            or self.evict_one(over())
+            or self.empty_slot(self._sharing_path(), over)
+            or self._cut_idle_tail(over())
+        )
 
     def _stale_path(self) -> LivePath | None:
         """The idle one of several slots that was used longest ago, if that is before the policy's victim was."""
@@ -137,20 +129,19 @@ class Evictor:
         if victim is None:
             return None
         node, what = victim
-        state = node.payload
-        entry = state.entry if what == "span" else state.checkpoint_entry
+        entry = node.payload.entry if what == "span" else node.payload.checkpoint_entry
         assert entry is not None, node
         return idle[0] if idle[0].used < entry.last_used else None
 
     def _sharing_path(self) -> LivePath | None:
         """The idle slot, used longest ago, whose path begins with what another slot holds too."""
-        for path in self._idle():
-            if any(node.payload.live_mask != 1 << path.slot for node in path.nodes()):
-                return path
-        return None
+        own_masks = ((path, 1 << path.slot) for path in self._idle())
+        return next((path for path, own in own_masks if any(n.payload.live_mask != own for n in path.nodes())), None)
 
-    def empty_slot(self, path: LivePath, over: Callable[[], int]) -> None:
-        """Empty an idle slot: page out what is nowhere else and the policy would not evict at once."""
+    def empty_slot(self, path: LivePath | None, over: Callable[[], int]) -> bool:
+        """Page out what only this idle slot has and the policy would not evict, and empty it. False: no slot is given."""
+        if path is None:
+            return False
         nodes = path.nodes()
         leaving = path.leave(0)
         while over() > path.booking.live_bytes and self.evict_one(over() - path.booking.live_bytes):
@@ -160,16 +151,14 @@ class Evictor:
         except NATIVE_ERRORS:
             self._slots.lose(path)
         self._states.coalesce_all(nodes)
+        return True
 
     def thin_checkpoints(self) -> None:
         """Bring checkpoints under their cap: interval ones go first; branch points, marks and the newest stay."""
-        while self._over_cap():
-            if self._states.windows.drop_unneeded(self._over_cap):
-                continue
-            node = self._states.thinning.first()
-            if node is None:
-                return
-            self._drop_checkpoint(node)
+        while self._over_cap() and (
+            self._states.windows.drop_unneeded(self._over_cap) or self._drop_checkpoint(self._states.thinning.first())
+        ):
+            pass
 
     def evict_one(self, want_bytes: int) -> bool:
         """Evict the policy's victim: of a long leaf only as much of its tail as `want_bytes` takes."""
@@ -178,9 +167,16 @@ class Evictor:
             return False
         node, what = victim
         if what == "checkpoint":
-            self._drop_checkpoint(node)
-        else:
-            self._evict_leaf(node, want_bytes)
+            return self._drop_checkpoint(node)
+        before, cuts = self._held_bytes(), self._cuts(node, want_bytes)
+        try:
+            if cuts:
+                self._states.trim(node, cuts)
+            else:
+                self.tidy(self._states.remove(node))
+        except NATIVE_ERRORS:
+            self.tidy(self._states.remove(node))  # No memory even for the cut: all of it goes.
+        self._count(before - self._held_bytes())
         return True
 
     def tidy(self, node: StateNode) -> None:
@@ -192,18 +188,6 @@ class Evictor:
 
     def _over_cap(self) -> int:
         return max(0, self._account.checkpoint_bytes - self.checkpoint_budget_bytes)
-
-    def _evict_leaf(self, leaf: StateNode, want_bytes: int) -> None:
-        before = self._held_bytes()
-        cuts = self._cuts(leaf, want_bytes)
-        try:
-            if cuts:
-                self._states.trim(leaf, cuts)
-            else:
-                self.tidy(self._states.remove(leaf))
-        except NATIVE_ERRORS:
-            self.tidy(self._states.remove(leaf))  # No memory even for the cut: all of it goes.
-        self._count(before - self._held_bytes())
 
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
         """Where to cut a leaf to free so many bytes, the deepest first; empty: all of it goes."""
@@ -217,11 +201,15 @@ class Evictor:
             return range(highest, max(cut, lowest) - 1, -step)
         return (cut,) if cut > leaf.start else ()
 
-    def _drop_checkpoint(self, node: StateNode) -> None:
+    def _drop_checkpoint(self, node: StateNode | None) -> bool:
+        """Drop a node's checkpoint. False: there is no node."""
+        if node is None:
+            return False
         before = self._held_bytes()
         self._states.drop_checkpoint(node)
         self._states.coalesce(node)
         self._count(before - self._held_bytes())
+        return True
 
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
         if not self._states.duplicate_bytes:
@@ -253,8 +241,7 @@ class Evictor:
         """Cut one node, or its tail, off an idle live path; False: none can be cut."""
         for path in self._idle():
             if path.tip is not None and path.tip.payload.readers:
-                self.empty_slot(path, self.over_bytes)  # Rows read a copy in the tree.
-                return True
+                return self.empty_slot(path, self.over_bytes)  # Rows read a copy in the tree.
             if self._cut_tail(path, want_bytes):
                 return True
         return False
@@ -308,24 +295,14 @@ class Evictor:
 
 def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:
     """A policy of the user's whose errors are raised by the public call that met them, when the lock is free."""
-    if any(type(policy) is each for each in OWN):
-        return policy
-
-    def on_failure(error: PolicyError) -> None:
-        def fail() -> None:
-            raise error
-
-        lock.afterwards.append(fail)
-
-    return GuardedPolicy(policy, on_failure)
+    return policy if type(policy) in OWN else GuardedPolicy(policy, lock)
 
 
 class GuardedPolicy:
     """Forwards every hook to a policy until it fails, then to LRU."""
 
-    def __init__(self, policy: EvictionPolicy, on_failure: Callable[[PolicyError], object]) -> None:
-        self._policy = policy
-        self._on_failure = on_failure
+    def __init__(self, policy: EvictionPolicy, lock: Lock) -> None:
+        self._policy, self._lock = policy, lock
         self._entries: dict[int, Entry] = {}
         self._evictable: set[int] = set()
         self.ranks_whole_edges = getattr(policy, "ranks_whole_edges", True)
@@ -342,13 +319,11 @@ class GuardedPolicy:
         self._ask("split", upper, lower)
 
     def merged(self, gone: Entry, into: Entry) -> None:
-        self._entries.pop(gone.entry_id, None)
-        self._evictable.discard(gone.entry_id)
+        self._forget(gone)
         self._ask("merged", gone, into)
 
     def evicted(self, entry: Entry) -> None:
-        self._entries.pop(entry.entry_id, None)
-        self._evictable.discard(entry.entry_id)
+        self._forget(entry)
         self._ask("evicted", entry)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
@@ -361,6 +336,10 @@ class GuardedPolicy:
             return entry
         self._replace("victim", f"gave {entry!r}, which may not go")
         return self._policy.victim()
+
+    def _forget(self, entry: Entry) -> None:
+        self._entries.pop(entry.entry_id, None)
+        self._evictable.discard(entry.entry_id)
 
     def _ask(self, hook: str, *arguments: Any) -> Any:
         try:
@@ -377,12 +356,14 @@ class GuardedPolicy:
         for entry in self._entries.values():
             self._policy.inserted(entry)
             self._policy.evictable_changed(entry, entry.entry_id in self._evictable)
-        self._on_failure(failure)
+
+        def fail() -> None:
+            raise failure
+
+        self._lock.afterwards.append(fail)
 
 
 def _line_of(error: BaseException) -> str:
     """Where an exception was raised, as text."""
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        step = step.tb_next
-    return "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return "".join(f" ({frame.filename}:{frame.lineno})" for frame in frames)

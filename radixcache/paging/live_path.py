@@ -71,17 +71,14 @@ class LivePath:
     """
 
     def __init__(self, layout: Layout, states: StateTree, slot: int = 0) -> None:
-        self._layout = layout
-        self._states = states
-        self.slot = slot
+        self._layout, self._states, self.slot = layout, states, slot
         self.caches: list[Any] = layout.fresh()
         self.tip: StateNode | None = None
         self.booking = Booking(states.account)
         self.is_open = False
         self.guarded: StateNode | None = None
         self.right_tokens: int | None = None
-        self.used = 0
-        self.seats = 0
+        self.used = self.seats = 0
         self._tenant: weakref.ref[PathOwner] | None = None
 
     # Who it is open for
@@ -287,9 +284,7 @@ class Slots:
     """The live paths of one cache."""
 
     def __init__(self, layout: Layout, states: StateTree, pins: Pins, count: int) -> None:
-        self._layout = layout
-        self._states = states
-        self._pins = pins
+        self._layout, self._states, self._pins = layout, states, pins
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 
     def vanished(self) -> list[LivePath]:

@@ -38,10 +38,7 @@ class Pager:
     """Page-in and page-out for one cache."""
 
     def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
-        self._layout = layout
-        self._states = states
-        self._evictor = evictor
-        self._slots = slots
+        self._layout, self._states, self._evictor, self._slots = layout, states, evictor, slots
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
@@ -195,9 +192,8 @@ class Pager:
                 start = match.offset
                 end = self._fitting_end(start, end)
                 points = caches if self._layout.has_points else None
-                spans = None
-                if end > start:
-                    spans = self.allocating(lambda: self._layout.page_out(caches, start, end))
+                copy = partial(self._layout.page_out, caches, start, end)
+                spans = self.allocating(copy) if end > start else None
                 self.put(keys[:end], namespace, spans, points, use)
         finally:
             self._evictor.tidy(match.node)
@@ -299,23 +295,20 @@ class Pager:
         return node
 
     def _add(self, tip: StateNode, windows: Sequence[Spans], checkpoints: Sequence[Checkpoint], use: Use) -> None:
-        """Give the path to a node a request's own state: windows first, then the checkpoints that need them."""
+        """Give the path to a node a request's own state: windows first, then the checkpoints that need them.
+
+        A checkpoint is dropped if the path has one at its offset, or lacks what windows need there.
+        """
         for spans in windows:
             self._states.windows.store(tip, spans)
         for checkpoint in checkpoints:
-            self._attach(tip, checkpoint, use)
-
-    def _attach(self, tip: StateNode, checkpoint: Checkpoint, use: Use) -> None:
-        """Give the path a checkpoint, unless it has one at that offset, or lacks what windows need there."""
-        for node in tip.path():
-            if node.start < checkpoint.offset <= node.end:
-                if self._states.windows.lacking(node.path(), checkpoint.offset):
-                    return
-                if node.end != checkpoint.offset:
-                    node = self._states.split(node, checkpoint.offset)
-                if node.payload.checkpoint is None:
-                    self._states.set_checkpoint(node, checkpoint, use)
-                return
+            node = next((each for each in tip.path() if each.start < checkpoint.offset <= each.end), None)
+            if node is None or self._states.windows.lacking(node.path(), checkpoint.offset):
+                continue
+            if node.end != checkpoint.offset:
+                node = self._states.split(node, checkpoint.offset)
+            if node.payload.checkpoint is None:
+                self._states.set_checkpoint(node, checkpoint, use)
 
     def _storable_end(self, caches: Sequence[Any], length: int) -> int:
         """How many of `length` tokens foreign caches can be stored for."""
