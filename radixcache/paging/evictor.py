@@ -139,7 +139,7 @@ class Evictor:
         return next((path for path, own in own_masks if any(n.payload.live_mask != own for n in path.nodes())), None)
 
     def empty_slot(self, path: LivePath | None, over: Callable[[], int]) -> bool:
-        """Page out what only this idle slot has and the policy would not evict, and empty it. False: no slot is given."""
+        """Page out what only this idle slot has and the policy would not evict, and empty it. False: no slot."""
         if path is None:
             return False
         nodes = path.nodes()

@@ -189,8 +189,11 @@ class Pager:
         match = self._states.match(keys[:end], namespace)
         try:
             with self._states.guarded(match.node):
-                start = match.offset
-                end = self._fitting_end(start, end)
+                start, token_bytes = match.offset, self._layout.token_bytes
+                need = (end - start) * token_bytes
+                if not self._evictor.make_room(need) and not self._layout.has_points:
+                    # Span layers alone: store as much as fits.
+                    end = max(start, end - -(-self._evictor.over_bytes(need) // token_bytes))
                 points = caches if self._layout.has_points else None
                 copy = partial(self._layout.page_out, caches, start, end)
                 spans = self.allocating(copy) if end > start else None
@@ -324,10 +327,3 @@ class Pager:
         if high > length and has_points and not self._layout.can_rewind(caches, high, length):
             raise SnapshotError(f"caches stand at {high}, beyond the {length} tokens given, and cannot be cut back.")
         return min(low, length)
-
-    def _fitting_end(self, start: int, end: int) -> int:
-        """Make room for the tokens [start, end); returns the end up to which they fit, for span layers alone."""
-        need = (end - start) * self._layout.token_bytes
-        if self._evictor.make_room(need) or self._layout.has_points:
-            return end
-        return max(start, end - -(-self._evictor.over_bytes(need) // self._layout.token_bytes))
