@@ -88,13 +88,9 @@ class RunPolicy:
             self._fresh[run.queue] += run.tokens
         if entry.state == "span":
             self._newest = entry
-        self._answer = None
-        self._asked = False
 
     def touched(self, entry: Entry) -> None:
         self._advance(entry.last_used)
-        self._answer = None
-        self._asked = False
         if entry.last_used == entry.created:
             return  # The request that made it.
         filed = self._unfile(entry)
@@ -206,6 +202,8 @@ class RunPolicy:
         self._file(entry)
 
     def _advance(self, tick: int) -> None:
+        self._answer = None
+        self._asked = False
         if tick > self._now:
             self._now = tick
             self._newest = None

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -160,18 +161,12 @@ def _plain_call(call: Any, parse_arguments: bool) -> Any:
         return call
     arguments = function["arguments"]
     if parse_arguments and isinstance(arguments, str):
-        arguments = _parse_object(arguments)
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
     elif not parse_arguments and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parse_object(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
