@@ -63,10 +63,8 @@ class Break:
     lost_tokens: int = 0
     cost: float = 0.0
     requests: int = 0
-    # Indices of the messages, with how many requests broke there first.
-    messages: dict[int, int] = field(default_factory=dict)
-    # The gap with most lost tokens, and where it was.
-    example: Gap | None = None
+    messages: dict[int, int] = field(default_factory=dict)  # by index: how many requests broke there first
+    example: Gap | None = None  # the gap with most lost tokens; the fields below say where it was
     conversation_id: str = ""
     turn: int = 0
     example_lost_tokens: int = 0
@@ -276,15 +274,14 @@ def _break_lines(each: Break, total: int) -> list[str]:
     gap, margin = each.example, " " * 35
     assert gap is not None, each
     lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
-    if gap.reason == Reason.DIVERGED and gap.before_text is not None:
-        lines += [
-            f"{margin}  behind  {gap.before_text[-BEFORE_CHARS:]!r}",
-            f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
-            f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
-        ]
-    else:
-        lines.append(f"{margin}  {shortened(str(gap), 100)}")
-    return lines
+    if gap.reason != Reason.DIVERGED or gap.before_text is None:
+        return [*lines, f"{margin}  {shortened(str(gap), 100)}"]
+    return [
+        *lines,
+        f"{margin}  behind  {gap.before_text[-BEFORE_CHARS:]!r}",
+        f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
+        f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
+    ]
 
 
 def _where(each: Break) -> str:

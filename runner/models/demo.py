@@ -241,11 +241,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     except RuntimeError as error:  # what MLX raises if the disk is full
         raise ModelError(f"{weights}: {error} Make room, or name another folder with RADIXCACHE_HOME.") from error
     _tokenizer(fields).save(str(folder / "tokenizer.json"))
-    for name, content in (
-        ("config", _config(fields)),
-        ("tokenizer_config", _tokenizer_config(fields)),
-        ("generation_config", _special_ids(fields)),
-    ):
+    makers = {"config": _config, "tokenizer_config": _tokenizer_config, "generation_config": _special_ids}
+    for name, make in makers.items():
+        content = make(fields)
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -269,8 +267,7 @@ def _weights(arrays: dict[str, mx.array], fields: dict[str, Any]) -> dict[str, m
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for stem in sorted(name.removesuffix(".weight") for name in arrays if name.endswith(".weight")):
-        value = _float32(arrays, stem)
-        last = stem.rsplit(".", maxsplit=1)[-1]
+        value, last = _float32(arrays, stem), stem.rsplit(".", maxsplit=1)[-1]
         weights[_mlx_name(stem)] = _rotary_halves(value, heads[last]) if last in heads else value
     return weights
 
@@ -320,15 +317,12 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
 
 def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
-    ids = _special_ids(fields)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": fields["llama.context_length"],
-        "bos_token": tokens[ids["bos_token_id"]],
-        "eos_token": tokens[ids["eos_token_id"]],
-        "pad_token": tokens[ids["pad_token_id"]],
+        **{name.removesuffix("_id"): tokens[index] for name, index in _special_ids(fields).items()},
         "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
         "chat_template": fields["tokenizer.chat_template"],
     }

@@ -23,11 +23,7 @@ class ModelBytes:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint with full windows; 0 if there are only spans."""
-        return self.checkpoint_bytes_at(max((tokens for tokens, _ in self.windows), default=0))
-
-    def checkpoint_bytes_at(self, offset: int) -> int:
-        """Bytes of a checkpoint at this offset: a window holds no more tokens than there are."""
-        return self.state_bytes + sum(min(tokens, offset) * token_bytes for tokens, token_bytes in self.windows)
+        return self.state_bytes + sum(tokens * token_bytes for tokens, token_bytes in self.windows)
 
     def __str__(self) -> str:
         checkpoint = f", {self.checkpoint_bytes:,} bytes per checkpoint" if self.checkpoint_bytes else ""

@@ -33,10 +33,8 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 DEFAULT_TINY_KIND = "llama"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
 # Files of a tokenizer, and the model's configuration.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
-
 # What architectures call the longest sequence that they were made for, the strictest first.
 CONTEXT_KEYS = [
     "max_position_embeddings",
@@ -187,14 +185,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
-        context_length=_context_length(config),
-        vocabulary_length=_first(config, ["vocab_size"]) or len(tokenizer),
-        processor=load_processor(model, config),
-    )
+    vocabulary_length = _first(config, ["vocab_size"]) or len(tokenizer)
+    processor = load_processor(model, config)
+    return LoadedModel(model, tokenizer, name, _context_length(config), vocabulary_length, processor)
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:

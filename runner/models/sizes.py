@@ -45,10 +45,9 @@ KV_GROUP_SIZES = (32, 64, 128)
 class LayerState:
     """State of all layers."""
 
-    # Each array that grows by the token: heads, elements per head, bytes per element.
+    # Heads, elements per head and bytes per element of each array that grows by the token.
     spans: list[tuple[int, int, int]] = field(default_factory=list)
-    # Bytes of one token over all sliding windows, by their length in tokens.
-    windows: dict[int, int] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)  # by their length in tokens: bytes of one token
     fixed_bytes: int = 0
 
 

@@ -181,7 +181,11 @@ _WEIGHT_SCALES = {"falcon_h1": 0.7, "deepseek_v32": 1.3}
 
 @dataclass(frozen=True)
 class TinyKind:
-    """One architecture of `mlx_lm.models`, what to set in its tiny configuration, and the scale of its weights."""
+    """One architecture of `mlx_lm.models`, what to set in its tiny configuration, and the scale of its weights.
+
+    Overrides in `text_config` are of the nested configuration. If its `ModelArgs` is in another module, `model_type`
+    there names that module.
+    """
 
     module: str
     overrides: Mapping[str, Any] = field(repr=False)
@@ -189,27 +193,18 @@ class TinyKind:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return tiny_config(self.module, self.overrides)
+        """The configuration from which the module's `ModelArgs.from_dict` makes a tiny model."""
+        args = architecture(self.module).ModelArgs
+        config = {"model_type": self.module, **_joined(args, self.overrides)}
+        if "text_config" in {field.name for field in fields(args)}:
+            nested = self.overrides.get("text_config", {})
+            inner = nested.get("model_type", self.module)
+            config["text_config"] = {"model_type": inner, **_joined(text_args(self.module, inner), nested)}
+        return config
 
 
 def architecture(module: str) -> ModuleType:
     return importlib.import_module(f"mlx_lm.models.{module}")
-
-
-def tiny_config(module: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration from which `ModelArgs.from_dict` of `mlx_lm.models.MODULE` makes a tiny model.
-
-    Args:
-        overrides: fields that the rules cannot know. Those in `text_config` are of the nested configuration; its
-            `model_type` names the module of its `ModelArgs` if that is another module.
-    """
-    args = architecture(module).ModelArgs
-    config = {"model_type": module, **_joined(args, overrides)}
-    if "text_config" in {field.name for field in fields(args)}:
-        nested = overrides.get("text_config", {})
-        inner = nested.get("model_type", module)
-        config["text_config"] = {"model_type": inner, **_joined(text_args(module, inner), nested)}
-    return config
 
 
 def text_args(module: str, inner: str | None) -> Any:
@@ -249,15 +244,13 @@ def _value(field: Field[Any]) -> Any:
 def build(kind: TinyKind, seed: int = 0) -> nn.Module:
     """Build the tiny model of `kind` in float32, ready for inference; the same seed gives the same weights."""
     module = architecture(kind.module)
-    # Some architectures draw the values that they start from, and `_draw` adds to those.
-    mx.random.seed(seed)
-    # Some architectures change their configuration.
+    mx.random.seed(seed)  # some architectures draw the values that they start from, and `_draw` adds to those
+    # Some architectures change their configuration, so they get a copy.
     model: nn.Module = module.Model(module.ModelArgs.from_dict(deepcopy(kind.config)))
     random = np.random.default_rng(seed)
     values: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    model.load_weights(
-        [(name, mx.array(_draw(name, values[name], kind.weight_scale, random))) for name in sorted(values)]
-    )
+    drawn = {name: _draw(name, values[name], kind.weight_scale, random) for name in sorted(values)}
+    model.load_weights([(name, mx.array(value)) for name, value in drawn.items()])
     model.eval()
     mx.eval(model.parameters())
     return model

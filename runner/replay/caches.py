@@ -300,25 +300,20 @@ class LRUPrompts(ComparedCache):
 
     def segments(self, prompt: Prompt) -> Iterator[tuple[int, str]]:
         """Yield, in order, the end and kind of each segment that is stored while the prompt is prefilled."""
-        last, system_end = len(prompt.tokens) - 1, prompt.system_end
+        last, system_end, thinking_start = len(prompt.tokens) - 1, prompt.system_end, -1
         if not prompt.ends_with_user:
             yield last, "assistant"
             return
         if 0 < system_end < last:
             yield system_end, "system"
-        tail_start = self._thinking_start(prompt)
-        if system_end < tail_start <= last:
-            yield tail_start, "user"
+        if self._tokenizer.has_thinking:
+            tail_start = len(prompt.tokens) - THINKING_TAIL_TOKENS
+            thinking_start = int(self._tokenizer.rfind_think_start(prompt.tokens.tolist(), start=tail_start))
+        if system_end < thinking_start <= last:
+            yield thinking_start, "user"
             yield last, "assistant"
         elif system_end < last:
             yield last, "user"
-
-    def _thinking_start(self, prompt: Prompt) -> int:
-        """Where a thinking block opens at the prompt's end, else the prompt's length."""
-        length, start = len(prompt.tokens), -1
-        if self._tokenizer.has_thinking:
-            start = int(self._tokenizer.rfind_think_start(prompt.tokens.tolist(), start=length - THINKING_TAIL_TOKENS))
-        return start if start >= 0 else length
 
 
 def stored_copy(cache: Any) -> Any:

@@ -7,7 +7,7 @@ TTFT per request, and the bytes that each cache held. Never imports MLX.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-class ReplayProgress:
+class ReplayProgress(Progress):
     """An `Observer` that draws. A bar counts requests; the running one counts by the share of its prompt that is done.
 
     Args:
@@ -46,7 +46,7 @@ class ReplayProgress:
     """
 
     def __init__(self, console: Console, note_of_first: Callable[[RequestRow], str | None] | None = None) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description:<8}"),
             BarColumn(),
             TextColumn("{task.fields[requests_done]}/{task.total} requests"),
@@ -56,21 +56,14 @@ class ReplayProgress:
             console=console,
         )
         self._lines = ProgressLines()
-        self._tasks: dict[str, TaskID] = {}
+        self._bars: dict[str, TaskID] = {}
         # Of each cache: requests that are done, their prompt tokens, and how many of those were cached.
         self._done: dict[str, tuple[int, int, int]] = {}
         self._note_of_first = note_of_first
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
     def run_started(self, cache: str, requests: int) -> None:
         self._done[cache] = 0, 0, 0
-        self._tasks[cache] = self._progress.add_task(cache, total=requests, requests_done=0, prompt_tokens=0, cached="")
+        self._bars[cache] = self.add_task(cache, total=requests, requests_done=0, prompt_tokens=0, cached="")
 
     def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
         requests, tokens, _ = self._done[cache]
@@ -83,13 +76,13 @@ class ReplayProgress:
         if self._note_of_first is not None:
             note, self._note_of_first = self._note_of_first(row), None
             if note:
-                self._progress.console.print(note, markup=False, soft_wrap=True)
+                self.console.print(note, markup=False, soft_wrap=True)
 
     def _draw(self, cache: str, completed: float, prompt_tokens: int) -> None:
         requests, done_tokens, cached_tokens = self._done[cache]
         cached = f"{cached_tokens / done_tokens:.0%} cached" if done_tokens else ""
-        self._progress.update(
-            self._tasks[cache], completed=completed, requests_done=requests, prompt_tokens=prompt_tokens, cached=cached
+        self.update(
+            self._bars[cache], completed=completed, requests_done=requests, prompt_tokens=prompt_tokens, cached=cached
         )
         self._lines.tell(lambda: f"{cache}: {requests} requests, {prompt_tokens:,} prompt tokens {cached}")
 
@@ -140,22 +133,18 @@ def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, f
     upper.set_ylabel("TTFT, ms (log scale)")
     upper.grid(visible=True, which="both", alpha=0.25)
     upper.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    _draw_bytes(lower, runs, budget_bytes)
-    return picture_bytes(figure, file_format)
-
-
-def _draw_bytes(axes: Axes, runs: Sequence[CacheRun], budget_bytes: int) -> None:
-    _plot(axes, runs, lambda row: row.peak_bytes / MIB)
+    _plot(lower, runs, lambda row: row.peak_bytes / MIB)
     held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
     # A budget far above what was held would flatten everything else.
     if budget_bytes <= 2 * held_bytes:
-        axes.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
-        axes.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
+        lower.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
+        lower.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
         held_bytes = max(held_bytes, budget_bytes)
-    axes.set_ylim(0, 1.12 * held_bytes / MIB)
-    axes.set_ylabel("held at most during the request, MiB")
-    axes.set_xlabel("request")
-    axes.grid(visible=True, alpha=0.25)
+    lower.set_ylim(0, 1.12 * held_bytes / MIB)
+    lower.set_ylabel("held at most during the request, MiB")
+    lower.set_xlabel("request")
+    lower.grid(visible=True, alpha=0.25)
+    return picture_bytes(figure, file_format)
 
 
 def _plot(axes: Axes, runs: Sequence[CacheRun], value: Callable[[RequestRow], float]) -> None:

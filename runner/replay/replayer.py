@@ -33,10 +33,8 @@ from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.replay.caches import PlainRun
 from runner.replay.servers import BatchServer, OneAtATime, RequestRow, Server, TreeServer
-from runner.script.script import Prompt, RenderedRequest, Script, ScriptError
+from runner.script.script import Prompt, Script, ScriptError
 
-# The caches that serve a script of several users once more, one request at a time.
-COMPARED_WITH = ("radix", "none")
 # Enough to compile kernels and to touch every weight.
 WARM_UP_TOKENS = 64
 
@@ -65,8 +63,6 @@ class AnswerDifference:
 
 
 class Observer(Protocol):
-    """Follows a replay."""
-
     def run_started(self, cache: str, requests: int) -> None: ...
 
     def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
@@ -104,7 +100,8 @@ class Replay:
                 return self.result()
             for cache in self._caches:
                 self._take_turns(map(partial(self._open_together, self._users), [cache]), self._together)
-            self._take_turns(map(self._open_alone, COMPARED_WITH), self._alone)
+            # The same script once more, one request at a time, for comparison.
+            self._take_turns(map(self._open_alone, ("radix", "none")), self._alone)
             return self.result()
 
     def result(self) -> list[CacheRun]:
@@ -254,17 +251,15 @@ class _Run:
                 self._busy.add(user)
                 self._left.remove(index)
                 request = self.script[index]
-                self._require_capacity(request)
+                needed = len(request.prompt.tokens) + self.reply_tokens
+                if self.capacity and needed > self.capacity:
+                    raise ScriptError(
+                        f"user {user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
+                        f"and reply take {needed:,} tokens of {self.capacity:,}. Ask for shorter replies with "
+                        "--max-tokens."
+                    )
                 self.server.submit(index, request)
         return len(self._left) < waiting
-
-    def _require_capacity(self, request: RenderedRequest) -> None:
-        needed = len(request.prompt.tokens) + self.reply_tokens
-        if self.capacity and needed > self.capacity:
-            raise ScriptError(
-                f"user {request.user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
-                f"and reply take {needed:,} tokens of {self.capacity:,}. Ask for shorter replies with --max-tokens."
-            )
 
 
 def _release() -> None:

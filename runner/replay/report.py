@@ -44,19 +44,15 @@ class Summary:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    # Of all users together, over the whole run.
-    output_tokens_per_s: float
+    output_tokens_per_s: float  # of all users together, over the whole run, like `prompt_tokens_per_s`
     prompt_tokens_per_s: float
     ttft_ms_p50: float
     ttft_ms_p95: float
-    # From a token of a reply to the next; None: no reply has two tokens.
-    token_ms_p50: float | None
-    # Totals over all requests: until the first token, and from the first to the last.
-    prefill_s: float
-    decode_s: float
-    # Time in the cache: before prefill, which is part of prefill_s, and after the reply.
-    begin_s: float
-    close_s: float
+    token_ms_p50: float | None  # from a token of a reply to the next; None: no reply has two tokens
+    prefill_s: float  # until the first token, of all requests
+    decode_s: float  # from the first token to the last, of all requests
+    begin_s: float  # in the cache before prefill, a part of prefill_s
+    close_s: float  # in the cache after the reply
     wall_s: float
     peak_cache_bytes: int
     peak_allocated_bytes: int
@@ -216,8 +212,6 @@ class Report:
             answers_equal=equal,
         )
 
-    # One user at a time
-
     def _comparison(self) -> str:
         ours = next((summary for summary in self.summaries if summary.cache == OURS), None)
         others = sorted((s for s in self.summaries if s.cache != OURS), key=lambda summary: summary.prefill_s)
@@ -253,16 +247,11 @@ class Report:
             return f"Answers were not compared: {REFERENCE} was not among the caches."
         if len(self.summaries) == 1:
             return "There was no other cache to compare answers with."
-        wrong = [
-            f"{each.requests - (each.answers_equal or 0)} of {each.requests} with {each.cache}"
-            for each in self.summaries
-            if each.answers_equal != each.requests
-        ]
-        if wrong:
-            return f"Answers DIFFER from those without a cache: {', '.join(wrong)}."
-        return "Every answer is the same as without a cache."
-
-    # Several users at a time
+        wrong = [each for each in self.summaries if each.answers_equal != each.requests]
+        if not wrong:
+            return "Every answer is the same as without a cache."
+        counts = [f"{s.requests - (s.answers_equal or 0)} of {s.requests} with {s.cache}" for s in wrong]
+        return f"Answers DIFFER from those without a cache: {', '.join(counts)}."
 
     def _throughput(self) -> str:
         first, *others = self.summaries

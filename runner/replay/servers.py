@@ -34,8 +34,6 @@ from runner.replay import ReplayOptions
 from runner.replay.caches import LRUPrompts, open_cache
 from runner.script.script import RenderedRequest
 
-OUTPUT_HASH_BYTES = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRow:
@@ -47,24 +45,16 @@ class RequestRow:
     prompt_tokens: int
     matched_tokens: int
     cached_tokens: int
-    # Why no more tokens were cached.
-    reason: str | None
-    # From the request's arrival to its first token.
-    ttft_ms: float
-    # Parts of `ttft_ms`: with several users, until prefill began; with one, the time in the cache.
-    waited_ms: float | None = None
-    begin_ms: float | None = None
-    # From the first token to the last, or the time to feed the recorded reply.
-    decode_ms: float
-    # Storing what was evaluated, after the last token.
-    close_ms: float | None = None
-    # Held after the request.
-    live_bytes: int | None = None
+    reason: str | None  # why no more tokens were cached
+    ttft_ms: float  # from the request's arrival to its first token
+    waited_ms: float | None = None  # part of `ttft_ms` with several users: until prefill began
+    begin_ms: float | None = None  # part of `ttft_ms` with one user: the time in the cache
+    decode_ms: float  # from the first token to the last, or the time to feed the recorded reply
+    close_ms: float | None = None  # storing what was evaluated, after the last token
+    live_bytes: int | None = None  # held after the request, like `paged_bytes`
     paged_bytes: int | None = None
-    # The most that was held after a prefill chunk or the reply; with several users, by all requests up to this one.
-    peak_bytes: int
-    # The most that MLX had allocated beyond the model and other caches, after the reply and after storing it.
-    allocated_bytes: int | None = None
+    peak_bytes: int  # the most held after a chunk or the reply; with several users, by all requests up to this one
+    allocated_bytes: int | None = None  # the most that MLX had beyond the model and other caches, after the reply
     output_tokens: int
     output_hash: str
     done_reason: str
@@ -165,8 +155,7 @@ class OneAtATime:
         )
         completion, text = None, ""
         for piece in pieces:
-            text += piece.text
-            completion = piece.completion
+            completion, text = piece.completion, text + piece.text
         assert completion is not None, "the last piece carries it"
         if not self._options.recorded:
             return completion, completion.completion_ms, text
@@ -286,29 +275,26 @@ class BatchServer:
                 if not running.has_begun:
                     running.has_begun = True
                     running.reply.start()
-            ended = [each.uid for each in prompts if each.end_of_segment and not each.end_of_prompt]
-            ended = [user for user in ended if self._running[user].kinds]
+            ended = [r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt and self._running[r.uid].kinds]
             for user, (caches, key) in self._generator.extract_cache(ended).items():
                 self._stored.insert(list(key), list(caches), self._running[user].kinds.pop(0))
             held = int(self._generator.prompt_cache_nbytes) + self._stored.paged_bytes
             self.peak_bytes = max(self.peak_bytes, held)
             for response in tokens:
-                answer = self._add(response)
-                if answer is not None:
-                    yield answer
+                yield from self._add(response)
 
     def close(self) -> None:
         self._generator.close()
         self._stored.close()
 
-    def _add(self, response: Any) -> Answer | None:
-        """Take a reply's next token; at its end, store the row's caches and return the answer."""
+    def _add(self, response: Any) -> Iterator[Answer]:
+        """Take a reply's next token; at its end, store the row's caches and yield the answer."""
         running = self._running[response.uid]
         piece = running.reply.add(response.token, response.logprobs, lambda: False)
         running.text += piece.text
         completion = piece.completion
         if completion is None:
-            return None
+            return
         del self._running[response.uid]
         entries = [(response.prompt_cache, response.all_tokens)]
         if response.finish_reason is None:  # a stop token, which the generator does not know
@@ -317,7 +303,7 @@ class BatchServer:
             self._stored.insert(list(key), list(caches), "assistant")
         figures = {"waited_ms": _waited_ms(completion), "peak_bytes": self.peak_bytes}
         row = _request_row(running.request, completion, completion.cached_tokens, None, **figures)
-        return Answer(running.index, row, completion.tokens, running.text)
+        yield Answer(running.index, row, completion.tokens, running.text)
 
 
 Server = OneAtATime | TreeServer | BatchServer
@@ -325,7 +311,7 @@ Server = OneAtATime | TreeServer | BatchServer
 
 def output_hash(tokens: Sequence[int]) -> str:
     """Digest of output tokens: equal outputs, equal digests."""
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=OUTPUT_HASH_BYTES).hexdigest()
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=8).hexdigest()
 
 
 def _waited_ms(completion: Completion) -> float:
@@ -336,7 +322,7 @@ def _waited_ms(completion: Completion) -> float:
 def _request_row(
     request: RenderedRequest, completion: Completion, matched_tokens: int, reason: str | None, **figures: Any
 ) -> RequestRow:
-    about = {
+    about: dict[str, Any] = {
         "user": request.user,
         "conversation_id": request.conversation_id,
         "turn": request.turn,
@@ -350,4 +336,4 @@ def _request_row(
         "output_hash": output_hash(completion.tokens),
         "done_reason": completion.done_reason,
     }
-    return RequestRow(**{**about, **figures})
+    return RequestRow(**about | figures)

@@ -41,10 +41,6 @@ class Conversation:
     source: str = ""
     replies_recorded: bool = True
 
-    @property
-    def turn_count(self) -> int:
-        return sum(message["role"] == "user" for message in self.messages)
-
 
 def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
     """Raise ConversationError "FOUND VALUE; wanted WANTED." unless it holds."""
@@ -54,7 +50,7 @@ def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
 
 def checked_conversation(conversation: Conversation, where: str) -> Conversation:
     """Return the conversation if it has a turn to ask. ConversationError: no message, no user turn, no `first_turn`."""
-    turns = conversation.turn_count
+    turns = sum(message["role"] == "user" for message in conversation.messages)
     if not conversation.messages:
         raise ConversationError(f"{where}: the conversation is empty; wanted at least one message of role user.")
     if turns == 0:
@@ -104,8 +100,11 @@ def _checked_message(value: Any, where: str) -> dict[str, Any]:
     role = value.get("role")
     expect(role in ROLES, f"{where} has role", role, f"one of {', '.join(ROLES)}")
     message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
-    if isinstance(message.get("content"), list):
-        message["content"] = _joined_parts(message["content"], where)
+    if isinstance(parts := message.get("content"), list):
+        for index, part in enumerate(parts):
+            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            expect(is_text, f"{where}: content part {index} is", part, "a part of type text")
+        message["content"] = "".join(part["text"] for part in parts)
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     _check_tool_calls(message.get("tool_calls", []), where)
@@ -115,13 +114,6 @@ def _checked_message(value: Any, where: str) -> dict[str, Any]:
         raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
     require_unicode(message, where)
     return message
-
-
-def _joined_parts(parts: list[Any], where: str) -> str:
-    for index, part in enumerate(parts):
-        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        expect(is_text, f"{where}: content part {index} is", part, "a part of type text")
-    return "".join(part["text"] for part in parts)
 
 
 def _check_tool_calls(calls: Any, where: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from runner.files import files_below
 from runner.script.conversation import Conversation, ConversationError
@@ -38,11 +38,8 @@ class ReadResult:
     skipped: list[str]
 
 
-class JsonRecord(NamedTuple):
-    """A JSON value, or a ConversationError in its place, and the line where it begins, from 1."""
-
-    line: int
-    value: Any
+# The line where a JSON value begins, from 1, and the value or a ConversationError in its place.
+JsonRecord = tuple[int, Any]
 
 
 def builtin_conversations() -> list[Conversation]:
@@ -110,7 +107,7 @@ def _files(path: Path) -> list[Path]:
 def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
     """Each record's value, or a ConversationError in its place, and where it comes from."""
     records = _split(_read_text(path, skip_bad), str(path))
-    values = ((record.line, value) for record in records for value in expanded(record.value))
+    values = ((line, value) for line, record in records for value in expanded(record))
     for index, (line, value) in enumerate(values):
         yield value, Origin(path, line, f"{printable(label)}#{index}")
 
@@ -119,11 +116,10 @@ def _read_text(path: Path, skip_bad: bool) -> str:
     """The file as text; with `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record."""
     try:
         content = path.read_bytes()
+        return content.decode("utf-8-sig")
     except OSError as error:
         message = f"{path}: cannot be read ({error.strerror}); wanted a file of conversations."
         raise ConversationError(message) from error
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if skip_bad:
             return content.decode("utf-8-sig", errors="surrogateescape")
@@ -169,18 +165,16 @@ def _parses(text: str) -> bool:
 def _read_lines(text: str, path: str) -> Iterator[JsonRecord]:
     # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
     for line, content in enumerate(map(str.strip, text.split("\n")), start=1):
-        if not content:
-            continue
         where, length_chars = f"{path}:{line}", len(content)
         if length_chars > MAX_RECORD_CHARS:
             error = f"{where}: the line has {length_chars} characters; wanted at most {MAX_RECORD_CHARS}."
-            yield JsonRecord(line, ConversationError(error))
-            continue
-        value, end = _decode(content, 0, where)
-        if end < length_chars and not isinstance(value, ConversationError):
-            error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
-            value = ConversationError(error)
-        yield JsonRecord(line, value)
+            yield line, ConversationError(error)
+        elif content:
+            value, end = _decode(content, 0, where)
+            if end < length_chars and not isinstance(value, ConversationError):
+                error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
+                value = ConversationError(error)
+            yield line, value
 
 
 def _read_single(text: str, start: int, path: str) -> JsonRecord:
@@ -190,7 +184,7 @@ def _read_single(text: str, start: int, path: str) -> JsonRecord:
     if after < len(text) and not isinstance(value, ConversationError):
         where = f"{path}:{line + text.count(chr(10), start, after)}"
         value = ConversationError(f"{where}: text after the end of the JSON value; wanted one value, or one per line.")
-    return JsonRecord(line, value)
+    return line, value
 
 
 def _read_array(text: str, start: int, path: str) -> Iterator[JsonRecord]:
@@ -204,7 +198,7 @@ def _read_array(text: str, start: int, path: str) -> Iterator[JsonRecord]:
     has_more = text[at : at + 1] != "]"
     while has_more:
         value, end = _decode(text, at, f"{path}:{line}", path)
-        yield JsonRecord(line, value)
+        yield line, value
         if isinstance(value, ConversationError) and end == len(text):
             return
         move_to(_skip_blank(text, end))
@@ -213,19 +207,19 @@ def _read_array(text: str, start: int, path: str) -> Iterator[JsonRecord]:
             move_to(_skip_blank(text, at + 1))
     if text[at : at + 1] != "]":
         found = f"found {text[at]!r}" if at < len(text) else "the file ends"
-        yield JsonRecord(line, ConversationError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']')."))
+        yield line, ConversationError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
         return
     move_to(_skip_blank(text, at + 1))
     if at < len(text):
-        yield JsonRecord(line, ConversationError(f"{path}:{line}: text after the end of the JSON array; wanted none."))
+        yield line, ConversationError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
 
 
 def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
     """A JSON array is a list of conversations, or the messages of a single one."""
-    if not any(is_message(record.value) for record in records):
+    if not any(is_message(value) for _, value in records):
         return records
-    errors = [record for record in records if isinstance(record.value, ConversationError)]
-    return errors[:1] or [JsonRecord(records[0].line, [record.value for record in records])]
+    errors = [record for record in records if isinstance(record[1], ConversationError)]
+    return errors[:1] or [(records[0][0], [value for _, value in records])]
 
 
 def _decode(text: str, start: int, where: str, path: str | None = None) -> tuple[Any, int]:
