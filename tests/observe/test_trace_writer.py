@@ -81,6 +81,21 @@ def test_torn_last_line_is_left_out_and_counted(tmp_path) -> None:
             assert trace.skipped[0].startswith(f"{path}:3: torn")
 
 
+def test_reopened_trace_goes_on_behind_a_torn_line(tmp_path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path, salt=b"s", clock="ms") as writer:
+        writer.append(range(100), time=100)
+        writer.append(range(130), time=200)
+    path.write_bytes(path.read_bytes()[:-9])
+    with TraceWriter(path, salt=b"s", clock="ms") as writer:
+        writer.append(range(100), time=7)
+        writer.append(range(130), time=9)
+    trace = read_trace(path)
+    assert [request.time_ms for request in trace.requests] == [0, 0, 2]
+    assert trace.requests[0].keys.tolist() == trace.requests[1].keys.tolist()
+    assert len(trace.skipped) == 1
+
+
 def test_only_parts_of_one_salt_share_blocks(tmp_path) -> None:
     path = tmp_path / "t.jsonl"
     for salts, shared in (((b"x", b"x"), 2), ((b"x", b"y"), 0), ((None, None), 0)):
