@@ -18,7 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,10 @@ from runner.script.schedule import ScheduledRequest, beginnings
 from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
 from runner.text import plural, shortened
 
-#: Earlier prompts with which each prompt is compared for short spans that differ.
-COMPARED_PROMPTS = 16
-#: Role of the text behind the last message.
-OPENING = "opening of the reply"
-#: Characters of text shown before a divergence, and after it of either prompt.
-BEFORE_CHARS, AFTER_CHARS = 48, 60
-#: Messages named by their index, and varying spans shown.
-NAMED_MESSAGES, SHOWN_HINTS = 4, 3
+COMPARED_PROMPTS = 16  # earlier prompts with which each prompt is compared for short spans that differ
+OPENING = "opening of the reply"  # role of the text behind the last message
+BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters of text shown before a divergence, and after it of either prompt
+NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
 #: Reasons for which a stored token is lost.
 MEMORY_REASONS = {
     Reason.EVICTED: "evicted before it was asked for again",
@@ -50,7 +46,11 @@ MEMORY_REASONS = {
     Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another session",
     Reason.OFF_GRID: "stored, but not made on the prefill grid",
 }
-REASONS = {Reason.NEVER_STORED: "not stored as the prompt has it", **MEMORY_REASONS}
+REASONS = {
+    Reason.NEVER_STORED: "not stored as the prompt has it",
+    Reason.DIVERGED: "it differs from the stored one, and what follows is the same",
+    **MEMORY_REASONS,
+}
 
 
 @dataclass(eq=False)
@@ -99,7 +99,14 @@ class BreakReport:
 
 def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
     """Give conversations without recorded replies short ones: without them, later prompts would break there."""
-    return [each if each.replies_recorded else _with_replies(each) for each in conversations]
+    reply = {"role": "assistant", "content": AWAITED_REPLY}
+
+    def answered(conversation: Conversation) -> Conversation:
+        pairs = ((message, reply) if message["role"] == "user" else (message,) for message in conversation.messages)
+        messages = tuple(chain.from_iterable(pairs))
+        return replace(conversation, messages=messages[:-1], replies_recorded=True)
+
+    return [each if each.replies_recorded else answered(each) for each in conversations]
 
 
 def find_breaks(
@@ -216,15 +223,6 @@ class _Search:
             known.lost_tokens += lost
 
 
-def _with_replies(conversation: Conversation) -> Conversation:
-    messages: list[dict[str, Any]] = []
-    for message in conversation.messages:
-        messages.append(message)
-        if message["role"] == "user":
-            messages.append({"role": "assistant", "content": AWAITED_REPLY})
-    return replace(conversation, messages=tuple(messages[:-1]), replies_recorded=True)
-
-
 def _digests(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
     """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools."""
     return islice(beginnings(messages, json.dumps(tools, sort_keys=True).encode()), 1, None)
@@ -296,8 +294,6 @@ def _where(each: Break) -> str:
 
 
 def _why(each: Break) -> str:
-    if each.reason != Reason.DIVERGED:
-        return REASONS[each.reason]
-    if each.piece == "template":
+    if each.piece == "template" and each.reason == Reason.DIVERGED:
         return "the messages are the same, the template writes them otherwise"
-    return "it differs from the stored one, and what follows is the same"
+    return REASONS[each.reason]

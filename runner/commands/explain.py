@@ -22,7 +22,6 @@ from runner.text import ProgressLines, plural
 if TYPE_CHECKING:
     from radixcache.layers.sizes import SizedLayout
     from runner.models.load import ModelOutline
-    from runner.script.conversation import Conversation
 
 
 def explain(
@@ -48,15 +47,17 @@ def explain(
     budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
     require_policy(policy)
     outputs = Outputs({"--json": json_file}, [*file, Path(model)])
-    conversations = _read(file, skip_bad)
-    outline = load_outline(model)
+    conversations = read_chosen(file, skip_bad)
+    if unanswered := sum(not each.replies_recorded for each in conversations):
+        noun = "conversation has" if unanswered == 1 else "conversations have"
+        say(f"note: {unanswered} {noun} no replies recorded; a short one stands in for each.")
+    outline, lines = load_outline(model), ProgressLines()
 
-    from runner.breaks import breaks_text, find_breaks
+    from runner.breaks import breaks_text, find_breaks, with_replies
     from runner.files import json_bytes
     from runner.script.script import ScriptError
 
-    lines = ProgressLines()
-    scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
+    scheduled = scheduled_requests(with_replies(conversations), users=users, seed=seed, max_requests=requests)
     with usage_errors(ScriptError):
         report, skipped = find_breaks(
             outline,
@@ -83,17 +84,6 @@ def explain(
     }
     outputs.write("--json", lambda: json_bytes(document))
     outputs.finish()
-
-
-def _read(files: list[Path], skip_bad: bool) -> "list[Conversation]":
-    from runner.breaks import with_replies
-
-    read = read_chosen(files, skip_bad)
-    unanswered = sum(not each.replies_recorded for each in read)
-    if unanswered:
-        noun = "conversation has" if unanswered == 1 else "conversations have"
-        say(f"note: {unanswered} {noun} no replies recorded; a short one stands in for each.")
-    return with_replies(read)
 
 
 def _layout(outline: "ModelOutline") -> "SizedLayout":

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 SHORT_USERS = ("recipe/mei", "recipe/olu", "travel/tomas")
 SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 64
 MAX_TOKENS, BUDGET_MIB = 8, 128
-# How many differing answers are named one by one.
-NAMED_DIFFERENCES = 10
+NAMED_DIFFERENCES = 10  # how many differing answers are named one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +124,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         if not is_given(context, "step_size"):
             from runner.engine.engine import PARALLEL_STEP_SIZE
 
-            # One request at a time delays nobody, so its chunks may be larger.
-            step_size = PARALLEL_STEP_SIZE
+            step_size = PARALLEL_STEP_SIZE  # one request at a time delays nobody, so its chunks may be larger
     require_policy(options.policy)
     max_tokens, budget_mib = (SHORT_MAX_TOKENS, SHORT_BUDGET_MIB) if options.is_short else (MAX_TOKENS, BUDGET_MIB)
     max_tokens = max_tokens if options.max_tokens is None else options.max_tokens

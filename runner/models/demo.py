@@ -33,8 +33,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 POLL_S: Final = 0.2
-# GGUF's number for a token that text cannot spell.
-CONTROL_TOKEN: Final = 3
+CONTROL_TOKEN: Final = 3  # GGUF's number for a token that text cannot spell
 
 # mlx-lm's names for fields of GGUF, behind "llama.", and for its tensors.
 CONFIG_FIELDS: Final = {

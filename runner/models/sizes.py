@@ -27,13 +27,10 @@ from runner.models.footprint import INSTEAD, ModelBytes, ModelConfigError
 from runner.models.tiny import text_args
 from runner.text import shortened, shown
 
-#: Tokens of the forward pass; bytes per token do not depend on it.
-PROMPT_LENGTH = 40
-#: Far more layers than any model has; building more takes too long.
-MOST_LAYERS = 10_000
+PROMPT_LENGTH = 40  # tokens of the forward pass; bytes per token do not depend on it
+MOST_LAYERS = 10_000  # far more layers than any model has; building more takes too long
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
-#: Hints of a dataclass for a whole number, and for a list of kinds.
-NUMBERS = (int, int | None)
+NUMBERS = (int, int | None)  # hints of a dataclass for a whole number; those below, for a list of kinds
 TEXT_LISTS = (list[str], list[str] | None, List[str], List[str] | None)  # noqa: UP006
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DTYPE = "bfloat16"

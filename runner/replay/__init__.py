@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-#: The caches that a replay compares, by name.
-CACHE_NAMES = ("none", "single", "mlx-lm", "radix")
-#: The caches that can serve several users at a time.
-TOGETHER = ("radix", "mlx-lm")
+CACHE_NAMES = ("none", "single", "mlx-lm", "radix")  # the caches that a replay compares, by name
+TOGETHER = ("radix", "mlx-lm")  # the caches that can serve several users at a time
 
 
 @dataclass(frozen=True)

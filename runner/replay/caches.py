@@ -29,11 +29,9 @@ from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.script.script import Prompt
 
-# The server files its entries by model; here is only one.
-MODEL_KEY = "model"
+MODEL_KEY = "model"  # the server files its entries by model; here is only one
 UNLIMITED_ENTRIES = 1 << 62
-# How far from the prompt's end the server looks for the start of a thinking block.
-THINKING_TAIL_TOKENS = 11
+THINKING_TAIL_TOKENS = 11  # how far from the prompt's end the server looks for the start of a thinking block
 
 
 class ComparedCache:
@@ -42,15 +40,12 @@ class ComparedCache:
     Bytes include spare capacity.
     """
 
-    #: The cache whose tree can be shown.
-    shown: PrefixCache | None = None
-    #: How many stored entries the byte budget has cost so far.
-    evictions: int = 0
+    shown: PrefixCache | None = None  # the cache whose tree can be shown
+    evictions: int = 0  # how many stored entries the byte budget has cost so far
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # The caches of the running request, one per layer.
-        self._live: list[Any] = []
+        self._live: list[Any] = []  # the caches of the running request, one per layer
 
     @property
     def live_bytes(self) -> int:

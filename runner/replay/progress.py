@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # Estimates below NOTED_S are not shown. Above LONG_S the note says what to pass for about MINUTE_S.
 NOTED_S, LONG_S, MINUTE_S = 20, 90, 60
-# An estimate looks for a prompt's prefix in so many earlier prompts.
-COMPARED_PROMPTS = 64
+COMPARED_PROMPTS = 64  # an estimate looks for a prompt's prefix in so many earlier prompts
 FIGURE_INCHES = (10.0, 8.0)
 # Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
 STYLES: dict[str, dict[str, Any]] = {

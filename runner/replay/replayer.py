@@ -35,8 +35,7 @@ from runner.replay.caches import PlainRun
 from runner.replay.servers import BatchServer, OneAtATime, RequestRow, Server, TreeServer
 from runner.script.script import Prompt, Script, ScriptError
 
-# Enough to compile kernels and to touch every weight.
-WARM_UP_TOKENS = 64
+WARM_UP_TOKENS = 64  # enough to compile kernels and to touch every weight
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,10 @@ if TYPE_CHECKING:
 
 REFERENCE = "none"
 OURS = "radix"
-#: The caches that the byte budget limits.
-WITH_A_BUDGET = ("mlx-lm", "radix")
-#: Ratios closer to 1 than this are called level: two runs of the same cache differ by as much.
-LEVEL_RATIO = 1.02
-#: With fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %.
-LEAST_PAIRS = 6
-#: Two logits closer than this count as equal.
-TIE = 1e-3
+WITH_A_BUDGET = ("mlx-lm", "radix")  # the caches that the byte budget limits
+LEVEL_RATIO = 1.02  # ratios closer to 1 than this are called level: two runs of the same cache differ by as much
+LEAST_PAIRS = 6  # with fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %
+TIE = 1e-3  # two logits closer than this count as equal
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,10 @@ from numpy.typing import NDArray
 
 from runner.routing.routers import Ask, Router, RoutingRates, View
 
-#: Tokens from one block border to the next.
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 256  # tokens from one block border to the next
 DIGEST_BYTES = 8
-#: Of one replica: 16 million tokens, in about 20 MB.
-MAX_DIGESTS = 65_536
-#: Recent work counts for half after this time.
-HALF_LIFE_S = 3600.0
+MAX_DIGESTS = 65_536  # of one replica: 16 million tokens, in about 20 MB
+HALF_LIFE_S = 3600.0  # recent work counts for half after this time
 
 
 class Choice(NamedTuple):

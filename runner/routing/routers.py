@@ -25,10 +25,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-#: Measurements after which an old one counts for half.
-HALF_LIFE = 32
-#: The first blocks of a prompt, for `hash`: more than a common system prompt has.
-HASH_BLOCKS = 4
+HALF_LIFE = 32  # measurements after which an old one counts for half
+HASH_BLOCKS = 4  # the first blocks of a prompt, for `hash`: more than a common system prompt has
 PREFILL_WEIGHT = 3.0
 UNEVEN, EVENING_WEIGHT = 1.1, 2.0
 

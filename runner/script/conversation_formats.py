@@ -34,8 +34,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _SGD_ROLES: dict[Any, str] = {"USER": "user", "SYSTEM": "assistant"}
-#: Tool lists beside trajectories.
-TOOL_FILES = ("airline_tools.json", "retail_tools.json")
+TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_formats import TOOL_FILES, Origin, expanded, is_message, parse_record
 from runner.text import printable
 
-# A longer line fits no model's context, and parsing it takes many times its memory.
-MAX_RECORD_CHARS = 64 << 20
+MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 BUILTIN_FILE = "builtin.jsonl"
 _BLANK = " \t\r\n"

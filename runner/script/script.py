@@ -12,6 +12,7 @@ Invariants:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,7 @@ from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
 
-# Stands for a reply that is not generated yet.
-AWAITED_REPLY = "..."
+AWAITED_REPLY = "..."  # stands for a reply that is not generated yet
 # A generated token that is half a character becomes several tokens when its text is tokenized again.
 REENCODED_TOKENS = 4
 
@@ -78,8 +78,7 @@ class Script:
         self._loaded, self._max_tokens, self._recorded = loaded, max_tokens, recorded
         self._replies = GeneratedReplies()
         self._rendered: list[RenderedRequest] = []
-        # Indices of requests with placeholders.
-        self._waiting: set[int] = set()
+        self._waiting: set[int] = set()  # indices of requests with placeholders
         self.longest_tokens = 0
         ready: list[ScheduledRequest] = []
         for request in requests:
@@ -126,9 +125,8 @@ class Script:
         """Render a request, with placeholders for replies to come; returns whether there are any."""
         awaited = [slot for slot in request.reply_slots if request.messages[slot]["role"] != "assistant"]
         if awaited and self._recorded:
-            raise ScriptError(
-                f"{request.where}: earlier replies were not recorded. Generate them: leave --recorded out."
-            )
+            error = "earlier replies were not recorded. Generate them: leave --recorded out."
+            raise ScriptError(f"{request.where}: {error}")
         filled = list(request.messages)
         for slot in reversed(awaited):
             filled.insert(slot, {"role": "assistant", "content": AWAITED_REPLY})
@@ -152,10 +150,10 @@ class Script:
 
     def _system_end(self, request: ScheduledRequest, messages: Messages, tokens: NDArray[np.int32]) -> int:
         """The end of the system prompt, as mlx-lm's server finds it: the start of an empty first question."""
-        first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        if first == 0:
+        system = list(takewhile(lambda message: message["role"] == "system", messages))
+        if not system:
             return 0
-        probe = [*messages[:first], {"role": "user", "content": ""}]
+        probe = [*system, {"role": "user", "content": ""}]
         shared, _ = render_chat(self._loaded.tokenizer, probe, request.tools, add_generation_prompt=False)
         end = common_length(shared, tokens)
         return end if end < len(shared) else 0

@@ -40,12 +40,9 @@ from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminReq
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
 
 NOTHING = Ask((), 0)
-#: Seconds that a replica may take to answer an admin, and to end when its replies have ended.
-ADMIN_S, END_S = 60, 30
-#: Seconds before a replica that sends no more news is asked again, if it is still there.
-PAUSE_S = 1
-#: Calls of one replica besides requests: news, admins, its end.
-OTHER_CALLS = 32
+ADMIN_S, END_S = 60, 30  # seconds that a replica may take to answer an admin, and to end when its replies have ended
+PAUSE_S = 1  # seconds before a replica that sends no more news is asked again, if it is still there
+OTHER_CALLS = 32  # calls of one replica besides requests: news, admins, its end
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +56,7 @@ class Fleet:
         self._name = f"radixcache-{secrets.token_hex(4)}"
         self._secret = secrets.token_bytes(16)
         self._prompts = RoutedPrompts(options, self._secret)
+        self.count_tokens = self._prompts.count_tokens
         self.switchboard = Switchboard(options.router or "prefix", self._listen)
         SWITCHBOARDS[self._name] = self.switchboard
         self._handle: Any = None
@@ -106,9 +104,6 @@ class Fleet:
         self._open.add(task)
         task.add_done_callback(self._open.discard)
         opened.on_cancel = partial(loop.call_soon_threadsafe, task.cancel)
-
-    async def count_tokens(self, request: Request) -> int:
-        return await self._prompts.count_tokens(request)
 
     def admin(self, name: str, request: AdminRequest) -> AdminReply:
         """The reply of one replica to an admin. ApiError: there is none (503)."""

@@ -30,8 +30,7 @@ from runner.serve.replicas.switchboard import AdminReply, AdminRequest, ReplicaC
 from runner.serve.request import ApiError
 from runner.serve.service import to_json
 
-#: Between the names of a replica and of a model.
-BETWEEN = ": "
+BETWEEN = ": "  # between the names of a replica and of a model
 #: The router's metrics: a field of ReplicaCounts, help and kind.
 ROUTER_METRICS: tuple[tuple[str, str, type[CounterMetricFamily | GaugeMetricFamily]], ...] = (
     ("requests", "Requests that were sent to a replica.", CounterMetricFamily),
@@ -122,7 +121,11 @@ def replica_routes(fleet: AdminTarget, scrape: Scrape) -> APIRouter:
         url = request.url
         forwarded = AdminRequest(request.method, url.path, url.query, await request.body())
         if replica:
-            reply = await asyncio.to_thread(_ask_one, fleet, replica, forwarded)
+            names = fleet.names
+            if replica not in names:
+                known = ", ".join(names) or "none"
+                raise ApiError(404, f"no replica {replica!r:.80}; there are: {known}.", param="replica")
+            reply = await asyncio.to_thread(fleet.admin, replica, forwarded)
             return Response(reply.body, reply.status, media_type=reply.media_type)
         found = await asyncio.to_thread(_ask_all, fleet, lambda name: forwarded)
         said = {name: json.loads(reply.body) for name, reply in found.items()}
@@ -147,12 +150,6 @@ def one_state(states: Mapping[str, dict[str, Any]], shown: str) -> dict[str, Any
         "waiting": sum(state["waiting"] for state in states.values()),
         "requests": sorted(rows, key=lambda row: row["time_s"], reverse=True)[:LISTED_REQUESTS],
     }
-
-
-def _ask_one(fleet: AdminTarget, name: str, request: AdminRequest) -> AdminReply:
-    if name not in fleet.names:
-        raise ApiError(404, f"no replica {name!r:.80}; there are: {', '.join(fleet.names) or 'none'}.", param="replica")
-    return fleet.admin(name, request)
 
 
 def _ask_all(fleet: AdminTarget, request_of: Callable[[str], AdminRequest]) -> dict[str, AdminReply]:

@@ -42,14 +42,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-#: The errors of a call whose replica is gone or cannot be reached.
-GONE = (RayError, RayServeException)
-#: Of a local Ray, where replies are small.
-OBJECT_STORE_BYTES = 80 << 20
-#: Name of all replicas in Ray Serve.
-DEPLOYMENT = "replica"
-#: Seconds to wait for a connection to a cluster's address.
-CONNECT_S = 10
+GONE = (RayError, RayServeException)  # the errors of a call whose replica is gone or cannot be reached
+OBJECT_STORE_BYTES = 80 << 20  # of a local Ray, where replies are small
+DEPLOYMENT = "replica"  # name of all replicas in Ray Serve
+CONNECT_S = 10  # seconds to wait for a connection to a cluster's address
 RETRIES = 2
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,8 @@ from runner.serve.replicas.switchboard import (
 from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
-#: Seconds between two checks for news, and the share of time that checks may take.
-PAUSE_S, SHARE = 0.1, 0.05
-#: Records of ended requests that wait for the next news.
-MAX_RECORDS = 4096
+PAUSE_S, SHARE = 0.1, 0.05  # seconds between two checks for news, and the share of time that checks may take
+MAX_RECORDS = 4096  # records of ended requests that wait for the next news
 
 
 class Replica:

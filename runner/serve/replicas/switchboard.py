@@ -53,8 +53,7 @@ class DigestChanges:
         return added, removed
 
     def _digests(self, edges: Iterable[Edge]) -> Iterable[int]:
-        # Of each edge: the digest at its last border, and the keys behind it.
-        ends: list[tuple[int, np.ndarray]] = []
+        ends: list[tuple[int, np.ndarray]] = []  # of each edge: the digest at its last border, and the keys behind it
         for edge in edges:
             if edge.parent < 0:
                 digest, keys = root_digest(self.model, edge.namespace, self.secret), edge.keys
