@@ -120,7 +120,13 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     caches, step_size = _cache_names(options.cache), options.step_size
     if options.parallel is not None:
         caches = caches if is_given(context, "cache") else ["radix"]
-        _require_parallel(options, options.parallel, caches)
+        require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
+        several = f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}."
+        require(set(caches) <= set(TOGETHER), f"{several} Leave one of them out.")
+        known = "--parallel generates replies, and --recorded feeds known ones."
+        require(not options.recorded, f"{known} Leave one of them out.")
+        bits = "--exact compares bits, which differ with the number of users in a forward pass."
+        require(not options.exact, f"{bits} Leave it or --parallel out.")
         if not is_given(context, "step_size"):
             from runner.engine.engine import PARALLEL_STEP_SIZE
 
@@ -158,19 +164,6 @@ def _cache_names(listed: str) -> list[str]:
     for name in names:
         require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
     return names
-
-
-def _require_parallel(options: ReplayArguments, parallel: int, caches: Sequence[str]) -> None:
-    """Refuse what does not go with --parallel."""
-    require(parallel >= 1, f"--parallel is {parallel}; wanted at least 1.")
-    require(
-        set(caches) <= set(TOGETHER),
-        f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}. Leave one of them out.",
-    )
-    known = "--parallel generates replies, and --recorded feeds known ones. Leave one of them out."
-    require(not options.recorded, known)
-    bits = "--exact compares bits, which differ with the number of users in a forward pass. Leave it or --parallel out."
-    require(not options.exact, bits)
 
 
 def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[LoadedModel, Script]":

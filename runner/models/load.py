@@ -74,14 +74,10 @@ def load_model(
     tokenizer_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load the model that `spec` names; see the head of this file.
+    """Load the model that `spec` names, with mlx_lm.load's options, of which tiny models take none.
 
-    Args:
-        show_progress: show the download of the demo model on stderr.
-        adapter_path, tokenizer_config, trust_remote_code: as for mlx_lm.load; tiny models take none of them.
-
-    Raises:
-        ModelError: there is no such model, or it cannot be loaded. FetchError: the demo model cannot be downloaded.
+    `show_progress` shows the download of the demo model on stderr. ModelError: there is no such model, or it cannot be
+    loaded. FetchError: the demo model cannot be downloaded.
     """
     if (kind := _tiny_kind(spec)) is not None:
         if adapter_path is not None:

@@ -66,9 +66,7 @@ def model_bytes(
 ) -> ModelBytes:
     """Compute the bytes of the (text) model of a config.json. ModelConfigError: it is wrong, or not known.
 
-    Args:
-        dtype: of the activations, and so of the cache; None: the configuration's own, else bfloat16.
-        kv_bits, kv_group_size: quantization of keys and values; None: they are not quantized.
+    `dtype` is that of the activations, so of the cache; None: the configuration's own, else bfloat16.
     """
     dtype = dtype or _dtype(config)
     if dtype not in DTYPES:

@@ -228,10 +228,9 @@ def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(field: Field[Any]) -> Any:
-    name, kind = field.name, str(field.type)
-    for values in (VALUES, REQUIRED):
-        if name in values:
-            return values[name]
+    name, kind, known = field.name, str(field.type), REQUIRED | VALUES
+    if name in known:
+        return known[name]
     if "eps" in name:
         return 1e-5
     if "theta" in name:

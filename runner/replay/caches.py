@@ -1,9 +1,4 @@
-"""The caches that a replay compares, by name. All are driven by the same loop of `runner.engine.replies`.
-
-    none     NoCache: prefills every prompt whole; the reference for times and answers
-    single   SinglePrefix: the caches of the last request, as in a program for one user
-    mlx-lm   LRUPrompts: mlx-lm's LRUPromptCache, filled as mlx-lm's server fills it
-    radix    RadixPrefixes: a PrefixCache
+"""The caches that a replay compares. All are driven by the same loop of `runner.engine.replies`.
 
 Source of LRUPrompts: mlx_lm/server.py and mlx_lm/models/cache.py, mlx-lm 0.32.2.
 """
@@ -172,7 +167,7 @@ class RadixPrefixes(ComparedCache):
 
 
 class NoCache(ComparedCache):
-    """Fresh caches for each request, dropped at its end."""
+    """Fresh caches for each request, dropped at its end: the reference for times and answers."""
 
     @contextmanager
     def begin(self, prompt: Prompt) -> Iterator[PlainRun]:

@@ -40,8 +40,7 @@ STYLES: dict[str, dict[str, Any]] = {
 class ReplayProgress(Progress):
     """An `Observer` that draws. A bar counts requests; the running one counts by the share of its prompt that is done.
 
-    Args:
-        note_of_first: makes a note of the first finished request, or None.
+    `note_of_first` makes a note of the first finished request, or None.
     """
 
     def __init__(self, console: Console, note_of_first: Callable[[RequestRow], str | None] | None = None) -> None:
@@ -91,10 +90,7 @@ def expected_time(
 ) -> str | None:
     """A note of how long a replay of one request at a time takes, and what to pass for less; None if it is short.
 
-    Args:
-        row: the first request that finished; all others are taken to be as fast.
-        prompts: of all requests.
-        reply_tokens: generated per reply, at most.
+    All requests are taken to be as fast as the one of `row`. Replies have `reply_tokens` at most.
     """
     evaluated_tokens = row.prompt_tokens - row.cached_tokens
     prefill_ms, decode_ms = row.ttft_ms / evaluated_tokens, row.decode_ms / max(1, row.output_tokens - 1)

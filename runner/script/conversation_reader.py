@@ -50,10 +50,8 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     """Read all conversations of files and folders, at any depth, in any format of conversation_formats.py.
 
     OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
-
-    Raises:
-        ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left.
-        ValueError: no path was given.
+    ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left. ValueError: no
+    path was given.
     """
     if not paths:
         raise ValueError("no conversation file was given; wanted at least one path.")

@@ -81,13 +81,9 @@ class GeneratedReplies:
 def schedule(
     conversations: Sequence[Conversation], *, users: int | None = None, seed: int = 0, max_requests: int | None = None
 ) -> list[ScheduledRequest]:
-    """Interleave the users' requests: the next one is of a random user who has requests left.
+    """Interleave the requests of the first `users` users: the next one is of a random user who has requests left.
 
-    Args:
-        users: take only the first so many users, in the order they appear.
-
-    Raises:
-        ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
+    ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
     """
     waiting: dict[str, deque[ScheduledRequest]] = defaultdict(deque)
     for conversation in conversations:

@@ -70,10 +70,8 @@ class Script:
     ) -> None:
         """Render the requests, with placeholders for replies to come. ScriptError: a request cannot be replayed.
 
-        Args:
-            max_tokens: tokens generated per reply at most.
-            recorded: replies are fed as recorded instead of generated.
-            skip_bad: leave out requests that cannot be replayed; ScriptError only if none is left.
+        Replies have `max_tokens` at most, or are fed as `recorded`. With `skip_bad`, requests that cannot be replayed
+        are left out; ScriptError only if none is left.
         """
         self._loaded, self._max_tokens, self._recorded = loaded, max_tokens, recorded
         self._replies = GeneratedReplies()

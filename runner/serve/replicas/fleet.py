@@ -66,10 +66,7 @@ class Fleet:
         self._is_open = self._is_stopped = False
 
     def start(self, cpus: int) -> None:
-        """Start the replicas, on so many CPUs of this machine or on a cluster, and wait until the model is loaded.
-
-        ConnectionError: the cluster does not answer. ValueError: the replicas could not be started.
-        """
+        """Start the replicas, on so many CPUs of this machine or on a cluster. Raises as `connect` and `deploy`."""
         options, count = self._options, self._options.replicas or 1
         share = max(1, cpus // count) if options.ray is None else 1
         ray_border.connect(options.ray, share * count)

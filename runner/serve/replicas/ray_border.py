@@ -104,9 +104,9 @@ def _require_listener(address: str) -> None:
 
 
 def deploy(kind: type, arguments: tuple[Any, ...], *, name: str, count: int, cpus: int, max_calls: int) -> Any:
-    """Start replicas of a class, wait until all run, and return the handle. ValueError: they cannot be started.
+    """Start replicas of a class with so many CPUs each, wait until all run, and return the handle.
 
-    Each replica has so many CPUs, and takes `max_calls` at a time. Application and switchboard have this name.
+    Application and switchboard have this name. ValueError: the replicas cannot be started.
     """
     about: dict[str, Any] = {"request_router_class": SwitchboardRouter, "request_router_kwargs": {"switchboard": name}}
     deployment = serve.deployment(
