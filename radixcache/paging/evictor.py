@@ -14,8 +14,6 @@ An idle slot that was used less recently than the policy's victim goes before th
 state from the policy. What an open session uses, and what is pinned, never goes. LEAVING nodes count as if they were
 paged out already, so what would be evicted at once is dropped without the copy.
 
-After `make_room(need)` returned True, `need` more bytes fit the budget; False: nothing evictable is left.
-
 GuardedPolicy: an eviction policy of the user's, whose mistakes do not break the bookkeeping. At the first hook that
 raises, or the first victim that must not go, its entries are filed anew under LRU, and LRU serves from then on.
 """
@@ -70,8 +68,7 @@ class Evictor:
         if not self.over_bytes(need_bytes):
             return True
         self._evict_while(lambda: self.over_bytes(need_bytes))
-        if self.over_bytes(need_bytes):
-            self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
+        self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
         return self.over_bytes(need_bytes) == 0
 
     def could_fit(self, need_bytes: int) -> bool:

@@ -50,9 +50,7 @@ class PathOwner(Protocol):
     use: Use
     prompt: TokenIds
     is_lost: bool
-
-    @property
-    def position(self) -> int: ...
+    position: int
 
 
 class LivePath:
@@ -301,10 +299,7 @@ class Slots:
             )
 
     def choose(self, path: list[StateNode], limit: int) -> LivePath:
-        """The free slot that has the most of the first `limit` tokens of `path`.
-
-        Of equal ones an empty slot, else the one used longest ago.
-        """
+        """The free slot with the most of the first `limit` tokens of `path`; of equal ones an empty or the oldest."""
         free = [live for live in self.paths if not live.is_open]
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
