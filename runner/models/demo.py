@@ -53,8 +53,7 @@ INNER_NAMES: Final = {
     **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
 }
 
-# Called with the stage, the bytes done so far and all bytes (0: not known).
-OnProgress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]  # called with the stage, the bytes done and all bytes (0: not known)
 
 
 class ModelError(ValueError):

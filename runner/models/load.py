@@ -31,7 +31,6 @@ __all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "ModelOutline", "l
 DEMO = "demo"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 TINY = "tiny"
-DEFAULT_TINY_KIND = "llama"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Files of a tokenizer, and the model's configuration.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
@@ -141,7 +140,7 @@ def _tiny_kind(spec: str) -> str | None:
     """The kind of a tiny model; None: `spec` names no tiny model."""
     if spec != TINY and not spec.startswith(f"{TINY}:"):
         return None
-    kind = spec.partition(":")[2] or DEFAULT_TINY_KIND
+    kind = spec.partition(":")[2] or "llama"
     if kind not in TINY_KINDS:
         raise ModelError(f"model {TINY}:{kind}: no such kind. Known: {', '.join(sorted(TINY_KINDS))}.")
     return kind

@@ -33,7 +33,6 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_t
 NUMBERS = (int, int | None)  # hints of a dataclass for a whole number; those below, for a list of kinds
 TEXT_LISTS = (list[str], list[str] | None, List[str], List[str] | None)  # noqa: UP006
 DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_DTYPE = "bfloat16"
 KV_BITS = (2, 3, 4, 5, 6, 8)
 KV_GROUP_SIZES = (32, 64, 128)
 
@@ -101,7 +100,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
     inner = config.get("text_config")
     sections = (inner if isinstance(inner, Mapping) else {}, config)
     found = (section.get(name) for section in sections for name in ("dtype", "torch_dtype"))
-    return str(next((each for each in found if each is not None), DEFAULT_DTYPE)).removeprefix("torch.")
+    return str(next((each for each in found if each is not None), "bfloat16")).removeprefix("torch.")
 
 
 def layer_state(config: Mapping[str, Any], dtype: str) -> LayerState:

@@ -42,7 +42,6 @@ INNER_WIDTH = 128
 EXPERT_WIDTH = 32
 HEAD_WIDTH = 32
 
-#: Value of a field by its name, whether it has a default or not.
 VALUES: dict[str, Any] = {
     name: value
     for value, names in (
@@ -89,7 +88,6 @@ VALUES: dict[str, Any] = {
     for name in names.split()
 }
 
-#: Value of a field without a default.
 REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu", "mlp_only_layers": []}
 #: Names of the dataclass of a nested configuration, in the modules that have their own.
 TEXT_ARGS = ("TextConfig", "TextArgs", "TextModelArgs")
@@ -99,7 +97,6 @@ MATRIX_NAMES = ("weight", "input_gate_weight", "recurrent_gate_weight", "fn", "c
 _SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
-#: Fields that no rule knows, by the kind.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     # Full attention. Heads of 64 can be quantized in groups of 64.
     "llama": {"num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 64, "layer_types": None},
@@ -165,17 +162,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {**_TWO_HEADS, "num_hidden_layers": 3},
     # The cache of the first entry belongs to no layer: it has the last token ids for the n-gram embeddings.
     "longcat_flash_ngram": {"num_layers": 2, "num_attention_heads": 2},
-    # A window, compressed groups of four, and an open group. Heads of 24 leave out the rounding to 8 and 4 bits, which
-    # turns a difference in the last bit into a large one.
+    # A window, compressed groups of four, and an open group. Heads of 24 are not rounded to 8 and 4 bits.
     "deepseek_v41": {
         **{"num_hidden_layers": 3, "num_attention_heads": 2, "index_topk": 6},
         **{"head_dim": 24, "index_head_dim": 24, "qk_rope_head_dim": 8},
         **{"compress_ratios": (4, 4, 0), "kv_source_layer_ids": (0, 1), "index_source_layer_ids": (0, 1)},
     },
 }
-#: Modules and scales of weights where they are not the kind's name and 1. With larger weights a wrong state shows;
-#: falcon_h1 sums up the whole prompt, and smaller weights make its rounding smaller.
-_MODULES = {"llama_sliding": "llama"}
+_MODULES = {"llama_sliding": "llama"}  # modules that are not the kind's name
+# Larger weights show a wrong state; falcon_h1 sums up the whole prompt, and smaller ones make its rounding smaller.
 _WEIGHT_SCALES = {"falcon_h1": 0.7, "deepseek_v32": 1.3}
 
 

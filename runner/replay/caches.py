@@ -30,10 +30,7 @@ THINKING_TAIL_TOKENS = 11  # how far from the prompt's end the server looks for 
 
 
 class ComparedCache:
-    """One cache under comparison. By default it has no tree, stores nothing and evicts nothing.
-
-    Bytes include spare capacity.
-    """
+    """One cache under comparison, by default without a tree or a store. Bytes include spare capacity."""
 
     shown: PrefixCache | None = None  # the cache whose tree can be shown
     evictions: int = 0  # how many stored entries the byte budget has cost so far

@@ -64,8 +64,7 @@ class AnswerDifference:
 class Observer(Protocol):
     def run_started(self, cache: str, requests: int) -> None: ...
 
-    def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
-        """So many of the running request's prompt tokens were restored or evaluated."""
+    def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None: ...
 
     def request_done(self, cache: str, row: RequestRow) -> None: ...
 

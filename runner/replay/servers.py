@@ -4,9 +4,7 @@
     TreeServer    a ParallelGenerator on a PrefixCache
     BatchServer   mlx-lm's BatchGenerator on its LRUPromptCache, put together as mlx-lm's server does
 
-In BatchServer a request begins on a copy of the nearest stored prefix. Its prompt goes in segments, and at the end of
-each segment the row's caches are copied into the store. The stored entries must fit the budget minus the running rows.
-Source: mlx_lm/server.py, mlx-lm 0.32.2.
+BatchServer stores and evicts as `LRUPrompts` says. Source: mlx_lm/server.py, mlx-lm 0.32.2.
 
   RR1  A request arrives right before its cache is asked: TTFT includes looking up, copying and paging in.
 """
@@ -193,11 +191,9 @@ class TreeServer:
         return self.shown.stats.peak_bytes
 
     def submit(self, index: int, request: RenderedRequest) -> None:
+        prompt, arrived_s = request.prompt, time.perf_counter()
         ticket = self._generator.submit(
-            request.prompt.tokens,
-            marks=request.prompt.marks,
-            max_tokens=self._max_tokens,
-            arrived_at_s=time.perf_counter(),
+            prompt.tokens, marks=prompt.marks, max_tokens=self._max_tokens, arrived_at_s=arrived_s
         )
         self._requests[ticket] = index, request
 
@@ -257,11 +253,7 @@ class BatchServer:
             [segments], [max_tokens], caches=[caches], all_tokens=[tokens[:cached_tokens]]
         )
         reply = Reply(
-            self._loaded.tokenizer,
-            max_tokens=max_tokens,
-            stop_tokens=None,
-            prompt_tokens=len(tokens),
-            arrived_at_s=arrived_s,
+            self._loaded.tokenizer, max_tokens, stop_tokens=None, prompt_tokens=len(tokens), arrived_at_s=arrived_s
         )
         reply.cached_tokens = cached_tokens
         self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds])

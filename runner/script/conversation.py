@@ -107,16 +107,7 @@ def _checked_message(value: Any, where: str) -> dict[str, Any]:
         message["content"] = "".join(part["text"] for part in parts)
     if message.get("tool_calls") == []:
         del message["tool_calls"]
-    _check_tool_calls(message.get("tool_calls", []), where)
-    for key in ("content", "reasoning_content", "tool_call_id", "name"):
-        expect(isinstance(message.get(key, ""), str), f"{where} has {key}", message.get(key), "text")
-    if "content" not in message and not (role == "assistant" and "tool_calls" in message):
-        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
-    require_unicode(message, where)
-    return message
-
-
-def _check_tool_calls(calls: Any, where: str) -> None:
+    calls = message.get("tool_calls", [])
     expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
     for index, call in enumerate(calls):
         function: Any = call.get("function") if isinstance(call, dict) else None
@@ -124,6 +115,12 @@ def _check_tool_calls(calls: Any, where: str) -> None:
         expect(_has_name(function), f"{where_call} is", call, "a function with a name")
         arguments = function.get("arguments", "")
         expect(isinstance(arguments, (str, dict)), f"{where_call} has arguments", arguments, "JSON text or an object")
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        expect(isinstance(message.get(key, ""), str), f"{where} has {key}", message.get(key), "text")
+    if "content" not in message and not (role == "assistant" and "tool_calls" in message):
+        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
+    require_unicode(message, where)
+    return message
 
 
 def _has_name(function: Any) -> bool:

@@ -175,7 +175,6 @@ def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
 def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
     history = record["history"]
     expect(isinstance(history, list), f"{origin.where}: history is", history, "a list of messages")
-    # The other keys of the record and of its messages concern only the agent.
     return _conversation({"id": printable(origin.path.stem)}, origin, history)
 
 

@@ -3,9 +3,6 @@
 A text has JSON records: one per line (JSONL), or the values of one document. A bad record is an error of one line,
 or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error. A JSON
 document ends at a syntax error.
-
-The built-in conversations are of four applications with two users each. Two system prompts spell out their tool list,
-since some chat templates leave out tools. Some turns are edited or regenerated, at all depths.
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ JsonRecord = tuple[int, Any]
 
 
 def builtin_conversations() -> list[Conversation]:
+    """Conversations of four applications with two users each; some turns are edited or regenerated."""
     with as_file(files(__package__) / BUILTIN_FILE) as path:
         return read_conversations(path).conversations
 

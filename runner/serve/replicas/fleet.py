@@ -39,7 +39,6 @@ from runner.serve.replicas.replica import Replica
 from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminRequest, Switchboard
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
 
-NOTHING = Ask((), 0)
 ADMIN_S, END_S = 60, 30  # seconds that a replica may take to answer an admin, and to end when its replies have ended
 PAUSE_S = 1  # seconds before a replica that sends no more news is asked again, if it is still there
 OTHER_CALLS = 32  # calls of one replica besides requests: news, admins, its end
@@ -186,7 +185,7 @@ class RoutedPrompts:
         except ApiError:
             tokens = None
         if tokens is None:
-            return NOTHING
+            return Ask((), 0)
         root = root_digest(self._model, request.namespace, self._secret)
         return Ask(chain_digests(np.asarray(tokens), root), len(tokens))
 

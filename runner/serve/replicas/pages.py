@@ -78,8 +78,6 @@ def label_by_replica(texts: Mapping[str, str]) -> list[Metric]:
 
 
 class AdminTarget(Protocol):
-    """Replicas that answer admins: a Fleet."""
-
     @property
     def names(self) -> list[str]: ...
 

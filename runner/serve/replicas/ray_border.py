@@ -6,8 +6,7 @@ Ray Serve's request router is alpha. So every name of it that is used stands in 
     choose_replicas(candidates, pending)     asks the switchboard of this process for one of them
     update_replicas, on_replica_actor_died   tell the switchboard which replicas there are
 
-Ray pickles the class by value, even for use in this process, so it reaches the switchboard by a call of a function. The
-argument `to` of a call is the name of a replica, or a RoutedRequest, for which the switchboard chooses.
+The argument `to` of a call is the name of a replica, or a RoutedRequest, for which the switchboard chooses.
 
 Invariants of a Relay, which works on the event loop:
 
