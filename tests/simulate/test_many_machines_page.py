@@ -24,7 +24,7 @@ SMALL = {
 
 
 def table(heading: str) -> list[list[str]]:
-    """The first table below a sentence, without its header."""
+    """The first table below a heading, without its header."""
     lines = PAGE[PAGE.index(heading) :].splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("|---"))
     rows = []
@@ -57,7 +57,7 @@ def test_a_command_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pyte
 
 def test_what_routers_find_is_what_the_benchmark_published() -> None:
     found = {(row["trace"], row["router"], row["replicas"]): row["of infinite"] for row in published("routing")}
-    rows = table("The token hits of so many replicas")
+    rows = table("## What a router finds")
     assert len(rows) * 6 == len(found)
     for trace, router, *cells in rows:
         assert cells == [percent(found[trace, router, count]) for count in (1, 2, 4, 8, 16, 64)]
@@ -65,7 +65,7 @@ def test_what_routers_find_is_what_the_benchmark_published() -> None:
 
 def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -> None:
     found = {(row["trace"], row["router"]): row for row in published("routing") if row["replicas"] == 8}
-    rows = table("At 8 replicas, with what it means")
+    rows = table("### Waiting and load at 8 replicas")
     assert {(trace, router) for trace, router, *_ in rows} == found.keys()
     for trace, router, share, *waits, p95, most in rows:
         row = found[trace, router]
@@ -75,7 +75,7 @@ def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -
 
 
 def test_what_a_tier_behind_all_brings_is_what_the_benchmark_published() -> None:
-    rows = table("A tier behind all 8 replicas")
+    rows = table("### A shared tier behind 8 replicas")
     found = published("routing-shared")
     assert [cells[:1] + cells[2:3] for cells in rows] == [
         [each["router"], percent(each["of infinite"])] for each in found
@@ -85,7 +85,7 @@ def test_what_a_tier_behind_all_brings_is_what_the_benchmark_published() -> None
 
 
 def test_the_prefill_up_to_which_a_link_is_worth_it_follows_from_the_bytes_of_a_token() -> None:
-    for name, token_bytes, *cells in table("So\nthis is the prefill"):
+    for name, token_bytes, *cells in table("## Fetch or prefill?"):
         nbytes = int(token_bytes.replace(",", ""))
         worth = [SURE * gbit_per_s * 1e9 / 8 / nbytes for gbit_per_s in (1, 10, 25, 100)]
         assert cells == [f"{round(each):,}" for each in worth]
