@@ -29,20 +29,10 @@ from runner.text import ProgressLines
 __all__ = ["DEMO", "FetchError", "LoadedModel", "ModelError", "ModelOutline", "load_model", "load_outline"]
 
 DEMO = "demo"
-DEMO_NAME = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Files of a tokenizer, and the model's configuration.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.py", "*.tiktoken", "*.txt", "tokenizer.model"]
-# What architectures call the longest sequence that they were made for, the strictest first.
-CONTEXT_KEYS = [
-    "max_position_embeddings",
-    "n_positions",
-    "model_max_length",
-    "max_sequence_length",
-    "max_seq_len",
-    "n_ctx",
-]
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ def load_outline(
 
 def _name(spec: str, folder: Path) -> str:
     if spec == DEMO:
-        return DEMO_NAME
+        return "SmolLM2-135M-Instruct"
     return spec if _folder(spec) is None else folder.resolve().name
 
 
@@ -186,7 +176,9 @@ def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    return _first(config, CONTEXT_KEYS)
+    # What architectures call the longest sequence that they were made for, the strictest first.
+    keys = ["max_position_embeddings", "n_positions", "model_max_length", "max_sequence_length", "max_seq_len", "n_ctx"]
+    return _first(config, keys)
 
 
 def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:

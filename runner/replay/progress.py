@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # Estimates below NOTED_S are not shown. Above LONG_S the note says what to pass for about MINUTE_S.
 NOTED_S, LONG_S, MINUTE_S = 20, 90, 60
 COMPARED_PROMPTS = 64  # an estimate looks for a prompt's prefix in so many earlier prompts
-FIGURE_INCHES = (10.0, 8.0)
 # Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
 STYLES: dict[str, dict[str, Any]] = {
     "none": {"color": "#999999", "marker": "o"},
@@ -119,7 +118,7 @@ def _tokens_to_prefill(prompts: Sequence[NDArray[np.int32]], caches: Sequence[st
 
 def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:
     """TTFT per request above and bytes held below; PNG, SVG or PDF."""
-    figure = new_figure(*FIGURE_INCHES)
+    figure = new_figure(10.0, 8.0)
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title, parse_math=False)
     _plot(upper, runs, lambda row: row.ttft_ms)

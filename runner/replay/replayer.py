@@ -35,8 +35,6 @@ from runner.replay.caches import PlainRun
 from runner.replay.servers import BatchServer, OneAtATime, RequestRow, Server, TreeServer
 from runner.script.script import Prompt, Script, ScriptError
 
-WARM_UP_TOKENS = 64  # enough to compile kernels and to touch every weight
-
 
 @dataclass(frozen=True)
 class CacheRun:
@@ -267,7 +265,7 @@ def _release() -> None:
 
 def _warm_up(loaded: LoadedModel, prompt: Prompt) -> None:
     """Run a short prompt and a decode step, so that the first cache does not pay for compiling and loading weights."""
-    tokens = prompt.tokens[:WARM_UP_TOKENS]
+    tokens = prompt.tokens[:64]  # enough to compile kernels and to touch every weight
     run = PlainRun(tokens, make_prompt_cache(loaded.model))
     for _ in generate(run, loaded.model, loaded.tokenizer, max_tokens=2):
         pass

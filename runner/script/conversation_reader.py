@@ -22,7 +22,6 @@ from runner.text import printable
 
 MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
-BUILTIN_FILE = "builtin.jsonl"
 _BLANK = " \t\r\n"
 
 
@@ -40,7 +39,7 @@ JsonRecord = tuple[int, Any]
 
 def builtin_conversations() -> list[Conversation]:
     """Conversations of four applications with two users each; some turns are edited or regenerated."""
-    with as_file(files(__package__) / BUILTIN_FILE) as path:
+    with as_file(files(__package__) / "builtin.jsonl") as path:
         return read_conversations(path).conversations
 
 
