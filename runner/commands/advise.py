@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
+from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
-from runner.commands.outputs import (
-    Outputs,
-    UsageError,
-    about,
-    require,
-    require_counts,
-    require_positive,
-    say,
-    usage_errors,
-)
 from runner.commands.simulate import DISK_MIB_PER_S, PREFILL_TOKENS_PER_S, DiskMibPerS, disk_plan, run_grid
 from runner.files import read_json
 from runner.text import GIB, MIB
@@ -69,19 +60,23 @@ def advise(
 
     What can be saved at all, the budgets worth having, the best policy at yours, and a line to paste.
     """
-    require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
-    require(budget_gib is None or capacity_blocks is None, "give --budget-gib or --capacity-blocks; wanted only one.")
-    require_positive(budget_gib=budget_gib, capacity_blocks=capacity_blocks, prefill_tokens_per_s=prefill_tokens_per_s)
-    require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
-    require(
+    outputs.require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
+    outputs.require(
+        budget_gib is None or capacity_blocks is None, "give --budget-gib or --capacity-blocks; wanted only one."
+    )
+    outputs.require_positive(
+        budget_gib=budget_gib, capacity_blocks=capacity_blocks, prefill_tokens_per_s=prefill_tokens_per_s
+    )
+    outputs.require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
+    outputs.require(
         disk_gib is None or (simulation is None and (budget_gib or capacity_blocks) is not None),
         "--disk-gib goes with --budget-gib or --capacity-blocks, and without --simulation.",
     )
-    require_counts(jobs=jobs)
-    outputs = Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
+    outputs.require_counts(jobs=jobs)
+    results = outputs.Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
     # Without bytes per token, blocks are counted.
     sizes = options.model_bytes if options.model_bytes is not None and options.model_bytes.token_bytes > 0 else None
-    require(
+    outputs.require(
         budget_gib is None or sizes is not None,
         "--budget-gib needs bytes per token: give --model-config of a model with any.",
     )
@@ -94,7 +89,7 @@ def advise(
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
-    with usage_errors(ValueError):
+    with outputs.usage_errors(ValueError):
         curve = lru_curve(trace, sample_rate=sample, seed=options.seed)
     advice = advice_of(
         trace,
@@ -106,11 +101,11 @@ def advise(
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
     own_blocks = None if advice.own is None else advice.own.capacity_blocks
-    require(
+    outputs.require(
         own_blocks is None or own_blocks > 0,
         f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
-    outputs.show(lru_text(advice))  # at once: comparing policies takes a while
+    results.show(lru_text(advice))  # at once: comparing policies takes a while
     if compared.rows is None and own_blocks is not None:
         if disk is None and advice.disk_bytes:
             disk = disk_plan("--disk-gib", advice.disk_bytes / GIB, *speeds, sizes)
@@ -120,13 +115,13 @@ def advise(
         try:
             best = best_policy(compared.rows, trace=trace.name, capacity_blocks=own_blocks)
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
-        require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
-    outputs.show(policy_text(advice, best, compared.notes))
+            raise outputs.UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
+        outputs.require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
+    results.show(policy_text(advice, best, compared.notes))
     document = advice_document(
         advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
     )
-    outputs.write("--json", lambda: json_bytes({**document, "source": trace.source, **about(context)}))
+    results.write("--json", lambda: json_bytes({**document, "source": trace.source, **outputs.about(context)}))
 
     def page() -> bytes:
         # A trace without reuse has all marks at 0, where a logarithmic axis has none.
@@ -135,11 +130,11 @@ def advise(
         picture = curve_picture(curve, trace, advice.block_bytes, marks=marks, file_format="svg")
         return advice_html(advice, picture, best, compared.notes).encode("utf-8", "backslashreplace")
 
-    outputs.write("--html", page)
+    results.write("--html", page)
     if compared.stop is not None:
-        say("interrupted: policies were not compared.")
+        outputs.say("interrupted: policies were not compared.")
         raise compared.stop
-    outputs.finish()
+    results.finish()
 
 
 def _compare(
@@ -208,8 +203,8 @@ def _compare(
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    document = read_json(path, "rows of radixcache simulate", UsageError)
+    document = read_json(path, "rows of radixcache simulate", outputs.UsageError)
     rows: list[dict[str, Any]] | None = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UsageError(f"{path}: has no list of rows; wanted rows of radixcache simulate.")
+        raise outputs.UsageError(f"{path}: has no list of rows; wanted rows of radixcache simulate.")
     return rows

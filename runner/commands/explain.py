@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runner.commands import outputs
 from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
-from runner.commands.outputs import (
-    UNLIMITED_BYTES,
-    Outputs,
-    about,
-    bytes_of,
-    require_counts,
-    require_policy,
-    say,
-    usage_errors,
-)
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
@@ -43,14 +34,14 @@ def explain(
     replay, with sizes in place of layer state: the model computes nothing, and its weights are not loaded. A token is
     lost if an earlier request evaluated it and this one has to evaluate it again.
     """
-    require_counts(users=users, requests=requests, top=top)
-    budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
-    require_policy(policy)
-    outputs = Outputs({"--json": json_file}, [*file, Path(model)])
+    outputs.require_counts(users=users, requests=requests, top=top)
+    budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
+    outputs.require_policy(policy)
+    results = outputs.Outputs({"--json": json_file}, [*file, Path(model)])
     conversations = read_chosen(file, skip_bad)
     if unanswered := sum(not each.replies_recorded for each in conversations):
         noun = "conversation has" if unanswered == 1 else "conversations have"
-        say(f"note: {unanswered} {noun} no replies recorded; a short one stands in for each.")
+        outputs.say(f"note: {unanswered} {noun} no replies recorded; a short one stands in for each.")
     outline, lines = load_outline(model), ProgressLines()
 
     from runner.breaks import breaks_text, find_breaks, with_replies
@@ -58,7 +49,7 @@ def explain(
     from runner.script.script import ScriptError
 
     scheduled = scheduled_requests(with_replies(conversations), users=users, seed=seed, max_requests=requests)
-    with usage_errors(ScriptError):
+    with outputs.usage_errors(ScriptError):
         report, skipped = find_breaks(
             outline,
             _layout(outline),
@@ -69,8 +60,8 @@ def explain(
             on_progress=lambda done: lines.tell(lambda: f"{done:,} of {len(scheduled):,} requests"),
         )
     if skipped:
-        say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {outline.name}.")
-    outputs.show(breaks_text(report, top=top))
+        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {outline.name}.")
+    results.show(breaks_text(report, top=top))
     document = {
         **asdict(report),
         "new_tokens": report.new_tokens,
@@ -80,10 +71,10 @@ def explain(
         "budget_mib": budget_mib,
         "policy": policy,
         "skipped_requests": skipped,
-        **about(context),
+        **outputs.about(context),
     }
-    outputs.write("--json", lambda: json_bytes(document))
-    outputs.finish()
+    results.write("--json", lambda: json_bytes(document))
+    results.finish()
 
 
 def _layout(outline: "ModelOutline") -> "SizedLayout":
@@ -95,6 +86,6 @@ def _layout(outline: "ModelOutline") -> "SizedLayout":
     try:
         sizes = model_bytes(outline.config)
     except ModelConfigError as error:
-        say(f"note: {outline.name}: {error} Explained as a model with full attention alone, 1 byte per token.")
+        outputs.say(f"note: {outline.name}: {error} Explained as a model with full attention alone, 1 byte per token.")
         return SizedLayout(1)
     return SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows)

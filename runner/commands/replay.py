@@ -11,24 +11,8 @@ from rich.console import Console
 from typer import Option
 
 import runner
+from runner.commands import outputs
 from runner.commands.inputs import load_model, read_chosen, scheduled_requests, with_options
-from runner.commands.outputs import (
-    EXIT_CHECK_FAILED,
-    EXIT_INTERRUPTED,
-    STDOUT,
-    Outputs,
-    UsageError,
-    bytes_of,
-    command_line,
-    is_given,
-    require,
-    require_counts,
-    require_policy,
-    require_view_file,
-    say,
-    usage_errors,
-    view_bytes,
-)
 from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
 from runner.text import GIB, MIB, plural
 
@@ -86,63 +70,65 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     --full, --users, --parallel and --conversations replay in full: everything that is chosen, with longer replies.
     """
     caches, settings = _checked(context, options)
-    tree_format = require_view_file(options.tree_file) if options.tree_file not in (None, STDOUT) else "text"
+    tree_format = (
+        outputs.require_view_file(options.tree_file) if options.tree_file not in (None, outputs.STDOUT) else "text"
+    )
     files = {"--json": options.json_file, "--plot": options.plot_file, "--tree": options.tree_file}
-    outputs = Outputs(files, [*(options.conversations or []), Path(options.model)])
+    results = outputs.Outputs(files, [*(options.conversations or []), Path(options.model)])
     if runner.BLAS_ADVICE:
-        say(f"note: {runner.BLAS_ADVICE}")
+        outputs.say(f"note: {runner.BLAS_ADVICE}")
     loaded, script = _prepare(options, settings)
     report, broken_off = _run(loaded, script, caches, settings, options.parallel)
     trees = [f"\n{run.cache}:\n{run.tree}" for run in report.runs if run.tree is not None]
-    outputs.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
+    results.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
     chosen = {"users": options.users, "requests": options.requests, "parallel": options.parallel}
     about = {
         "model": loaded.name,
         "seed": options.seed,
-        "command": command_line(context),
+        "command": outputs.command_line(context),
         "options": {**chosen, **vars(settings)},
         "skipped_requests": script.skipped_requests,
         "interrupted": broken_off is not None,
     }
-    _write_files(report, outputs, options.plot_file, tree_format, about)
+    _write_files(report, results, options.plot_file, tree_format, about)
     if broken_off is not None:
         finished = len(report.runs[0].rows) if report.runs else 0
-        say(f"interrupted: {finished} of {len(script)} requests had finished.")
+        outputs.say(f"interrupted: {finished} of {len(script)} requests had finished.")
         raise broken_off
     differences = _name_differences(report)
-    outputs.finish()
+    results.finish()
     if differences:
-        raise typer.Exit(EXIT_CHECK_FAILED)
+        raise typer.Exit(outputs.EXIT_CHECK_FAILED)
 
 
 def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
     """The caches and the settings of the replay. UsageError: an option is wrong, or two do not go together."""
     caches, step_size = _cache_names(options.cache), options.step_size
     if options.parallel is not None:
-        caches = caches if is_given(context, "cache") else ["radix"]
-        require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
+        caches = caches if outputs.is_given(context, "cache") else ["radix"]
+        outputs.require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
         several = f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}."
-        require(set(caches) <= set(TOGETHER), f"{several} Leave one of them out.")
+        outputs.require(set(caches) <= set(TOGETHER), f"{several} Leave one of them out.")
         known = "--parallel generates replies, and --recorded feeds known ones."
-        require(not options.recorded, f"{known} Leave one of them out.")
+        outputs.require(not options.recorded, f"{known} Leave one of them out.")
         bits = "--exact compares bits, which differ with the number of users in a forward pass."
-        require(not options.exact, f"{bits} Leave it or --parallel out.")
-        if not is_given(context, "step_size"):
+        outputs.require(not options.exact, f"{bits} Leave it or --parallel out.")
+        if not outputs.is_given(context, "step_size"):
             from runner.engine.engine import PARALLEL_STEP_SIZE
 
             step_size = PARALLEL_STEP_SIZE  # one request at a time delays nobody, so its chunks may be larger
-    require_policy(options.policy)
+    outputs.require_policy(options.policy)
     max_tokens, budget_mib = (SHORT_MAX_TOKENS, SHORT_BUDGET_MIB) if options.is_short else (MAX_TOKENS, BUDGET_MIB)
     max_tokens = max_tokens if options.max_tokens is None else options.max_tokens
-    require_counts(users=options.users, requests=options.requests, max_tokens=max_tokens, step_size=step_size)
-    budget_bytes = bytes_of(budget_mib if options.budget_mib is None else options.budget_mib)
+    outputs.require_counts(users=options.users, requests=options.requests, max_tokens=max_tokens, step_size=step_size)
+    budget_bytes = outputs.bytes_of(budget_mib if options.budget_mib is None else options.budget_mib)
     disk, is_alone, has_radix = options.disk, options.parallel is None, "radix" in caches
-    require(disk is None or is_alone, "--disk goes with one request at a time. Leave it or --parallel out.")
-    require(disk is None or has_radix, "--disk is for the radix cache; wanted radix among --cache.")
-    require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
+    outputs.require(disk is None or is_alone, "--disk goes with one request at a time. Leave it or --parallel out.")
+    outputs.require(disk is None or has_radix, "--disk is for the radix cache; wanted radix among --cache.")
+    outputs.require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
     only_radix = "shows the radix cache; wanted radix among --cache."
-    require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
-    require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
+    outputs.require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
+    outputs.require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
     return caches, ReplayOptions(
         budget_bytes=budget_bytes,
         policy=options.policy,
@@ -160,9 +146,9 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
 def _cache_names(listed: str) -> list[str]:
     """Split and check --cache; a cache named twice runs once."""
     names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
+    outputs.require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
     for name in names:
-        require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
+        outputs.require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
     return names
 
 
@@ -178,15 +164,15 @@ def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[Loaded
         scheduled = scheduled_requests(
             conversations, users=options.users, seed=options.seed, max_requests=options.requests
         )
-        with usage_errors(ScriptError):
+        with outputs.usage_errors(ScriptError):
             script = Script(
                 loaded, scheduled, max_tokens=settings.max_tokens, recorded=settings.recorded, skip_bad=options.skip_bad
             )
     except KeyboardInterrupt:
-        say("interrupted: nothing had finished.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        outputs.say("interrupted: nothing had finished.")
+        raise typer.Exit(outputs.EXIT_INTERRUPTED) from None
     if skipped := script.skipped_requests:
-        say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {loaded.name}.")
+        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {loaded.name}.")
     return loaded, script
 
 
@@ -208,22 +194,26 @@ def _run(
     replay = Replay(loaded, script, caches, options, progress, parallel)
     broken_off: Exception | None = None
     try:
-        with usage_errors(UnsupportedCacheError, prefix=f"{loaded.name}: "), usage_errors(StoreError), progress:
+        with (
+            outputs.usage_errors(UnsupportedCacheError, prefix=f"{loaded.name}: "),
+            outputs.usage_errors(StoreError),
+            progress,
+        ):
             replay.run()
     except KeyboardInterrupt:
-        broken_off = typer.Exit(EXIT_INTERRUPTED)
+        broken_off = typer.Exit(outputs.EXIT_INTERRUPTED)
     except BudgetFullError as error:
-        broken_off = UsageError(
+        broken_off = outputs.UsageError(
             f"--budget-mib is {options.budget_bytes / MIB:g}; one of the requests takes "
             f"{(error.held_bytes + error.wanted_bytes) / MIB:,.1f} MiB. Give more."
         )
     except PolicyError as error:
-        broken_off = UsageError(f"--policy: {error}")
+        broken_off = outputs.UsageError(f"--policy: {error}")
     except ScriptError as error:  # a prompt that waited for generated replies does not fit
-        broken_off = UsageError(str(error))
+        broken_off = outputs.UsageError(str(error))
     differences = replay.differences() if broken_off is None else []
     report = Report(replay.result(), is_parallel=parallel is not None, alone=replay.alone(), partings=differences)
-    if isinstance(broken_off, UsageError) and not report.runs:
+    if isinstance(broken_off, outputs.UsageError) and not report.runs:
         raise broken_off
     return report, broken_off
 
@@ -232,18 +222,18 @@ def _name_differences(report: "Report") -> int:
     """Say on stderr which answers differ; returns how many."""
     differences = report.differences()
     for cache, index, row in differences[:NAMED_DIFFERENCES]:
-        say(
+        outputs.say(
             f"check failed: {cache}, request {index + 1} (user {row.user}, {row.conversation_id}, turn {row.turn}): "
             f"the output tokens differ from those without a cache; {row.cached_tokens:,} of {row.prompt_tokens:,} "
             "prompt tokens were restored."
         )
     if len(differences) > NAMED_DIFFERENCES:
-        say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
+        outputs.say(f"check failed: {len(differences) - NAMED_DIFFERENCES} more answers differ; --json names them all.")
     return len(differences)
 
 
 def _write_files(
-    report: "Report", outputs: Outputs, plot_file: Path | None, tree_format: str, about: dict[str, Any]
+    report: "Report", results: outputs.Outputs, plot_file: Path | None, tree_format: str, about: dict[str, Any]
 ) -> None:
     from runner.files import json_bytes
     from runner.picture import picture_format
@@ -251,11 +241,11 @@ def _write_files(
 
     if not report.runs:
         return
-    outputs.write("--json", lambda: json_bytes(report.document(**about)))
+    results.write("--json", lambda: json_bytes(report.document(**about)))
     if plot_file is not None:
         rows, form = report.runs[0].rows, picture_format(plot_file)
         title = f"{about['model']}, {plural(len(rows), 'request')} of {plural(len({r.user for r in rows}), 'user')}"
         drawn = partial(replay_picture, report.runs, title=title, budget_bytes=about["options"]["budget_bytes"])
-        outputs.write("--plot", lambda: drawn(file_format=form))
+        results.write("--plot", lambda: drawn(file_format=form))
     for view in [run.view for run in report.runs if run.view is not None]:
-        outputs.write("--tree", partial(view_bytes, view, tree_format))
+        results.write("--tree", partial(outputs.view_bytes, view, tree_format))

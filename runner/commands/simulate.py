@@ -17,20 +17,8 @@ from rich.console import Console
 from typer import Option
 
 from radixcache.errors import PolicyError
+from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
-from runner.commands.outputs import (
-    EXIT_INTERRUPTED,
-    MOST,
-    Outputs,
-    UsageError,
-    about,
-    is_given,
-    require,
-    require_counts,
-    require_policy,
-    require_positive,
-    say,
-)
 from runner.text import GIB, MIB, ProgressLines
 
 if TYPE_CHECKING:
@@ -81,17 +69,23 @@ def simulate(
     by its size. `belady` and `belady-bypass` know the future: no policy can do better if all blocks weigh the same.
     With --replicas requests come by their arrival times, the deployed router decides, and --policy is lru by default.
     """
-    require_counts(jobs=jobs)
-    require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
-    outputs = Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
+    outputs.require_counts(jobs=jobs)
+    outputs.require(
+        ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'."
+    )
+    results = outputs.Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
     for name in FOR_REPLICAS if replicas is None else ():
         option = "--" + name.replace("_", "-")
-        require(not is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
+        outputs.require(not outputs.is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
     for name, option in FOR_ONE_CACHE.items() if replicas is not None else ():
-        require(not is_given(context, name), f"{option} is for one cache; wanted it without --replicas.")
-    require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
-    require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
-    require_positive(decode_tokens_per_s=decode_tokens_per_s)
+        outputs.require(
+            not outputs.is_given(context, name), f"{option} is for one cache; wanted it without --replicas."
+        )
+    outputs.require_positive(
+        disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s
+    )
+    outputs.require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
+    outputs.require_positive(decode_tokens_per_s=decode_tokens_per_s)
     sizes = options.model_bytes
     if replicas is None:
         disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
@@ -101,10 +95,10 @@ def simulate(
 
         counts, routers = _replica_counts(replicas), list(dict.fromkeys(_words(router, "router")))
         for name in routers:
-            require(name in KNOWN, f"--router: no router {name!r}; known: {', '.join(KNOWN)}.")
+            outputs.require(name in KNOWN, f"--router: no router {name!r}; known: {', '.join(KNOWN)}.")
         read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
         disk = disk_plan("--shared-gib", shared_gib, read_bytes_per_s, prefill_tokens_per_s, sizes, "close")
-        policies = _policies(policy if is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
+        policies = _policies(policy if outputs.is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
     capacities = _capacities(capacity_blocks, budget_gib, sizes)
 
     from runner.files import json_bytes
@@ -125,22 +119,22 @@ def simulate(
             ReplicaJob(each, name, count, speeds, options.seed) for each in grid for count in counts for name in routers
         ]
     rows, stop = run_grid(traces, grid, jobs, ray)
-    if isinstance(stop, UsageError) and not rows:
+    if isinstance(stop, outputs.UsageError) and not rows:
         raise stop
     if stop is not None:
-        say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
+        outputs.say(f"interrupted: {len(rows)} of {len(grid)} simulations had finished.")
     reported = policies_report(traces, rows) if replicas is None else replicas_report(traces, rows, speeds)
     shown, document = reported
-    outputs.show(*shown)
+    results.show(*shown)
     if rows:
-        document = {**document, "interrupted": stop is not None, **about(context)}
-        outputs.write("--json", lambda: json_bytes(document))
+        document = {**document, "interrupted": stop is not None, **outputs.about(context)}
+        results.write("--json", lambda: json_bytes(document))
     if rows and plot_file is not None:
         infinite, form = document["infinite_block_hit_ratio"], picture_format(plot_file)
-        outputs.write("--plot", lambda: policies_picture(rows, infinite, form))
+        results.write("--plot", lambda: policies_picture(rows, infinite, form))
     if stop is not None:
         raise stop
-    outputs.finish()
+    results.finish()
 
 
 def run_grid(
@@ -169,21 +163,21 @@ def run_grid(
             run = run_locally(traces, grid, jobs, advance) if ray is None else run_on_ray(traces, grid, ray, advance)
             rows.extend(run)
     except KeyboardInterrupt:
-        return rows, typer.Exit(EXIT_INTERRUPTED)
+        return rows, typer.Exit(outputs.EXIT_INTERRUPTED)
     except PolicyError as error:
         # Ray wraps the first cause into an exception of its own.
         cause = getattr(error, "cause", error)
-        return rows, UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.")
+        return rows, outputs.UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.")
     except BrokenProcessPool:
-        return rows, UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.")
+        return rows, outputs.UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.")
     except ConnectionError as error:
-        return rows, UsageError(f"--ray {ray}: no cluster answers ({error}).")
+        return rows, outputs.UsageError(f"--ray {ray}: no cluster answers ({error}).")
     return rows, None
 
 
 def _separate(options: TraceOptions) -> list[Trace]:
     paths = options.trace
-    require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
+    outputs.require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
     traces = [options.read(path) for path in paths]
     names = [trace.name for trace in traces]
     return [
@@ -205,7 +199,7 @@ def disk_plan(
 
     if gib is None:
         return None
-    require(sizes is not None, f"{option} needs --model-config or --bytes-per-token.")
+    outputs.require(sizes is not None, f"{option} needs --model-config or --bytes-per-token.")
     return DiskPlan(max(1, int(gib * GIB)), read_bytes_per_s, prefill_tokens_per_s, write_on)
 
 
@@ -216,17 +210,17 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
     defined = "--policy: belady-bypass is defined"
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     if "belady-bypass" in names:
-        require(not has_checkpoints, f"{defined} without checkpoints alone, and there are some ({sizes}).")
-        require(disk is None, f"{defined} for memory alone, and there is a disk.")
+        outputs.require(not has_checkpoints, f"{defined} without checkpoints alone, and there are some ({sizes}).")
+        outputs.require(disk is None, f"{defined} for memory alone, and there is a disk.")
     if "all" in names:
         bypasses = disk is None and not has_checkpoints
         bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or bypasses]
         names = [*(name for name in names if name != "all"), *sorted(POLICIES), *bounds]
     for name in names:
         if name not in OFFLINE_POLICIES:
-            require_policy(name)
+            outputs.require_policy(name)
         else:
-            require(not is_routed, f"--policy: {name} knows the future of one cache; not with --replicas.")
+            outputs.require(not is_routed, f"--policy: {name} knows the future of one cache; not with --replicas.")
     return list(dict.fromkeys(names))
 
 
@@ -234,13 +228,13 @@ def _replica_counts(listed: str) -> list[int]:
     words = [word.strip() for word in listed.split(",")]
     for word in words:
         is_count = word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REPLICAS
-        require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
+        outputs.require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
     return list(dict.fromkeys(map(int, words)))
 
 
 def _words(listed: str, noun: str) -> list[str]:
     words = [word.strip() for word in listed.split(",") if word.strip()]
-    require(bool(words), f"--{noun} names no {noun}.")
+    outputs.require(bool(words), f"--{noun} names no {noun}.")
     return words
 
 
@@ -248,16 +242,18 @@ def _capacities(
     capacity_blocks: str | None, budget_gib: str | None, sizes: ModelBytes | None
 ) -> list[tuple[int | None, int | None]]:
     """Pairs of blocks and bytes, one of them None."""
-    require(capacity_blocks is None or budget_gib is None, "give --capacity-blocks or --budget-gib; wanted only one.")
+    outputs.require(
+        capacity_blocks is None or budget_gib is None, "give --capacity-blocks or --budget-gib; wanted only one."
+    )
     if capacity_blocks is not None:
         blocks = _numbers(capacity_blocks, "--capacity-blocks")
         are_whole, has_size = all(each == int(each) for each in blocks), sizes is None or sizes.token_bytes > 0
-        require(are_whole, f"--capacity-blocks is {capacity_blocks}; wanted whole numbers.")
-        require(has_size, f"{sizes}: blocks have no size of their own; give --budget-gib.")
+        outputs.require(are_whole, f"--capacity-blocks is {capacity_blocks}; wanted whole numbers.")
+        outputs.require(has_size, f"{sizes}: blocks have no size of their own; give --budget-gib.")
         return [(int(each), None) for each in dict.fromkeys(blocks)]
     if budget_gib is None:
-        raise UsageError("give --capacity-blocks or --budget-gib.")
-    require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
+        raise outputs.UsageError("give --capacity-blocks or --budget-gib.")
+    outputs.require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
     budgets = [max(1, int(each * GIB)) for each in _numbers(budget_gib, "--budget-gib")]
     return [(None, each) for each in dict.fromkeys(budgets)]
 
@@ -269,6 +265,9 @@ def _numbers(listed: str, option: str) -> list[float]:
             value = float(text)
         except ValueError:
             value = 0.0
-        require(0 < value <= MOST, f"{option} has {text.strip()!r}; wanted numbers above 0, {MOST:g} at most.")
+        outputs.require(
+            0 < value <= outputs.MOST,
+            f"{option} has {text.strip()!r}; wanted numbers above 0, {outputs.MOST:g} at most.",
+        )
         numbers.append(value)
     return numbers

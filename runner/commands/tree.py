@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from runner.commands import outputs
 from runner.commands.inputs import SizeOptions, given_files, load_outline, read_chosen, scheduled_requests, with_options
-from runner.commands.outputs import (
-    STDOUT,
-    UNLIMITED_BYTES,
-    VIEW_ENDINGS,
-    Outputs,
-    UsageError,
-    bytes_of,
-    is_given,
-    require,
-    require_counts,
-    require_policy,
-    require_view_file,
-    say,
-    usage_errors,
-    view_bytes,
-)
 from runner.text import plural
 
 if TYPE_CHECKING:
@@ -47,7 +32,9 @@ def tree(
         ),
     ] = None,
     out: Annotated[Path | None, Option("--out", help="Write it to this .html, .svg, .txt or .json.")] = None,
-    format_name: Annotated[str, Option("--format", help=f"To print: {', '.join(VIEW_ENDINGS.values())}.")] = "text",
+    format_name: Annotated[
+        str, Option("--format", help=f"To print: {', '.join(outputs.VIEW_ENDINGS.values())}.")
+    ] = "text",
     max_nodes: Annotated[int | None, Option(help="Nodes to show.  [default: 200, on a page 50,000]")] = None,
     model: Annotated[str, Option(help="Tokenizer and sizes: demo, tiny, tiny:KIND, a folder or hub id.")] = "demo",
     budget_mib: Annotated[float | None, Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
@@ -62,23 +49,24 @@ def tree(
     No model runs. Their requests are interleaved, rendered and served as replay does with --recorded, by the same
     cache; only the layers' state is replaced by its size.
     """
-    require(
-        format_name in VIEW_ENDINGS.values(), f"--format is {format_name!r}; wanted {', '.join(VIEW_ENDINGS.values())}."
+    outputs.require(
+        format_name in outputs.VIEW_ENDINGS.values(),
+        f"--format is {format_name!r}; wanted {', '.join(outputs.VIEW_ENDINGS.values())}.",
     )
-    require_counts(max_nodes=max_nodes, requests=requests, users=users)
-    budget_bytes = UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
-    if out is not None and out != STDOUT:
-        ending = require_view_file(out)
-        require(
-            not is_given(context, "format_name") or format_name == ending,
+    outputs.require_counts(max_nodes=max_nodes, requests=requests, users=users)
+    budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
+    if out is not None and out != outputs.STDOUT:
+        ending = outputs.require_view_file(out)
+        outputs.require(
+            not outputs.is_given(context, "format_name") or format_name == ending,
             f"--format {format_name} against the ending of --out {out}; leave --format out.",
         )
         format_name = ending
-    outputs = Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(model)])
+    results = outputs.Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(model)])
     view, note = _saved_tree(inputs or []), ""
     if view is None:
         sizes = options.load()
-        require_policy(policy)
+        outputs.require_policy(policy)
         conversations = read_chosen(inputs, skip_bad)
         outline = load_outline(model)
 
@@ -91,29 +79,29 @@ def tree(
             try:
                 sizes = model_bytes(outline.config, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
             except ModelConfigError as error:
-                raise UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
+                raise outputs.UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
         scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
-        with usage_errors(ScriptError, ValueError):
+        with outputs.usage_errors(ScriptError, ValueError):
             cache, skipped = grow_tree(
                 scheduled, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
             )
         if skipped:
-            say(f"note: {plural(len(skipped), 'request')} skipped, the first: {skipped[0]}")
+            outputs.say(f"note: {plural(len(skipped), 'request')} skipped, the first: {skipped[0]}")
         view, note = cache.view(tokenizer=outline.tokenizer), f"{plural(cache.stats.requests, 'request')} read; "
         if budget_mib is None:
             note += "without --budget-mib nothing was evicted."
         else:
             note += f"{plural(cache.stats.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
-    if out is None or out == STDOUT:
+    if out is None or out == outputs.STDOUT:
         from radixcache.observe.page import render_view
 
-        outputs.print(render_view(view, format_name, max_nodes))
+        results.print(render_view(view, format_name, max_nodes))
     else:
-        outputs.write("--out", lambda: view_bytes(view, format_name, max_nodes))
+        results.write("--out", lambda: outputs.view_bytes(view, format_name, max_nodes))
         note = f"{note} Written to {out}.".strip()
     if note:
-        say(note)
-    outputs.finish()
+        outputs.say(note)
+    results.finish()
 
 
 def _saved_tree(paths: Sequence[Path]) -> "TreeView | None":
@@ -128,5 +116,5 @@ def _saved_tree(paths: Sequence[Path]) -> "TreeView | None":
         return None  # the reader of conversations says why
     if not SAVED.match(content):
         return None
-    with usage_errors(ViewError, prefix=f"{paths[0]}: "):
+    with outputs.usage_errors(ViewError, prefix=f"{paths[0]}: "):
         return read_view(content)
