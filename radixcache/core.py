@@ -481,7 +481,7 @@ class Core:
             warnings.warn(f"{trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 
     def expel(self, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
-        """Quarantine all that begins with `keys` from offset `start` on, remove it from the tree, and empty `live`.
+        """Quarantine what begins with `keys` from `start` on, remove it from the tree, empty `live`; returns the start.
 
             root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
                           └── d        below go; pins on them are void; live paths that stand on them step back
@@ -493,9 +493,6 @@ class Core:
             start: None: where the keys are quarantined already, after a check of another session on the same path; else
                 the start of the node on which they end. In exact mode it moves down to a multiple of step_size.
             is_branch: move `start` to the beginning of the branch on which the keys end.
-
-        Returns:
-            The start.
         """
         states, quarantine = self._states, self._quarantine
         match = states.match(keys, namespace)
@@ -617,8 +614,6 @@ class Core:
         is_idle = not self._bookings and not any(path.is_open for path in paths)
         if is_idle and not self._pins.nbytes and self._ledger.is_sole(account):
             assert self._ledger.over_bytes() == 0, self._ledger.total_bytes
-
-    # Private
 
     def _plan(
         self, match: Match[NodeState], keys: Keys, limit: int, live: LivePath | None, hidden: int | None

@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache.adapters.contract import Adapter
@@ -27,13 +19,13 @@ from radixcache.adapters.window import ChunkedKVAdapter, RotatingKVAdapter
 from radixcache.errors import UnsupportedCacheError
 
 ADAPTERS: dict[type, Adapter] = {
-    ArraysCache: ArraysAdapter(),
-    ChunkedKVCache: ChunkedKVAdapter(),
-    ConcatenateKVCache: ConcatenateKVAdapter(),
-    KVCache: SpanAdapter(),
+    mlx_caches.ArraysCache: ArraysAdapter(),
+    mlx_caches.ChunkedKVCache: ChunkedKVAdapter(),
+    mlx_caches.ConcatenateKVCache: ConcatenateKVAdapter(),
+    mlx_caches.KVCache: SpanAdapter(),
     LayerCache: LayerAdapter(),
-    QuantizedKVCache: QuantizedKVAdapter(),
-    RotatingKVCache: RotatingKVAdapter(),
+    mlx_caches.QuantizedKVCache: QuantizedKVAdapter(),
+    mlx_caches.RotatingKVCache: RotatingKVAdapter(),
 }
 PROBED = ProbedAdapter()
 
@@ -57,9 +49,13 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
     # Called several times per decoded token, nearly always without a CacheList.
-    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
+    if not any(issubclass(each, mlx_caches.CacheList) for each in set(map(type, flat))):
         return flat
-    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+    return [
+        leaf
+        for cache in flat
+        for leaf in (leaves(cache.caches) if isinstance(cache, mlx_caches.CacheList) else [cache])
+    ]
 
 
 def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
@@ -71,4 +67,8 @@ def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[A
 
 
 def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
-    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)
+    return (
+        mlx_caches.CacheList(*with_leaves(cache.caches, replaced))
+        if isinstance(cache, mlx_caches.CacheList)
+        else replaced(cache)
+    )

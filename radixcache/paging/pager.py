@@ -233,8 +233,6 @@ class Pager:
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.tidy(node)
 
-    # Private
-
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
         """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)

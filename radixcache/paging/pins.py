@@ -252,8 +252,6 @@ class Pins:
         for (_, name), (sequence, pin) in self._named.items():
             assert pin.name == name and any(each is pin for each in self._pinned[sequence].pins), name
 
-    # Private
-
     def _nodes_to_hold(self, node: StateNode, end: int) -> list[StateNode]:
         if node.end > end:
             node = self._states.split(node, end)

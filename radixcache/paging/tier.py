@@ -198,8 +198,6 @@ class StoreReader:
         disk = self._disk
         return self._store.match(disk.identity, namespace, keys, grid=disk.grid, at_checkpoints=at_checkpoints)
 
-    # Private: what to read
-
     def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
         """The match in memory, where a request would resume on it, and the blocks that would take it further."""
         match = self._states.match(keys, namespace)
@@ -270,8 +268,6 @@ class StoreReader:
         if links and self._layout.has_states:
             found[links[-1].tier] += links[-1].checkpoint_bytes
         return found
-
-    # Private: reading it
 
     def _read(
         self, match: Match[NodeState], resume: int, links: list[Link], keys: Keys, namespace: str, use: Use

@@ -17,14 +17,7 @@ from radixcache.tree.history import Event
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.replicas.switchboard import (
-    AdminReply,
-    AdminRequest,
-    DigestChanges,
-    ReplicaNews,
-    RoutedRequest,
-    call_app,
-)
+from runner.serve.replicas import switchboard
 from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
@@ -46,7 +39,7 @@ class Replica:
         self._is_stopping = self._has_ended = False
         self._scheduler.start()
 
-    async def answer(self, request: Request, *, to: RoutedRequest) -> AsyncIterator[list[ReplyEvent]]:
+    async def answer(self, request: Request, *, to: switchboard.RoutedRequest) -> AsyncIterator[list[ReplyEvent]]:
         """Serve a request; the last event is Ended or Failed. Closing the iterator cancels the request."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[ReplyEvent]()
         opened = OpenRequest(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event), to.id)  # type: ignore[arg-type]
@@ -66,9 +59,9 @@ class Replica:
             timer.cancel()
             opened.cancel()
 
-    async def news(self, *, to: str) -> AsyncIterator[ReplicaNews]:
+    async def news(self, *, to: str) -> AsyncIterator[switchboard.ReplicaNews]:
         """Yield what is stored, then each change, until the replica has ended."""
-        digests = DigestChanges(str(self._options.model), self._secret)
+        digests = switchboard.DigestChanges(str(self._options.model), self._secret)
         known, is_first, is_last = -1, True, False
         while not is_last:
             is_last = self._has_ended  # read first, so that the last news has everything
@@ -79,11 +72,11 @@ class Replica:
                 records = [self._records.popleft() for _ in range(len(self._records))]
                 if is_first or added or removed or records:
                     is_first = False
-                    yield ReplicaNews(added, removed, records)
+                    yield switchboard.ReplicaNews(added, removed, records)
             await asyncio.sleep(max(PAUSE_S, (time.perf_counter() - began_s) / SHARE))
 
-    async def admin(self, request: AdminRequest, *, to: str) -> AdminReply:
-        return await call_app(self._app, request)
+    async def admin(self, request: switchboard.AdminRequest, *, to: str) -> switchboard.AdminReply:
+        return await switchboard.call_app(self._app, request)
 
     async def stop(self, drain_s: float, *, to: str) -> None:
         self._is_stopping = True
