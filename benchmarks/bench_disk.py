@@ -1,23 +1,23 @@
-"""What does a store on disk take, beside a plain copy of the same bytes, and beside prefill?
+"""Compare a disk store with plain file copies and with prefill.
 
-Files lie in a temporary folder, or below --folder: the disk that it is on is what is measured. Run it with
-OPENBLAS_NUM_THREADS=1. All figures are medians of turns.
+The files lie in a temporary folder, or below --folder. The benchmark measures the disk of that folder. Run it with
+OPENBLAS_NUM_THREADS=1. All times are medians.
 
-    disk            put: a session closes, until all of it is written; plain: the same files, written and synced.
-                    get: from the store into the tree; plain: the same files, read into memory. The page cache is cold
-                    where the system can be told so; a column says it. begin: get, and the copy into live caches.
-                    prefill: of the same tokens, by CHUNKS of its chunks of 512 tokens, evenly spaced.
-    disk-folder     opening a folder of many blocks, asking for keys, and matching prompts
-    disk-choices    a disk at several speeds, on which reading 1,024 tokens takes `read by prefill` times as long as
-                    prefill does. Requests of several lengths come in no order, 512 tokens a pass, each followed by a
-                    short turn; those by which either way is measured first do not count. wrong: read, though a whole
-                    request so takes more than 10 % longer; missed: prefilled, though.
-    disk-requests   begin, prefill, the last token's logits and close, with a store and without: `ratio` of the two in
-                    a pair. What was put is written before the next one is measured, but in `misses`: four requests
-                    right one after the other. At "eviction" memory has room for a few prompts, and misses have others
-                    written.
-
-State of `disk` is noise of the model's shapes.
+    disk            put: close a session and write all its state; plain write: write and sync the same files.
+                    get: read from the store into the tree; plain read: read the same files into memory. The page cache
+                    is cold where the system allows it; a column says which. begin: get, then the copy into live
+                    caches. prefill: the same tokens, estimated from CHUNKS of the chunks of 512 tokens.
+                    The state is random data with the model's shapes.
+    disk-folder     Open a folder of many blocks, look up keys, and match prompts.
+    disk-choices    Does the cache choose the faster way? `read by prefill`: the time to read 1,024 tokens, divided by
+                    the time to prefill them, at several disk speeds. Requests have mixed lengths, are prefilled 512
+                    tokens a pass, and are each followed by a short turn. The requests that measure each speed first
+                    do not count. wrong: read, although this made the request more than 10 % longer. missed:
+                    prefilled, although reading was that much faster.
+    disk-requests   begin, prefill, the last token's logits and close, with a store and without. `ratio`: with a store
+                    by without, for each pair. All writes finish before the next measurement; `misses` runs four
+                    requests without that wait. At "eviction", memory has room for a few prompts, and a miss makes the
+                    cache write other prompts.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from radixcache.stores.block import BLOCK_TOKENS
 from runner.models.tiny import tiny_model
 
 AIM_READ, AIM_REQUEST, WRONG = 0.7, 1.02, 1.1
-#: Model and tokens of the copies.
+#: (model, tokens) of the copies.
 KINDS, TINY = ("kv", "sliding", "conv"), ("llama",)
 SIZES = (("kv", 512), ("kv", 2048), ("kv", 8192), ("kv", 32000), ("sliding", 8192), ("conv", 8192))
 QUICK_SIZES = tuple((kind, 600) for kind in KINDS)
 CHUNKS = 3
-#: Of each block of the folder.
+#: Bytes of state in each block of the folder.
 STATE_BYTES = 32 << 10
-#: Seconds of reading by those of prefill, and lengths of prompts.
+#: Read time divided by prefill time, and prompt lengths in tokens.
 SLOWNESS = (0.5, 0.8, 1.25, 2.5)
 LENGTHS = (256, 512, 1024, 2048)
 MISS_TOKENS, TURN_TOKENS, SHORT_TURN_TOKENS = 256, 64, 20
@@ -89,14 +89,17 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--folder", type=Path, metavar="FOLDER", help="on the disk to be measured; a temporary one if not"
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder on the disk to measure (default: a temporary folder)",
     )
 
 
 def conclusion(
     copies: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> str:
-    """Say what the figures mean for the aims, from the figures."""
+    """Compare the results with the aims."""
     slow = min(copies, key=lambda row: row["get of plain"])
     read = sum(row["get of plain"] >= AIM_READ for row in copies)
     dear = max(requests, key=lambda row: row["ratio"])
@@ -130,7 +133,7 @@ def _copies(folders: Iterator[Path], quick: bool) -> Iterator[dict[str, Any]]:
 
 
 class Copying:
-    """State of one model and so many tokens, on its way to and from a disk."""
+    """Write the state of `length` tokens to disk and read it back."""
 
     def __init__(self, model: Any, path: Path, length: int) -> None:
         self.model, self.path, self.filler = model, path, Filler(model)
@@ -161,7 +164,7 @@ class Copying:
         }
 
     def _speed(self, times_ms: Iterable[float]) -> float:
-        """MB/s."""
+        """Return the median speed in MB/s."""
         return self.megabytes / statistics.median(times_ms) * 1e3
 
     def put_ms(self) -> float:
@@ -183,7 +186,7 @@ class Copying:
         return took_ms
 
     def get_ms(self) -> tuple[float, float]:
-        """What get takes, and the whole of begin."""
+        """Return the times of get and of the whole begin."""
         keys, prompt = np.array(self.tokens), [*self.tokens, 1]
         store = opened(self.path / "stored")
         with store, PrefixCache(self.model, budget_bytes=LARGE_BYTES, store=store) as cache:
@@ -202,7 +205,7 @@ class Copying:
         return elapsed_ms(lambda: [file.read_bytes() for file in self.files])
 
     def prefill_ms(self) -> float:
-        """Of all the tokens, from some chunks."""
+        """Estimate the prefill time of all tokens from some chunks."""
         chunks = -(-len(self.tokens) // BLOCK_TOKENS)
         starts = sorted({int(index) * BLOCK_TOKENS for index in np.linspace(0, chunks - 1, CHUNKS)})
         with PrefixCache(self.model, budget_bytes=LARGE_BYTES) as cache:
@@ -211,7 +214,7 @@ class Copying:
         return statistics.mean(per_token_ms) * len(self.tokens)
 
     def _chunk_ms(self, cache: PrefixCache, start: int) -> float:
-        """Of one token, in the forward pass of a chunk."""
+        """Return the time per token of one chunk's forward pass."""
         caches, remaining = cache.fetch(self.tokens[: start + 1])
         assert len(remaining) == 1, (len(remaining), start)
         chunk = self.tokens[start : start + BLOCK_TOKENS]
@@ -269,7 +272,7 @@ def _folder(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _choices(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
-    """A row for each speed of the disk: what a cache does, and what either way takes in truth."""
+    """Yield a row for each disk speed: what the cache chose, and how long both ways take."""
     speeds, lengths, count, repeats = ((0.1, 10.0), (64, 300), 4, 1) if quick else (SLOWNESS, LENGTHS, 24, 3)
     model, random = random_model("kv", small=True), np.random.default_rng(0)
     prompts = {length: _tokens(random, length + 1) for length in lengths}
@@ -279,7 +282,7 @@ def _choices(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
         token_bytes = cache._core.layout.token_bytes
     for slowness in speeds:
         say(f"a disk from which reading takes {slowness:g} times prefill")
-        # What is read once it is used a second time is there already: nothing is written.
+        # Nothing is written: all state that is used twice is in the store already.
         store = SlowStore(path, budget_bytes=LARGE_BYTES, write_on="second_use")
         with store:
             middle = prompts[lengths[len(lengths) // 2]]
@@ -299,13 +302,13 @@ def _choices(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _reading_by_prefill(model: Any, prompt: Sequence[int], store: DiskStore, repeats: int) -> float:
-    """Of the least that either takes: whatever else the machine does makes one of them longer."""
+    """Divide the shortest read time by the shortest prefill time: other load on the machine only adds time."""
     pairs = in_turns(lambda: _way_ms(model, prompt, store), lambda: _way_ms(model, prompt, None), repeats)
     return min(read_ms for read_ms, _ in pairs) / min(prefill_ms for _, prefill_ms in pairs)
 
 
 def _way_ms(model: Any, prompt: Sequence[int], store: DiskStore | None) -> float:
-    """A whole request to a new cache, which prefills it or, not knowing what either takes, reads it from a store."""
+    """Time a whole request to a new cache. With a store it reads, because it has no speeds to compare yet."""
     with PrefixCache(model, budget_bytes=LARGE_BYTES, store=store) as cache:
         took_ms = elapsed_ms(lambda: _serve(cache, model, prompt))
         assert (cache.stats.brought_tokens > 0) == (store is not None), cache.stats
@@ -313,7 +316,7 @@ def _way_ms(model: Any, prompt: Sequence[int], store: DiskStore | None) -> float
 
 
 def _serve(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> int:
-    """Answer a prompt with a token; how many were cached."""
+    """Answer a prompt with one token; return the number of cached tokens."""
     with cache.begin(prompt) as session:
         session.prefill(model, step_size=BLOCK_TOKENS)
         mx.eval(session.step(model, prompt[-1:]))
@@ -321,7 +324,7 @@ def _serve(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> int:
 
 
 def _chosen(model: Any, store: DiskStore, lengths: Sequence[int], prompts: Mapping[int, list[int]]) -> list[bool]:
-    """Of prompts that are asked for by their lengths, whether each was read, once both ways have been measured."""
+    """Return for each prompt whether it was read, after both speeds have been measured."""
     random, found = np.random.default_rng(1), []
     with PrefixCache(model, budget_bytes=LARGE_BYTES, store=store) as cache:
         _serve(cache, model, _tokens(random, max(lengths)))
@@ -359,7 +362,7 @@ def _requests(folders: Iterator[Path], quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _request_pairs(model: Any, store: DiskStore, quick: bool) -> Iterator[tuple[str, list[Any]]]:
-    """For each kind of request its times with a store and without, as `Side.run` has them."""
+    """Yield each kind of request with its pairs of `Side.run` results: with a store, without."""
     few, many = (2, 2) if quick else (5, 15)
     sides = []
     for each in (store, None):
@@ -387,7 +390,7 @@ def _request_pairs(model: Any, store: DiskStore, quick: bool) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class Side:
-    """A cache, and what it is asked: the same as others that draw from the same seed."""
+    """A cache and its requests. Sides with the same seed send the same requests."""
 
     cache: PrefixCache
     model: Any
@@ -395,7 +398,7 @@ class Side:
     conversation: list[int]
 
     def run(self, prompts: Sequence[list[int]]) -> tuple[float, float]:
-        """Requests one right after the other: their ms, and what of it begin and close take."""
+        """Run requests without a pause; return their ms, and the part in begin and close."""
         times = [_request_ms(self.cache, self.model, prompt) for prompt in prompts]
         self.cache.flush()
         return sum(whole for whole, _ in times), sum(part for _, part in times)
@@ -409,7 +412,7 @@ class Side:
 
 
 def _request_ms(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> tuple[float, float]:
-    """Wall time of a request, and what of it begin and close take, in ms."""
+    """Return the wall time of a request, and the part in begin and close, in ms."""
     began = time.perf_counter()
     session = cache.begin(prompt)
     begun = time.perf_counter()

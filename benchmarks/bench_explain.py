@@ -1,25 +1,24 @@
-"""What does it cost to ask why a prompt was not reused further, and to be able to?
+"""Measure explain(), and the events and history that it needs.
 
 Two tables:
 
-    explain     one call of explain() in caches of 10 to 10,000 nodes, with a history of evictions that is full and as
-                many recent prompts as are kept, all with the stored prompts' beginning. Median, least and most of
-                repeats, without a tokenizer and with the byte-level one of the tiny models.
+    explain     One call of explain() in caches of 10 to 10,000 nodes. The eviction history and the list of recent
+                prompts are full, and all prompts share a beginning. Median and range of the repeats, without a
+                tokenizer and with the byte-level tokenizer of the tiny models.
 
                 stored      the next turn of a stored conversation
-                diverged    a prompt that leaves the stored ones behind their common beginning
+                diverged    a prompt that leaves the stored prompts after their common beginning
                 evicted     a conversation that was evicted
-                hint        a prompt with a varying id in front of a long equal text, as the recent ones have
+                hint        a varying id before a long common text; the recent prompts have the same form
 
-    keeping     what events and history add to a request, in three caches by turns: with neither history nor listener,
-                with the history alone, and with a listener that counts as well. Requests as in bench_overhead. What
-                the last two add to begin and close is the median over the rounds of the difference within one round;
-                "+-" is half the notch of a box plot, 1.57 times the quartiles' distance by the root of the rounds.
+    keeping     Time that events and history add to a request. Three caches take turns: without history and listener,
+                with history, and with history and a listener that counts events. The requests are those of
+                bench_overhead. "add" is the median over the rounds of the difference within a round. "+-" is half the
+                notch of a box plot: 1.57 times the interquartile range, divided by the square root of the rounds.
 
-                begin and close   in Python, without what MLX takes to copy state
-                request           these, what session.prefill() adds to the forward pass of a chunk where there is
-                                  one, and for each of REPLY_TOKENS tokens what session.step() adds to its own: all
-                                  that the cache does for a request
+                begin and close   Python only, without the time in which MLX copies state
+                request           begin and close, plus the time that session.prefill() adds to the forward pass of a
+                                  chunk, plus the time that session.step() adds to each of REPLY_TOKENS tokens
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ QUICK_CONFIGURATIONS = (("kv", 2), ("hybrid", 4))
 
 
 class NoHistory(History):
-    """What a cache would have that keeps no history: the baseline."""
+    """A history that keeps nothing: the baseline."""
 
     def evicted(self, node: Any, start: int, tick: int, was_wrong: bool = False) -> None: ...
 
@@ -86,7 +85,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def asking(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aim, from the figures."""
+    """Compare the times of explain() with the aim."""
     kinds = {row["layers"] for row in rows}
     nodes = min(max(row["nodes"] for row in rows if row["layers"] == layers) for layers in kinds)
     largest = [row for row in rows if row["nodes"] >= nodes]
@@ -100,7 +99,7 @@ def asking(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def keeping(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aim, from the figures."""
+    """Compare the cost of events and history with the aim."""
     parts = []
     for share, whole_us in (("of request %", "request us"), ("of begin and close %", "begin and close us")):
         worst = max(rows, key=lambda row: row[share])
@@ -145,7 +144,7 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
 
 
 def _full_of_history(kind: str, count: int) -> tuple[PrefixCache, dict[str, Keys]]:
-    """A cache of `count` nodes with all the history that is kept, and what it is asked about, by name."""
+    """Return a cache of `count` nodes with a full history, and the prompts to explain, by name."""
     layout = SizedLayout(1) if kind == "span" else SizedLayout(1, 10)
     cache = sized_cache(layout, budget_bytes=Ledger(UNLIMITED_BYTES))
     random = np.random.default_rng(count)
@@ -179,7 +178,7 @@ def _serve(cache: PrefixCache, prompt: Keys) -> None:
 
 
 def _spread_ms(run: Callable[[], Any], repeats: int) -> Spread:
-    """Wall time of a call, each repeat the mean of CALLS; one before does not count."""
+    """Time a call. Each repeat is the mean of CALLS calls; the first repeat warms up and does not count."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -194,20 +193,20 @@ def _spread_ms(run: Callable[[], Any], repeats: int) -> Spread:
 
 @dataclass(frozen=True)
 class Filled:
-    """One of the three caches, and prompts of each kind of request: the same for all three."""
+    """One of the three caches, and prompts by kind of request. All three get the same prompts."""
 
     cache: PrefixCache
     ledger: Ledger
     prompts: dict[str, list[list[int]]]
 
     def leave_no_room(self) -> None:
-        """Set the budget to what is held."""
+        """Set the budget to the bytes in use."""
         stats = self.cache.stats
         self.ledger.budget_bytes = stats.live_bytes + stats.paged_bytes - stats.spare_bytes
 
 
 class Listener:
-    """Counts events."""
+    """Count events."""
 
     told = 0
 
@@ -229,7 +228,7 @@ def _measure_keeping(kind: str, layers: int, count: int, rounds: int) -> Iterato
         listener.told = 0
         times, evaluated = _rounds_us(model, caches, request)
         base = statistics.median(times["neither"][1:])
-        has_chunk = evaluated > 1  # the prompt's last token is stepped
+        has_chunk = evaluated > 1  # session.step() takes the prompt's last token.
         request_us = base + has_chunk * chunk_us + REPLY_TOKENS * step_us
         (history, _), (both, uncertain) = (_added(times["neither"], times[name]) for name in ("history", "both"))
         yield {
@@ -247,7 +246,7 @@ def _measure_keeping(kind: str, layers: int, count: int, rounds: int) -> Iterato
 
 
 def _filled(model: HollowModel, count: int, rounds: int, listener: Listener) -> dict[str, Filled]:
-    """The three caches, with `count` nodes and so many prompts of each kind."""
+    """Return the three caches, each with `count` nodes and `rounds` prompts of each kind."""
     caches = {}
     for name in ("neither", "history", "both"):
         ledger = Ledger(UNLIMITED_BYTES)
@@ -261,7 +260,7 @@ def _filled(model: HollowModel, count: int, rounds: int, listener: Listener) -> 
 
 
 def _rounds_us(model: HollowModel, caches: dict[str, Filled], request: str) -> tuple[dict[str, list[float]], int]:
-    """Python's share of begin and close in each round, in us, by cache; and the tokens that the last one evaluated."""
+    """Return the us of begin and close in Python by cache and round, and the tokens evaluated by the last call."""
     times: dict[str, list[float]] = {name: [] for name in caches}
     evaluated = 0
     for index in range(len(caches["neither"].prompts[request])):
@@ -274,7 +273,7 @@ def _rounds_us(model: HollowModel, caches: dict[str, Filled], request: str) -> t
 
 
 def _added(without: Sequence[float], with_it: Sequence[float]) -> tuple[float, float]:
-    """Median difference within a round, and half the width of its interval; the first round warms up."""
+    """Return the median difference within a round, and the "+-" of the table. The first round warms up."""
     differences = [b - a for a, b in zip(without[1:], with_it[1:], strict=True)]
     lower, median, upper = statistics.quantiles(differences, n=4)
     return median, 1.57 * (upper - lower) / len(differences) ** 0.5

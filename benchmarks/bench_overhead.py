@@ -1,22 +1,22 @@
-"""What does the cache cost in Python: per decoded token, per prefill chunk, and per request?
+"""Measure the Python time of the cache per decoded token, per prefill chunk and per request.
 
-The model is hollow (benchmarks/harness/hollow_model.py): its forward pass only writes its caches, so that what a
-session adds is most of what there is. The requests are those of benchmarks/harness/measured_requests.py. Two tables:
+The model is hollow (benchmarks/harness/hollow_model.py): the forward pass only writes the caches, so most of the time
+is the session's. The requests come from benchmarks/harness/measured_requests.py. Two tables:
 
-    tokens      step() against calling the model directly on caches of the same kind and length, in turns; likewise
-                prefill() against a loop of forward passes. Arrays are evaluated between the measured blocks of `step`
-                and, as by any loop, after each chunk of `prefill`.
-    requests    begin, close and both, in caches of 10 to 10,000 nodes. The forward passes, and waiting for them, lie
-                in between and do not count; of the first two kinds all but one token are stored.
+    tokens      step() against direct calls of the model on caches of the same kind and length, in turns; prefill()
+                against a loop of forward passes. For `step`, arrays are evaluated between the measured blocks; for
+                `prefill`, after each chunk, as in any loop.
+    requests    begin, close and their sum, in caches of 10 to 10,000 nodes. The forward passes in between do not
+                count. In "next turn" and "switch", all tokens but one are stored.
 
-                Python        begin and close without what MLX takes to copy state
+                Python        begin and close, without the time in which MLX copies state
 
-                next turn     the conversation that is live goes on
+                next turn     the live conversation goes on
                 switch        another stored conversation goes on: SHARED of its tokens are live, the rest is paged in
-                miss          a new conversation, of which only the shared beginning is stored
-                full budget   as miss, in a cache that has no byte left and has to evict what each request adds
+                miss          a new conversation; only the shared beginning is stored
+                full budget   as miss, in a full cache that evicts for each request
 
-`--profile` prints where the time of a switch and of a step goes instead.
+`--profile` prints the functions that take most of the time of a switch and of a step instead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(tokens: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aims, from the figures."""
+    """Compare the results with the aims."""
     slowest = max(tokens, key=lambda row: row["step adds us"])
     series: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in requests:
@@ -135,7 +135,7 @@ def _measure_requests(name: str, model: Any, counts: Sequence[int], repeats: int
 
 
 def print_profiles(layers: int = 30, count: int = 1_000, requests: int = 100) -> None:
-    """Print the functions that take most of a switch between conversations, and of a decoded token."""
+    """Print the slowest functions of a switch between conversations and of a decoded token."""
     model = HollowModel("kv", layers)
     cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
     conversations: list[list[int]] = []

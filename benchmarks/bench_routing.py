@@ -1,16 +1,17 @@
-"""Which router finds how much of what there is, how long do requests wait, and how evenly do replicas work?
+"""Compare routers by cached tokens, TTFT and load balance.
 
-Four routers before 1 to 64 replicas, by the simulator: the deployed caches and the deployed decision over the Mooncake
-conversation trace and coding-agent sessions, by their arrival times. The bounds are one cache without any limit, and
-one with the budgets of all replicas together. Then, at 8 replicas: other speeds, other arrivals of the sessions, the
-prefix router without each of its terms, and a tier behind all replicas.
+Simulate four routers in front of 1 to 64 replicas, with the deployed cache and router code. The traces are the Mooncake
+conversation trace and coding-agent sessions, with their arrival times. The upper bounds are one cache without a limit
+("of infinite"), and one cache with the budgets of all replicas ("of pooled"). More tables, at 8 replicas: other
+speeds, other arrivals of the sessions, the prefix router without each of its terms, and a shared tier.
 
-A replica of Mooncake's prefills 8,000 tokens a second and generates 500, since 8 that are slower cannot serve this
-hour; one of the coding agents' 1,000 and 50, as --prefill-tokens-per-s has it. Each holds some 5 million tokens of the
-first, 2.6 of the second. Nothing is measured here: the figures are the same on any machine.
+A Mooncake replica prefills 8,000 tokens/s and generates 500 tokens/s: 8 slower replicas cannot serve this hour. A
+coding-agent replica prefills 1,000 tokens/s and generates 50 tokens/s. A replica holds about 5 million tokens of
+Mooncake, or 2.6 million tokens of the coding agents. The simulation reads no clock: results are the same on any
+machine.
 
-The traces are looked for in --traces FOLDER, as mooncake/conversation_trace.jsonl and claude-code-traces/traces/, and
-without the option in shared/data beside the repository; where that is no folder, a made-up trace takes their place.
+The traces are mooncake/conversation_trace.jsonl and claude-code-traces/traces/ in --traces FOLDER (default: shared/data
+beside the repository). Without that folder, the benchmark uses a made-up trace.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from runner.traces.trace import Trace
 from runner.traces.trace_reader import read_trace
 
 COUNTS = (1, 2, 4, 8, 16, 64)
-#: Where routers are compared beside what else differs.
+#: Replicas in the tables that vary something else.
 MANY = 8
 SEEDS = 5
 #: 8 billion parameters, 32 layers of 8 heads of 128 in 16 bits.
 MODEL = ModelBytes("8B", 128 << 10, 0, (), "float16")
-#: The aim: of what the cache without limit finds, and the 95th percentile of load by the mean.
+#: The aims: share of the hits of a cache without limit, and 95th percentile of load divided by the mean.
 LEAST_FOUND, MOST_LOAD = 0.9, 1.3
 
 Rows = list[dict[str, Any]]
@@ -49,7 +50,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Fleet:
-    """What the replicas of a trace are. At 8,000 tokens/s of prefill no network of 10 Gbit/s is worth reading."""
+    """The replicas of a trace. At 8,000 tokens/s, prefill is faster than reading over 10 Gbit/s."""
 
     blocks: int
     speeds: Speeds
@@ -89,7 +90,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[ReplicaRow]) -> str:
-    """Say what the prefix router finds where there are many, how even it is, and whether that is the aim."""
+    """Compare the prefix router at MANY replicas with the aims."""
     said = []
     for row in rows:
         if row.replicas == MANY and row.router == "prefix":
@@ -119,7 +120,7 @@ def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> 
 
 
 def _pooled(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Mapping[tuple[str, int], float]:
-    """Token hit ratios of one cache with the budgets of so many replicas, by trace and number."""
+    """Return the token hit ratio of one cache with `count` budgets, by (trace, count)."""
     jobs = [
         SimulationJob(index, "lru", count * _fleet(trace.name).blocks, None, None)
         for index, trace in enumerate(traces)
@@ -146,12 +147,12 @@ def _by_parts(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
         "time to the first token alone": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
     }
     for trace in traces:
-        for name, router in parts.items():  # which keep nothing from one trace to the next
+        for name, router in parts.items():  # A router keeps no state between traces.
             yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), parts=name)
 
 
 def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
-    """When the coding agents' sessions begin is drawn: by other seeds."""
+    """Draw the start times of the coding-agent sessions from several seeds."""
     sessions = (folder or BESIDE) / TRACES["coding agents"]
     if quick or not sessions.exists():
         return

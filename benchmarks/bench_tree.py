@@ -1,24 +1,25 @@
-"""What does the index cost: finding, adding and cutting a prompt in the radix tree, beside mlx-lm's trie?
+"""Compare the radix tree with mlx-lm's trie: find, add and split prompts.
 
-Both hold the same sequences, which come in three shapes, each grown to as many nodes as are asked for:
+Both store the same sequences. The sequences have three shapes, each grown to several node counts:
 
-    part      LONG conversations as long as the prompt share a quarter of it; short ones leave after the system prompt
-    chain     one conversation in which each turn is a node of its own; short replies leave at its first joints
-    short     prompts of 2 * SHORT_TOKENS, the first half shared; the longer prompt begins with one of them
+    part      LONG conversations as long as the prompt share a quarter of it; short prompts branch off after the
+              system prompt
+    chain     one conversation in which each turn is a node; short replies branch off at the first joints
+    short     prompts of 2 * SHORT_TOKENS with the first half in common; the long prompt begins with such a prompt
 
-Figures of a row, all in ms per call:
+Columns, in ms per call:
 
-    read      a list of Python integers checked and made an int64 array, once per request; in none of the others
-    match     the longest stored prefix of a prompt that goes on where a stored conversation ends: the next turn;
-              spread is what lies between the slowest and the quickest call, of the median
-    parted    the same for a prompt that leaves the stored ones where they part from each other
-    insert    a conversation that parts there too: match it and append its tail
-    split     cut the longest edge in its middle
-    trie      mlx-lm's PromptTrie: search, search, add; it has an entry per token, so there is nothing to split
+    read      check a list of Python integers and make an int64 array: once per request, not in the other columns
+    match     find the longest stored prefix of the next turn of a stored conversation; spread is the slowest call
+              minus the quickest, in percent of the median
+    parted    the same for a prompt that branches off where the stored prompts diverge
+    insert    match a conversation that branches off there, and append the rest
+    split     cut the longest edge in the middle
+    trie      search, search and add in mlx-lm's PromptTrie; the trie has an entry per token, so it never splits
 
-The trie is left out, None, where it would take more than TRIE_BYTES or TRIE_STEPS. Below the place where a prompt
-parts it follows every stored sequence and copies the list of tokens at each level, so there TRIE_PARTED_TOKENS bounds
-the depth. A call of more than a second runs once, the others REPEATS times: "trie runs" says so for the search.
+A trie column is None where the trie would take more than TRIE_BYTES or TRIE_STEPS. After the branch, the trie follows
+every stored sequence and copies the token list at each level. "trie parted" is therefore None above TRIE_PARTED_TOKENS.
+A call of more than a second runs once, other calls REPEATS times; "trie runs" is the count for the search.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ SYSTEM_TOKENS = 64
 SHORT_TOKENS = 16
 TURN_TOKENS = 128
 JOINTS = 7
-# A turn that follows what is stored.
+# Length of the next turn.
 NEW_TOKENS = 32
 
 TRIE_BYTES = 1 << 30
 TRIE_TOKEN_BYTES = 260
-# Looking up one token after another, sequence by sequence.
+# Tokens to look up while the trie is filled.
 TRIE_STEPS = 20_000_000
 TRIE_PARTED_TOKENS = 40_000
 
@@ -61,13 +62,13 @@ AIM_MS = 2.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences to store, without end, and what is looked up among them."""
+    """An endless iterator of sequences to store, and the prompts to look up."""
 
     name: str
     sequences: Iterator[Keys]
     following: list[Keys]
     parted: Keys
-    # How many of the prompt's tokens are stored when the parted prompt leaves.
+    # Stored tokens below the point where the parted prompt branches off.
     parted_below: int
 
 
@@ -83,7 +84,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aims, from the figures."""
+    """Compare the results with the aims."""
     parts = [row for row in rows if row["shape"] == "part"]
     length = min({row["prompt tokens"] for row in parts}, key=lambda tokens: abs(tokens - AIM_TOKENS))
     few, *_, many = [row for row in parts if row["prompt tokens"] == length]
@@ -155,7 +156,7 @@ def _draw(random: np.random.Generator, count: int) -> Keys:
 
 
 def _unseen(stored: list[Keys], at: int) -> Keys:
-    """A key that no stored sequence has at that offset: random ones never reach the vocabulary's end."""
+    """Return a key that no stored sequence has at this offset: random keys are below VOCABULARY."""
     assert all(int(each[at]) < VOCABULARY for each in stored)
     return np.array([VOCABULARY], dtype=np.int64)
 
@@ -187,7 +188,7 @@ def _measure(make: Callable[[int], Shape], length: int, count: int) -> dict[str,
 
 
 def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str, Any]:
-    """The same sequences in mlx-lm's trie, as far as it is worth waiting for."""
+    """Measure mlx-lm's trie on the same sequences, within the limits above."""
     from mlx_lm.models.cache import PromptTrie
 
     row: dict[str, Any] = dict.fromkeys(
@@ -213,7 +214,7 @@ def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str,
 
 
 def _grow(tree: RadixTree[None], sequences: Iterator[Keys], count: int) -> tuple[int, int]:
-    """Store sequences until the tree has `count` nodes; returns how many went in, and their tokens in all."""
+    """Store sequences until the tree has `count` nodes; return the numbers of sequences and of tokens."""
     stored = steps = 0
     while tree.node_count < count:
         sequence = next(sequences)
@@ -233,7 +234,7 @@ def _insert(tree: RadixTree[None], sequence: Keys) -> Node[None]:
 def _timed(
     run: Callable[[], Any], undo: Callable[[Any], Any] | None = None, repeats: int = REPEATS
 ) -> tuple[float, float, float]:
-    """Median, least and most wall time of `run` in ms; `undo` gets what it returned, outside of the measured time."""
+    """Return median, minimum and maximum time of `run` in ms; `undo(result)` is not timed."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -246,7 +247,7 @@ def _timed(
 
 
 def _timed_slow(run: Callable[[], Any]) -> tuple[float, float, float, int]:
-    """As `_timed`, and the number of calls that count: one, when the first took more than a second."""
+    """As `_timed`, plus the number of calls: one if the first call takes more than a second."""
     began = time.perf_counter()
     run()
     took_ms = (time.perf_counter() - began) * 1e3
@@ -254,7 +255,7 @@ def _timed_slow(run: Callable[[], Any]) -> tuple[float, float, float, int]:
 
 
 def _traced(make: Callable[[], Any]) -> tuple[Any, int]:
-    """What `make` returns, and the bytes that Python and NumPy hold for it."""
+    """Return the result of `make`, and the bytes that Python and NumPy hold for it."""
     gc.collect()
     tracemalloc.start()
     try:
