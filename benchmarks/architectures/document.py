@@ -40,22 +40,23 @@ UNKNOWN = "-"
 
 HEADER = """# Architectures
 
-What `PrefixCache` makes of every module in `mlx_lm/models`. Written by `make architectures`, checked by
-`make architectures ARGS=--check`; measured with mlx {mlx} and mlx-lm {mlx_lm}.
+How `PrefixCache` handles each module in `mlx_lm/models`. `make architectures` writes this page, and
+`make architectures ARGS=--check` checks it. Measured with mlx {mlx} and mlx-lm {mlx_lm}.
 
-Each type is built as a tiny random model in float32 (about 64 wide, two to six layers, windows of 16 and chunks of 32
-tokens, so that they wrap) and goes through one timeline: a prompt of 72 tokens, another that shares 48 of them, the
-first grown by a turn, a branch at token 30, and back to both; then through `fetch`. Every request is compared with a
-cold run in fresh caches: the state of every layer in temporal order, the logits, and the greedy continuation.
+Each type is a tiny random model in float32: about 64 wide, two to six layers, windows of 16 tokens and chunks of 32, so
+that they wrap. All types run the same requests: a prompt of 72 tokens, a second prompt that shares 48 of them, the
+first prompt grown by a turn, a branch at token 30, and both prompts again; then `fetch`. Each request is compared with
+a cold run in fresh caches: the state of every layer in temporal order, the logits, and the greedy continuation.
 
-- **layers**: the caches that the model makes. **bytes per token** and **bytes per checkpoint** are those of the tiny
-  configuration: of all layers together, and at the end of the prompt of 72 tokens, 20 of them to a forward pass.
+- **layers**: the caches that the model makes.
+- **bytes per token**, **bytes per checkpoint**: of the tiny model, all layers together. The checkpoint is at the end of
+  the prompt of 72 tokens, with 20 tokens per forward pass.
 - **reuse**: `token-exact` resumes at any token of a shared prefix; `checkpoint` resumes where a checkpoint was taken.
-- **largest error**: the largest difference from the cold runs, of states and logits, as a power of ten above it. It is
-  rounding, since the forward passes of a cold run have other lengths. The bound is {bound}.
-- **together**: how several requests decode (`begin_many`), found out by trial: on `segments` of the tree, on mlx-lm's
-  own kind of `batch`, or in a `single` pass for each; and why not a faster way.
-- The control: the state of another prompt in any one cache moves the logits by more than {wrong}, for every type.
+- **largest error**: the largest difference from the cold runs in states and logits, rounded up to a power of ten. It is
+  rounding error: the forward passes of a cold run have other lengths. The bound is {bound}.
+- **together**: how several requests decode (`begin_many`), determined by a trial: on `segments` of the tree, on
+  mlx-lm's own `batch` caches, or in a `single` pass for each. The reason against a faster way is in brackets.
+- The control: with the state of another prompt in any one cache, the logits move by more than {wrong}, for every type.
 
 {counts}
 
