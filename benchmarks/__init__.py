@@ -1,7 +1,7 @@
 """Benchmarks: one file per question. Each prints a table and writes JSON under benchmarks/results/.
 
-Importing it imports `runner`, which loads OpenBLAS where MLX needs it: here, since a benchmark's own imports are sorted
-and MLX comes before `runner` in them.
+The package imports `runner`, which loads OpenBLAS where MLX needs it. This must come before MLX, and the sorted imports
+of a benchmark have MLX first.
 """
 
 import runner  # noqa: F401

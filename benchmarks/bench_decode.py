@@ -1,24 +1,24 @@
-"""Decoding together: straight from the tree, beside mlx-lm's batch generator.
+"""Compare decode speed of many users: the radix tree against mlx-lm's batch generator.
 
-All users have their prompts behind them and decode, greedily, in turns of a few steps on either side:
+All prompts are prefilled. The users decode greedily. The two sides take turns of a few steps:
 
-    tree      runner.engine on a PrefixCache: what users share is read once per step
-    mlx-lm    BatchGenerator: a batch of caches, each user's own, padded to the longest
+    tree      runner.engine on a PrefixCache: reads a shared prefix once per step
+    mlx-lm    BatchGenerator: a batch of caches, one for each user, padded to the longest
 
-Either makes text of the tokens, by the same detokenizer, as a server has to.
+Both sides detokenize the output with the same detokenizer, as a server does.
 
-What the users share is a list of levels, each as many groups of users with so many tokens in common:
+A load shares levels of tokens. A level is (groups, tokens): the users of each group share so many tokens.
 
-    (1, 2000)              all of them 2,000
-    (1, 1000) (4, 1000)    all of them 1,000, and each quarter of them 1,000 behind that
-    (8, 300)               two of 16 each 300; it may not be worth a segment
+    (1, 2000)              all users share 2,000 tokens
+    (1, 1000) (4, 1000)    all users share 1,000 tokens, and each quarter of them the next 1,000
+    (8, 300)               16 users: pairs share 300 tokens, perhaps too few for a segment
 
-Own tokens are ragged where a load says so: a user has between half and one and a half times as many.
+In a ragged load, a user has 0.5 to 1.5 times the given number of own tokens.
 
-    decode      tokens per second of the tree, by mlx-lm's: the median of as many pairs of turns, least and most
-    held MB     what the tree and all beside it hold, and of mlx-lm's caches
-    join ms     a further user comes, whose prompt is there but for a token: until its first, a step of all included
-    leave ms    a user leaves, and the next two steps of those who stay: the first may be under way already
+    decode      tokens/s of the tree divided by mlx-lm's tokens/s: median and range over the pairs of turns
+    held MB     memory of the tree and its live state, and of mlx-lm's caches
+    join ms     a user joins with one uncached token: time to the first token, including a step of all users
+    leave ms    a user leaves: time of the next two steps of the other users (the first may be running already)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from runner.models.load import load_model
 
 BUDGET_BYTES = 16 << 30
 CHUNK_TOKENS = 512
-#: Steps of a turn, and turns on each side.
+#: Steps per turn, and turns per side.
 STEPS, TURNS = 6, 5
 
 Levels = tuple[tuple[int, int], ...]
@@ -53,19 +53,19 @@ Levels = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Load:
-    """Users of a model who share levels of tokens, each with `own` behind them."""
+    """Users of a model: shared levels of tokens, then `own` tokens for each user."""
 
     model: str
     levels: Levels
     own: int
     users: tuple[int, ...]
     ragged: bool = False
-    #: Tokens per second by mlx-lm's that are aimed at, by users.
+    #: (users, least tokens/s divided by mlx-lm's tokens/s).
     aims: tuple[tuple[int, float], ...] = ()
 
     @property
     def text(self) -> str:
-        """The levels in words."""
+        """Return the levels as text."""
         return " + ".join(f"{groups} x {tokens}" for groups, tokens in self.levels) or "nothing"
 
 
@@ -83,13 +83,13 @@ FULL = (
     Load("demo", (), 330, (1, 4, 8, 16), aims=((1, 1.0), (4, 1.0), (8, 1.0), (16, 1.0))),
     Load("demo", ((8, 300),), 30, (16,)),
 )
-#: Some twenty minutes, and 14 GB: mlx-lm's own prefill of thousands of tokens takes minutes on two slow cores.
+#: About 20 minutes and 14 GB: mlx-lm's prefill of thousands of tokens takes minutes on two slow cores.
 LONG = (
     Load("shape", ((1, 2000),), 100, (8, 16), aims=((8, 1.6), (16, 1.9))),
     Load("shape", ((1, 8000),), 100, (8, 16), aims=((8, 2.3), (16, 2.7))),
 )
 QUICK = (Load("tiny", ((1, 300),), 10, (3,)),)
-#: Nowhere slower than this.
+#: The least ratio for any load.
 AIM = 0.95
 
 
@@ -110,12 +110,12 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--long", action="store_true", help="2,000 and 8,000 tokens of a model of SmolLM2's shape instead"
+        "--long", action="store_true", help="run 2,000 and 8,000 tokens on a model of SmolLM2's shape instead"
     )
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say which aims are met, from the figures."""
+    """Compare the results with the aims."""
     missed = [row for row in rows if row["decode"] < row["aim"]]
     shown = missed or [min(rows, key=lambda row: float(row["decode"] / row["aim"]))]
     parts = [f"{r['model']}, {r['shared']}, {r['users']} users: {r['decode']:.2f} of {r['aim']}" for r in shown]
@@ -124,7 +124,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure(load: Load) -> Iterator[dict[str, Any]]:
-    """A row for each number of users."""
+    """Yield a row for each number of users."""
     model, tokenizer = model_of(load.model)
     for users in load.users:
         say(f"{load.model}, {load.text}, {users} users")
@@ -159,7 +159,7 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
 
 
 class FromTheTree:
-    """Users of a ParallelGenerator, all but the last of the prompts."""
+    """A ParallelGenerator with all users but the last."""
 
     def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> None:
         self._cache = PrefixCache(model, budget_bytes=BUDGET_BYTES)
@@ -168,7 +168,7 @@ class FromTheTree:
         self._generator = ParallelGenerator(
             self._cache, model, tokenizer, capacity=capacity, max_rows=len(prompts), step_size=CHUNK_TOKENS
         )
-        # What the user who joins later asks is there by then, but for its last token, as in mlx-lm's caches.
+        # The prompt of the last user is cached except for its last token, as in mlx-lm's caches.
         self._generator.submit(prompts[-1], max_tokens=1, stop_tokens=())
         for _ in self._generator:
             pass
@@ -179,14 +179,14 @@ class FromTheTree:
             waiting.discard(next(self._pieces)[0])
 
     def steps(self, count: int) -> float:
-        """Seconds of so many steps of all users."""
+        """Return the seconds of `count` steps of all users."""
         return _timed(lambda: [next(self._pieces) for _ in range(count * len(self._tickets))])
 
     def held_bytes(self) -> int:
         return int(self._cache.stats.live_bytes + self._cache.stats.paged_bytes)
 
     def join(self) -> float:
-        """Seconds until a further user has a token."""
+        """Return the seconds until a new user has a token."""
 
         def run() -> None:
             ticket = self._submit(self._prompts[-1])
@@ -197,7 +197,7 @@ class FromTheTree:
         return _timed(run)
 
     def leave(self) -> float:
-        """Seconds until all others have two tokens after a user has left."""
+        """Return the seconds from a user's leave until every other user has two more tokens."""
 
         def run() -> None:
             self._tickets.pop(0).cancel()
@@ -218,7 +218,7 @@ class FromTheTree:
 
 
 class InBatches:
-    """The same users of a BatchGenerator, which gets their caches ready made."""
+    """A BatchGenerator with the same users and prefilled caches."""
 
     def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -264,7 +264,7 @@ class InBatches:
         self._generator.close()
 
     def _step(self) -> set[int]:
-        """A token of every user, and its text; returns whose."""
+        """Generate and detokenize a token for each user; return the users."""
         users = set()
         for response in self._generator.next_generated():
             if response.uid not in self._texts:
@@ -275,7 +275,7 @@ class InBatches:
         return users
 
     def _cache_of(self, prompt: list[int]) -> list[Any]:
-        """Caches of all but the last token; what others begin with is evaluated once and copied."""
+        """Return caches of all tokens but the last. Prefill a shared prefix once and copy it."""
         caches: list[Any] = make_prompt_cache(self._model)
         done = 0
         for known, theirs in self._known.items():
@@ -297,7 +297,7 @@ class InBatches:
 
 
 def model_of(name: str) -> tuple[Any, Any]:
-    """A model by name, and a tokenizer; "shape" is SmolLM2's shape with random weights and a small vocabulary."""
+    """Return a model and a tokenizer. "shape" is SmolLM2's shape with random weights and a small vocabulary."""
     if name != "shape":
         loaded = load_model(name)
         return loaded.model, loaded.tokenizer
@@ -319,7 +319,7 @@ def model_of(name: str) -> tuple[Any, Any]:
 
 
 def prompts_of(load: Load, users: int) -> list[list[int]]:
-    """A prompt for each user, of ids that every vocabulary has."""
+    """Return a prompt for each user, of ids that every vocabulary has."""
     random = np.random.default_rng(users)
     shared = [[random.integers(16, 250, tokens).tolist() for _ in range(groups)] for groups, tokens in load.levels]
     prompts = []

@@ -1,8 +1,8 @@
-"""What does exactness cost: how much of the prompts is prefilled again because a request resumes on the grid only?
+"""Measure the cost of exact mode in prefilled tokens: in exact mode, a request resumes only at multiples of step_size.
 
-The built-in conversations are served by a PrefixCache that is not exact and by exact ones, whose grid is a chunk of
-step_size tokens. The model is hollow, with the demo model's tokenizer, and replies are fed as they were recorded: how
-many tokens are cached depends on nothing else, so the counts are exact and one run is enough.
+The benchmark replays the built-in conversations with their recorded replies, through a PrefixCache without exact mode
+and through exact ones. The model is hollow, with the demo model's tokenizer. The counts do not depend on the machine,
+so one run is enough.
 """
 
 from __future__ import annotations

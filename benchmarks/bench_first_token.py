@@ -1,12 +1,12 @@
-"""Time to the first token of a row whose prompt begins with what is in the tree.
+"""Compare the TTFT of a row with a cached prefix to the forward pass of the uncached tokens.
 
-What cannot be had sooner is the forward pass of the tokens that are not there: mlx-lm's own caches hold the beginning,
-and a greedy token is taken from the last logits. Beside it a row of a group, from the moment the request is handed in
-to its first piece: look-up, admission, the same forward pass, sampling and text. Nobody else is being served.
+The forward pass is the lower bound: mlx-lm's own caches hold the prefix, and a greedy token is taken from the last
+logits. The row goes through a group, from the request to the first piece of text: look-up, admission, the same forward
+pass, sampling and detokenizing. No other request is running.
 
-    first token ms      of the row
-    forward ms          of its uncached tokens alone
-    by forward          one by the other: the median of as many pairs, least and most
+    first token ms      TTFT of the row
+    forward ms          forward pass of the uncached tokens alone
+    by forward          first token ms divided by forward ms: median and range over the pairs
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from runner.engine.generator import ParallelGenerator
 BUDGET_BYTES = 8 << 30
 CHUNK_TOKENS = 512
 REPEATS = 15
-#: The first token comes no later than this many times the forward pass.
+#: The aim: most TTFT divided by the time of the forward pass.
 AIM = 1.05
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts of a model that begin with `cached` tokens and go on with so many of their own."""
+    """Prompts of a model: `cached` tokens, then one of several numbers of uncached tokens."""
 
     model: str
     cached: int
@@ -55,7 +55,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say which rows are at the aim, from the figures."""
+    """Compare the rows with the aim."""
     met = sum(row["by forward"] <= AIM for row in rows)
     worst = max(rows, key=lambda row: float(row["by forward"]))
     return (
@@ -65,7 +65,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure(load: Load) -> Iterator[dict[str, Any]]:
-    """A row for each number of uncached tokens."""
+    """Yield a row for each number of uncached tokens."""
     model, tokenizer = model_of(load.model)
     random = np.random.default_rng(0)
 
@@ -101,7 +101,7 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
 
 
 def _first_token(generator: ParallelGenerator, prompt: list[int]) -> float:
-    """Seconds until a request has its first piece; it goes on for another one."""
+    """Return the seconds to the first piece of a request; the request then generates another piece."""
     began_s = time.perf_counter()
     generator.submit(prompt, max_tokens=2, stop_tokens=())
     pieces = iter(generator)
@@ -113,7 +113,7 @@ def _first_token(generator: ParallelGenerator, prompt: list[int]) -> float:
 
 
 def _timed_forward(model: Any, caches: list[Any], tokens: list[int]) -> float:
-    """Seconds of a forward pass of these tokens behind what the caches hold, which they hold again afterwards."""
+    """Return the seconds of a forward pass of these tokens; then restore the caches."""
     began_s = time.perf_counter()
     _forward(model, caches, tokens)
     seconds = time.perf_counter() - began_s
@@ -122,7 +122,7 @@ def _timed_forward(model: Any, caches: list[Any], tokens: list[int]) -> float:
 
 
 def _forward(model: Any, caches: list[Any], tokens: list[int]) -> None:
-    """Evaluate tokens in chunks, and the likeliest one behind them."""
+    """Evaluate tokens in chunks, and the most likely next token."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         logits = model(mx.array([tokens[start : start + CHUNK_TOKENS]]), cache=caches)
         mx.eval(mx.argmax(logits[:, -1], axis=-1))

@@ -1,25 +1,25 @@
-"""What does room to grow save: the buffers of a session beside mlx-lm's, which grow by 256 tokens and copy each time?
+"""Measure the gain from spare room in a session's buffers. mlx-lm's caches grow by 256 tokens and copy each time.
 
-The model only writes its caches, LAYERS layers of full attention, so that growing is a large part of what there is. The
-same tokens are written three ways, in turns:
+The model only writes its caches, LAYERS layers of full attention, so growth takes a large part of the time. The same
+tokens are written three ways, in turns:
 
-    mlx-lm      mlx-lm's own caches, with nothing around them
-    session     a session with its default room for the reply: grows by half when the reply gets longer
-    told        a session that was told how long the reply gets (reserve=)
+    mlx-lm      mlx-lm's own caches
+    session     a session with its default room for the reply; the room grows by half for longer replies
+    told        a session that knows the length of the reply (reserve=)
 
-and in two situations:
+Situations:
 
     prefill     a prompt in chunks of CHUNK_TOKENS
-    decode      token by token behind a prompt; the prompt itself is not measured
+    decode      token by token after a prompt; the prompt is not measured
 
-Figures of a row:
+Columns:
 
-    total ms      all forward passes, each evaluated, with the least and the most of the repeats
-    longest ms    the longest forward pass of a chunk or a token, the first left out
-    growths       how often the buffers were replaced by larger ones
-    copied MB     what that copied: the tokens there were, at each growth
+    total ms      all forward passes, each evaluated; with the range over the repeats
+    longest ms    the longest forward pass of a chunk or a token, without the first
+    growths       how often larger buffers replaced the buffers
+    copied MB     bytes copied by the growths
     live MB       buffers at the end
-    peak MB       the most memory that MLX held at a time, beyond what there was before
+    peak MB       peak MLX memory above the start
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHUNK_TOKENS = 512
 # Keys and values of SmolLM2-135M: 46,080 bytes per token in float32.
 LAYERS, HEADS, WIDTH = 30, 3, 64
 TOKEN_BYTES = 2 * LAYERS * HEADS * WIDTH * 4
-# Situation, tokens of the prompt, tokens of the reply.
+# (situation, prompt tokens, reply tokens).
 SIZES = (("prefill", 2000, 0), ("prefill", 8000, 0), ("decode", 16, 2000), ("decode", 6000, 2000))
 QUICK_SIZES = (("prefill", 1100, 0), ("decode", 16, 600))
 DEFAULT_RESERVE_TOKENS = 256
@@ -52,8 +52,8 @@ DEFAULT_RESERVE_TOKENS = 256
 class WritingModel:
     """Callable as an mlx-lm model: writes zeros into its caches, and returns logits (1, T, 1).
 
-    Counts how often the buffers have been replaced by larger ones, within a forward pass or since the last, and the
-    tokens that had to be copied then. All layers have buffers of the same size.
+    Counts buffer growths, within or between forward passes, and the tokens copied by them. All layers have buffers of
+    the same size.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class WritingModel:
         self._rows: dict[int, mx.array] = {}
 
     def make_cache(self) -> list[Any]:
-        """Fresh caches, one per layer."""
+        """Return empty caches, one per layer."""
         return [KVCache() for _ in range(LAYERS)]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -76,7 +76,7 @@ class WritingModel:
         return mx.zeros((1, length, 1))
 
     def look(self, caches: Sequence[Any], filled: int) -> None:
-        """Take note of the buffers, in which there are or were so many tokens."""
+        """Note the buffers, which hold or held `filled` tokens."""
         capacity = 0 if caches[0].keys is None else caches[0].keys.shape[2]
         if capacity > self._capacity and filled:
             self.growths += 1
@@ -86,7 +86,7 @@ class WritingModel:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: time of each forward pass that counts, and what became of the buffers meanwhile."""
+    """One run: the times of the measured forward passes, and the buffer growths."""
 
     times_ms: list[float]
     growths: int
@@ -104,7 +104,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the largest of each situation shows."""
+    """Describe the largest case of each situation."""
     parts = []
     for situation in dict.fromkeys(row["what"] for row in rows):
         *_, theirs, ours, told = (row for row in rows if row["what"] == situation)
@@ -149,7 +149,7 @@ def _measure(what: str, prompt: int, reply: int, repeats: int) -> Iterator[dict[
 
 
 def _plain(prompt: int, reply: int) -> Run:
-    """As mlx-lm's own generation: chunks and tokens through the model, on caches that look after themselves."""
+    """Run chunks and tokens through the model on mlx-lm's caches, as mlx-lm's generation does."""
     model = WritingModel()
     caches = model.make_cache()
     before_bytes = _start_watching_memory()
@@ -168,10 +168,10 @@ def _session(prompt: int, reply: int, reserve: int) -> Run:
     before_bytes = _start_watching_memory()
     cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
     moments: list[float] = [time.perf_counter()]
-    # One token more: the prompt's last is not prefilled.
+    # One token more, because prefill leaves out the last token of the prompt.
     with cache.begin([0] * (prompt + 1), reserve=reserve) as session:
         session.prefill(model, step_size=CHUNK_TOKENS, on_progress=lambda *_: moments.append(time.perf_counter()))
-        # on_progress is called before the first chunk, too; begin counts for the first chunk.
+        # on_progress is also called before the first chunk. The time of begin belongs to the first chunk.
         del moments[1]
         times_ms = [(end - start) * 1e3 for start, end in itertools.pairwise(moments)]
         return _finished(model, session.caches, times_ms, reply, lambda: session.step(model, [0]), before_bytes)
@@ -185,7 +185,7 @@ def _finished(
     step: Callable[[], Any],
     before_bytes: int,
 ) -> Run:
-    """Write the reply token by token; with a reply the prefill does not count."""
+    """Write the reply token by token. With a reply, the prefill does not count."""
     model.look(caches, caches[0].offset)
     growths, copied_tokens = model.growths, model.copied_tokens
     times_ms = []
@@ -206,7 +206,7 @@ def _wait(caches: Sequence[Any]) -> None:
 
 
 def _start_watching_memory() -> int:
-    """Forget the peak so far; returns the bytes that are held now."""
+    """Reset the peak; return the bytes in use."""
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()

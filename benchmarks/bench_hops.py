@@ -1,7 +1,7 @@
-"""How many files does one call cross, and how often does it pass from one file to another?
+"""Count the files that a call crosses, and the hops between files.
 
-A hop is a call, or a return, that ends in another file than it started in. A profile hook counts hops and files, so the
-figures are the same on every machine. Beside them stand the figures before small files were merged.
+A hop is a call or a return that ends in another file than it started in. A profile hook counts hops and files, so the
+results are the same on every machine. The table also shows the counts from before small files were merged.
 
     begin, close, begin_many    files of radixcache/, for a request that leaves the live path of another conversation
     chat request                files of runner/, from the ASGI application to the cache
@@ -45,7 +45,7 @@ BEFORE: dict[str, tuple[int | None, int]] = {
 
 
 class Hops:
-    """Counts passages between files of some packages while it is a profile hook and `is_counting`.
+    """A profile hook that counts hops between files of some packages while `is_counting`.
 
     Args:
         until: stop at the first call of a function with this qualified name.
@@ -81,7 +81,7 @@ class Hops:
 
 
 def counted(work: Callable[[], Any], *packages: str) -> tuple[dict[str, int], Any]:
-    """Hops and files of a call, and its result."""
+    """Return the hops and files of a call, and the result of the call."""
     hops = Hops(*packages)
     sys.setprofile(hops)
     try:
@@ -125,7 +125,7 @@ def cache_calls() -> dict[str, dict[str, int]]:
 
 
 def chat_request() -> dict[str, int | None]:
-    """Count files only: how often threads pass between files depends on their timing."""
+    """Count files only: the hops of threads depend on timing."""
     hops = Hops("runner", until="Group.admit")
     hops.is_counting = False
     threading.setprofile(hops)
@@ -145,7 +145,7 @@ def chat_request() -> dict[str, int | None]:
 
 
 def measure() -> dict[str, Mapping[str, int | None]]:
-    """Hops and files of each call."""
+    """Return the hops and files of each call."""
     requests = [TraceRequest(np.array([1, 2, 3]), 192, 10, time_ms) for time_ms in (0, 1000)]
     trace = Trace("two requests", 64, requests, False, "")
     simulated, _ = counted(lambda: simulate(trace, "lru", 100), "policies", "radixcache", "runner")

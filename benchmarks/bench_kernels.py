@@ -1,8 +1,8 @@
-"""Kernels of cascade attention, in each layer of a decode step: what a GPU would have to launch.
+"""Count the kernels of cascade attention that a GPU would launch, per layer of a decode step.
 
-Nothing is timed. The operations of one layer's attention are counted in MLX's graph, without views, which launch
-nothing, and without the copies that MLX makes of some of them. mlx-lm's attention is one kernel on Metal and CUDA, and
-on a CPU as many as its row says.
+Nothing is timed. The benchmark counts the operations of one layer's attention in MLX's graph. Views do not count,
+because they launch nothing; the copies that MLX makes of some views do not count either. mlx-lm's attention is one
+kernel on Metal and CUDA, and on a CPU the number in its row.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say how many there are, from the figures."""
+    """Summarize the counts."""
     return "; ".join(f"{row['way']}: {row['kernels']}" for row in rows) + "."
 
 
 def _ways() -> dict[str, list[tuple[int, ...] | None]]:
-    """Who reads each segment; None: all."""
+    """Return the rows that read each segment; None: all rows."""
     quarters: list[tuple[int, ...] | None] = [tuple(range(first, first + 4)) for first in range(0, ROWS, 4)]
     return {
         "nothing shared": [],
@@ -68,7 +68,7 @@ def _stock() -> mx.array:
 
 
 def _arrays(rows: int, columns: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries of one token, keys and values, evaluated."""
+    """Return evaluated queries of one token, keys and values."""
     shapes = (HEADS, 1), (KEY_HEADS, columns), (KEY_HEADS, columns)
     made = [mx.zeros((rows, heads, tokens, WIDTH)) for heads, tokens in shapes]
     mx.eval(made)

@@ -1,24 +1,23 @@
-"""How many bytes do the conversations of many users take that share a system prompt?
+"""Compare the memory that conversations of many users take when they share a system prompt.
 
-Every user has two turns behind the same system prompt of SYSTEM_TOKENS tokens: a message of USER_TOKENS and a reply of
-REPLY_TOKENS each. Three things are set side by side:
+Every user has two turns after the same system prompt of SYSTEM_TOKENS tokens. A turn is a message of USER_TOKENS and a
+reply of REPLY_TOKENS. The benchmark compares:
 
-    least     every distinct token once, and for layers without a cut (windows, recurrent state) their state at the end
-              of the system prompt and of each user's conversation
-    radix     a PrefixCache, its live buffers and their spare room included
-    mlx-lm    LRUPromptCache with the inserts that mlx-lm's server makes: at the end of the system prompt, of the
-              message, of the reply
+    least     every distinct token once; for layers that cannot be cut (windows, recurrent state), the state at the end
+              of the system prompt and at the end of each conversation
+    radix     a PrefixCache, including live buffers and their spare room
+    mlx-lm    LRUPromptCache with the inserts of mlx-lm's server: at the end of the system prompt, of the message and of
+              the reply
 
-First table, without any pressure, one user after the other. MB is what MLX holds more than before (10^6 bytes; its own
-count of active memory, with no buffers kept for use again: those may be larger than what they are used for); `says` is
-what the cache itself counts. `index` is Python's share, beside that: tree or trie, and the objects around the arrays
-(tracemalloc).
+First table: no budget, one user after the other. MB is the growth of MLX's active memory (10^6 bytes; MLX keeps no free
+buffers here). `says` is the size that the cache reports. `index` is the Python memory on top: the tree or trie, and the
+objects around the arrays (tracemalloc).
 
-Second table, under a budget given as a share of `least`: all users ask their first turn, then all their second. Hit
-tokens are those of the second turns that did not have to be prefilled again, of all that had been evaluated before.
+Second table: a budget, as a share of `least`. All users send the first turn, then all send the second. The hit tokens
+are those of the second turns, as a share of all tokens evaluated before.
 
-The models are small and random, with the cache classes of large ones. A reply is two forward passes, all but its last
-token and that one, which leaves the caches as decoding does.
+The models are small and random, with the cache classes of large models. A reply is two forward passes: all tokens but
+the last, then the last. The caches then are as after decoding.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ KINDS = ("kv", "sliding", "hybrid", "mixed")
 SYSTEM_TOKENS = 2000
 USER_TOKENS = 150
 REPLY_TOKENS = 60
-# The end of a prompt that opens the reply belongs to no message.
+# The end of the prompt that opens the reply. It belongs to no message.
 OPENING_TOKENS = 3
 TURNS = 2
 OWN_TOKENS = TURNS * (USER_TOKENS + REPLY_TOKENS)
@@ -56,7 +55,7 @@ PRESSURE_SHARES = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a measurement is."""
+    """The sizes of a measurement."""
 
     system_tokens: int
     users: tuple[int, ...]
@@ -69,7 +68,7 @@ QUICK = Sizes(100, (1, 2), 2, (0.5,))
 
 
 class Radix:
-    """A PrefixCache, as the caller of a server would use it."""
+    """A PrefixCache, used as by a server."""
 
     name = "radix"
 
@@ -85,7 +84,7 @@ class Radix:
 
 
 class MlxLm:
-    """LRUPromptCache, as mlx-lm's server uses it."""
+    """An LRUPromptCache, used as by mlx-lm's server."""
 
     name = "mlx-lm"
 
@@ -123,7 +122,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the most users take, by model."""
+    """Compare the memory of the most users, by model."""
     users = max(row["users"] for row in rows)
     parts = [
         f"{row['mlx-lm MB'] / row['radix MB']:.1f} times as much in mlx-lm's cache as in ours with {row['model']} "
@@ -135,7 +134,7 @@ def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def pressure_conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say who kept more, and where it was not us."""
+    """Compare the hits of both caches, and name the cases where mlx-lm has more."""
     more = sum(row["radix hit"] > row["mlx-lm hit"] for row in rows)
     fewer = [f"{row['model']} at {row['budget / least']:g}" for row in rows if row["radix hit"] < row["mlx-lm hit"]]
     ours, theirs, possible = (sum(row[key] for row in rows) for key in ("radix hit", "mlx-lm hit", "possible"))
@@ -176,7 +175,7 @@ def _measure_held(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str, Any
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at one moment: of MLX, as the cache counts them, and of Python."""
+    """Bytes at one moment: in MLX, as reported by the cache, and in Python."""
 
     active_bytes: int
     says_bytes: int
@@ -184,7 +183,7 @@ class Held:
 
 
 def _held(make: MakeCache, model: Any, conversations: Sequence[list[int]], sizes: Sizes) -> list[Held]:
-    """What a cache holds after so many users as the sizes say."""
+    """Return the bytes of a cache after each number of users in `sizes`."""
     gc.collect()
     active_bytes = mx.get_active_memory()
     tracemalloc.start()
@@ -204,7 +203,7 @@ def _held(make: MakeCache, model: Any, conversations: Sequence[list[int]], sizes
 
 
 def _state_bytes(model: Any, tokens: int) -> tuple[int, int]:
-    """Bytes of a token in layers that can be cut, and of the state of all others after so many tokens."""
+    """Return the bytes per token of layers that can be cut, and the bytes of all other state after `tokens`."""
     caches = make_prompt_cache(model)
     for count in (tokens - 1, 1):
         model(mx.zeros((1, count), mx.int32), cache=caches)
@@ -230,7 +229,7 @@ def _measure_pressure(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str,
             cache = make(model, int(least_bytes * share))
             for turn in range(TURNS):
                 found = [_ask(cache, model, each, turn, sizes.system_tokens) for each in conversations]
-            # Of the last turn.
+            # Only the last turn counts.
             hits[make.name] = sum(found)
         yield {
             "model": kind,
@@ -249,14 +248,14 @@ def _measure_pressure(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str,
 
 
 def _conversations(system_tokens: int, users: int) -> list[list[int]]:
-    """The tokens of each user's whole conversation."""
+    """Return the tokens of each user's whole conversation."""
     random = np.random.default_rng(0)
     system = random.integers(1, VOCABULARY, system_tokens).tolist()
     return [system + random.integers(1, VOCABULARY, OWN_TOKENS).tolist() for _ in range(users)]
 
 
 def _ask(cache: Radix | MlxLm, model: Any, conversation: list[int], turn: int, system_tokens: int) -> int:
-    """One turn of a conversation; returns the tokens that were not prefilled again."""
+    """Run one turn of a conversation; return the cached tokens."""
     end = system_tokens + turn * (USER_TOKENS + REPLY_TOKENS) + USER_TOKENS
     marks = [system_tokens]
     for earlier in range(turn + 1):

@@ -1,18 +1,19 @@
-"""How fast is state paged in and out, beside a plain copy of the same bytes by MLX?
+"""Compare the speed of page-out and page-in with a plain MLX copy of the same bytes.
 
-The caches are those of a model with LAYERS layers of full attention, filled with random numbers; there is no model.
-A path of so many tokens is live and nowhere else, then:
+The caches are those of a model with LAYERS layers of full attention, filled with random numbers; there is no model. At
+first, a path of so many tokens is live and is stored nowhere else. Then:
 
-    page out    a request that shares nothing with it begins: the whole path is copied out of the live buffers
-    page in     the path is asked for again: its snapshot is written into the live buffers, in place
+    page out    a request without a common prefix begins: the cache copies the whole path out of the live buffers
+    page in     a request for the path begins: the cache writes the snapshot into the live buffers in place
 
-Both are timed as the whole of `begin`, looking up and booking included. What is copied beside them, in turns, is as
-many arrays of the same shapes, evaluated all at once:
+Both times are of the whole `begin`, including look-up and accounting. The plain copies take turns with them: arrays of
+the same number and shapes, evaluated together.
 
-    page out    mx.contiguous of the first tokens of a buffer: into fresh memory, as a page-out has to
-    page in     assigned to the first tokens of a buffer: into memory that is there, as a page-in does
+    page out    mx.contiguous of the first tokens of a buffer, into new memory
+    page in     assignment to the first tokens of a buffer, into existing memory
 
-GB/s are bytes copied by the time, in 10^9; ratio is ours by the plain copy's in a pair, with the least and the most.
+GB/s is 10^9 bytes copied per second. ratio is the speed of the cache divided by the speed of the plain copy, by pair,
+with the range.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOM_TOKENS = 256
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
-    # A paging takes milliseconds, in which a busy machine shows: more repeats than elsewhere.
+    # Paging takes milliseconds, so other load on the machine matters: more repeats than elsewhere.
     lengths, repeats = ((100, 600), 2) if options.quick else ((500, 2000, 8000), 2 * REPEATS + 1)
     rows = [row for tokens in lengths for row in _measure(tokens, repeats)]
     title = "Page-out and page-in beside a plain copy of the same bytes"
@@ -48,7 +49,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the ratios mean for the aim."""
+    """Compare the ratios with the aim."""
     parts = []
     for way in ("out", "in"):
         ratios = {row["tokens"]: row["ratio"] for row in rows if row["page"] == way}
@@ -83,7 +84,7 @@ def _measure(tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 class Paging:
-    """A cache in which a path can be made live, paged out and paged in."""
+    """A cache with a path to page out and in."""
 
     def __init__(self, tokens: int) -> None:
         self.cache = PrefixCache(caches=lambda: [KVCache() for _ in range(LAYERS)], budget_bytes=UNLIMITED_BYTES)
@@ -93,23 +94,23 @@ class Paging:
         self._fill()
 
     def out_and_in(self) -> tuple[float, float]:
-        """Page the path out, and in again; seconds of each."""
+        """Page the path out and in; return the seconds of each."""
         self._rounds += 1
         before = self.cache.stats
-        # One token that is in no other prompt.
+        # A token that is in no other prompt.
         out_s = self._begin_s([self._tokens + self._rounds, 0])
         paged = self.cache.stats
         in_s = self._begin_s([*self._prompt, 0])
         after = self.cache.stats
         copied = (paged.paged_out_bytes - before.paged_out_bytes, after.paged_in_bytes - paged.paged_in_bytes)
         assert copied == (self._tokens * TOKEN_BYTES,) * 2, (copied, self._tokens)
-        # Drop the copy, which is the first thing to go: the path is live only, as before.
+        # Drop the copy, the first eviction victim: the path is live only, as before.
         self.cache.reclaim(after.live_bytes + after.paged_bytes - after.duplicate_bytes)
         assert self.cache.stats.paged_bytes == 0, self.cache.stats
         return out_s, in_s
 
     def _begin_s(self, prompt: Sequence[int]) -> float:
-        """Begin a request and give it up; seconds of begin."""
+        """Begin and cancel a request; return the seconds of begin."""
         mx.clear_cache()
         began = time.perf_counter()
         session = self.cache.begin(prompt, reserve=0)
@@ -118,7 +119,7 @@ class Paging:
         return took_s
 
     def _fill(self) -> None:
-        """Evaluate the path, in place of a model."""
+        """Fill the caches with the path, in place of a model."""
         state = _random_arrays(self._tokens)
         with self.cache.begin(self._prompt) as session:
             for index, layer in enumerate(session.caches):
@@ -126,14 +127,14 @@ class Paging:
 
 
 class PlainCopy:
-    """The same arrays, copied out of buffers and into them, each way all at once."""
+    """Copies of the same arrays out of buffers and into them, all arrays together."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._buffers = _random_arrays(tokens + ROOM_TOKENS)
 
     def out_and_in(self) -> tuple[float, float]:
-        """Copy out and in again; seconds of each."""
+        """Copy out and in; return the seconds of each."""
         mx.clear_cache()
         began = time.perf_counter()
         copies = [mx.contiguous(buffer[..., : self._tokens, :]) for buffer in self._buffers]

@@ -1,19 +1,20 @@
-"""Many users at a time: what do they cost straight from the tree, in mlx-lm's batches, and one after the other?
+"""Compare ways to serve many users at the same time: the radix tree, mlx-lm's batches, and one request after the other.
 
-The same requests, which all come at once, are served three ways in one process, each with a cache of its own:
+The same requests arrive at the same time. They are served three ways in one process, each with its own cache:
 
-    tree         runner.engine on a PrefixCache: a common beginning is held, evaluated and read once
+    tree         runner.engine on a PrefixCache: stores, evaluates and reads a common prefix once
     mlx-lm       BatchGenerator: a batch of caches, padded to the longest
-    one by one   a PrefixCache and its one live path, each request after the one before
+    one by one   a PrefixCache with one live path, one request after the other
 
-with a system prompt that all users share, and without: then every prompt is as long, and all of it is the user's own.
+Each way runs with a system prompt that all users share, and without. Without it, prompts have the same length and
+nothing in common.
 
-    tokens/s          generated tokens, by the seconds from the first request's arrival to the last token
-    decode tokens/s   generated tokens, by the seconds from the moment when every user has a first token
-    held MB           what the caches hold while all decode, in the tree and beside it
-    peak MB           the most that MLX held at a time beyond the model: that, and activations, too
+    tokens/s          generated tokens by the seconds from the arrival of the first request to the last token
+    decode tokens/s   generated tokens by the seconds from the moment when every user has a first token
+    held MB           cache memory while all users decode: the tree and its live state
+    peak MB           peak MLX memory beyond the model, including activations
 
-How fast they decode alone, from one level of sharing to several, bench_decode measures.
+bench_decode measures decoding alone, with one or more levels of sharing.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from runner.models.load import load_model
 
 BUDGET_BYTES = 8 << 30
 CHUNK_TOKENS = 512
-#: Tokens per second beside mlx-lm's, with a beginning in common and with nothing.
+#: The aims: tokens/s divided by mlx-lm's tokens/s, with a common prefix and without.
 AIMS = {"shared": 1.5, "own": 1.0}
 AIM_USERS = 8
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one model: `shared` tokens that all prompts may begin with, `own` behind it, `reply` generated."""
+    """Requests of one model: `shared` tokens of a common prefix, then `own` tokens; `reply` tokens are generated."""
 
     model: str
     shared: int
@@ -61,7 +62,7 @@ QUICK = (Load("tiny", 500, 10, 4, (1, 3), 1),)
 
 @dataclass(frozen=True)
 class Served:
-    """What serving all requests of a load came to."""
+    """The result of serving all requests of a load."""
 
     total_s: float
     decode_s: float
@@ -75,19 +76,19 @@ def main(given: Sequence[str] | None = None) -> None:
     loads = QUICK if options.quick else FULL
     rows = [row for load in loads for row in measure(load)]
     title = "Users at a time: straight from the tree, in mlx-lm's batches, one by one"
-    # None: the rows say how often each was measured.
+    # None: the rows have a column for the repeats.
     publish("parallel", title, rows, folder=options.results, repeats=None, conclusion=conclusion(rows))
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aims, from the figures."""
+    """Compare the results with the aims."""
     loads = dict.fromkeys((row["model"], row["prompt"]) for row in rows)
     parts = [_compared(*load, [row for row in rows if (row["model"], row["prompt"]) == load]) for load in loads]
     return f"{'; '.join(parts)}."
 
 
 def _compared(model: str, prompt: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The tree beside mlx-lm's batches, at the number of users that the aims are for or the next lower one."""
+    """Compare the tree with mlx-lm's batches at the number of users of the aims, or the next lower number."""
     users = max(row["users"] for row in rows if row["users"] <= AIM_USERS)
     speed, held = (_of_mlx_lm(rows, users, figure) for figure in ("tokens/s", "held MB"))
     aim = AIMS[prompt]
@@ -103,7 +104,7 @@ def _of_mlx_lm(rows: Sequence[dict[str, Any]], users: int, figure: str) -> float
 
 
 def measure(load: Load) -> Iterator[dict[str, Any]]:
-    """A row for each way to serve each number of users, with a shared beginning and without."""
+    """Yield a row for each way and number of users, with a shared prefix and without."""
     loaded = load_model(load.model)
     for prompt in ("shared", "own"):
         for users in load.users:
@@ -196,7 +197,7 @@ WAYS: dict[str, Callable[[Any, Sequence[list[int]], int], Served]] = {
 
 
 class _Watch:
-    """Notes when each token comes, and what is held meanwhile."""
+    """Records the time of each token, and the memory in use."""
 
     def __init__(self, users: int, held_bytes: Callable[[], int]) -> None:
         gc.collect()
@@ -232,7 +233,7 @@ class _Watch:
 
 
 def _prompts(load: Load, users: int, *, shared: bool) -> list[list[int]]:
-    """A prompt for each user, of ids that every vocabulary has."""
+    """Return a prompt for each user, of ids that every vocabulary has."""
     random = np.random.default_rng(users)
     length = load.shared + load.own
     beginning = random.integers(16, 250, load.shared if shared else 0).tolist()

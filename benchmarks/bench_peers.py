@@ -1,28 +1,28 @@
-"""The prefix caches of MLX servers side by side: the same requests to radixcache serve and to five others.
+"""Compare the prefix caches of MLX servers: send the same requests to radixcache serve and to five other servers.
 
-Every server runs its own code in an environment of its own (`--venvs`), on the same model folder, with its prefix cache
-on and 2 GiB for it. All servers of a model are up at the same time and take turns: scenario by scenario, each time
-another one first. Only one of them has requests at any time.
+Every server runs in its own environment (`--venvs`), on the same model folder, with a prefix cache of 2 GiB. All
+servers of a model run at the same time. They take turns by scenario, and the first server changes each time. Only one
+server has requests at any time.
 
-    shared      8 users behind one system prompt, one after the other
-    at once     8 users behind another system prompt, at the same time
+    shared      8 users with one system prompt, one after the other
+    at once     8 users with another system prompt, at the same time
     growing     2 conversations of 4 turns, by turns
-    edit        a long conversation, then the same one with another message in its middle, twice
+    edit        a long conversation, then twice the same conversation with another message in the middle
     regenerate  the same request three times
-    restart     two requests; the server ends and starts again, with a disk if it has such an option; then one of the
-                two again, and one with another last message. Only what comes after the restart counts.
-    window      3 users behind a system prompt, and a conversation of 2 turns, on a model with sliding windows
+    restart     two requests; the server restarts, with its disk option if it has one; then one of the requests again,
+                and one with another last message. Only the requests after the restart count.
+    window      3 users with a system prompt, and a conversation of 2 turns, on a model with sliding windows
     hybrid      the same on a model with recurrent layers (short convolutions)
 
-    evaluated tokens  prompt tokens less cached ones, as the server reports them; empty: the server reports none, so
-                      that only times say what its cache finds
+    evaluated tokens  prompt tokens minus cached tokens, as the server reports them; empty: the server does not report
+                      them
     TTFT ms           from the request to the first piece of text
     tokens/s          generated tokens by the seconds of the whole scenario
-    peak MB           the most resident memory of the process tree during the scenario, the model included
-    equal             answers that equal those of a cold run: the last request of two users, put to the same server
+    peak MB           peak resident memory of the process tree during the scenario, including the model
+    equal             answers that equal those of a cold run: the last request of two users, sent to the same server
                       without its prefix cache, at temperature 0
 
-A server that cannot be installed, started or asked is left out by name, with the reason.
+A server that fails to install, start or answer is left out; the output names the server and the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LAYERS, DEMO_VOCABULARY = 8, 49_152
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 REPLY_TOKENS = 16
 COLD_USERS = 2
-#: Sizes of prompts, by the model: a word is a token of the demo model, and five of a tiny one.
+#: Scale of prompts by model: a word is one token for the demo model and five for a tiny model.
 SCALES = {"tiny": 0.05, "demo": 0.25}
 
 Message = dict[str, str]
@@ -69,8 +69,8 @@ class Scenario:
     """Requests by user, each the messages of one request.
 
     Attributes:
-        kind: which of the three models is asked: main, window or hybrid.
-        before: requests that do not count, after which the server is started again; empty: it is not.
+        kind: the model: main, window or hybrid.
+        before: requests before a restart, which do not count; empty: no restart.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Scenario:
 
 
 def scenarios(scale: float = 1.0) -> list[Scenario]:
-    """All scenarios. No two of them share a prefix, so that none finds what another one stored."""
+    """Return all scenarios. No two scenarios share a prefix."""
 
     def text(seed: str, words: int) -> str:
         random = np.random.default_rng(list(seed.encode()))
         return " ".join(random.choice(WORDS, max(3, int(words * scale))))
 
     def behind(name: str, system: int, *rest: str, words: int = 30) -> Prompt:
-        """A system prompt, then messages of the user and the assistant by turns, of texts seeded by their names."""
+        """Return a system prompt, then messages of user and assistant by turns. Names seed the texts."""
         messages = [{"role": "system", "content": text(name, system)}]
         for index, each in enumerate(rest):
             role = ("user", "assistant")[index % 2]
@@ -124,7 +124,7 @@ NAMES = [scenario.name for scenario in scenarios()]
 
 
 def model_folder(model: str, kind: str, folder: Path) -> Path:
-    """Return the folder of a model; write it into `folder` if it is a random one.
+    """Return the folder of a model; write a random model into `folder`.
 
     Args:
         model: `random`, `demo`, `tiny` or a folder: the main model. The two others are tiny or random.
@@ -152,7 +152,7 @@ def model_folder(model: str, kind: str, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one scenario at one server; answers by user."""
+    """The result of one scenario at one server; answers by user."""
 
     answers: Sequence[Sequence[Answer]]
     total_s: float
@@ -164,7 +164,7 @@ class Run:
 
 
 def ask_all(process: PeerProcess, scenario: Scenario, model: str) -> Run:
-    """Put all requests of a scenario to a server: users at the same time, or a request of each by turns."""
+    """Send all requests of a scenario: users at the same time, or one request of each user by turns."""
 
     def talk(prompts: Sequence[Prompt]) -> list[Answer]:
         return [ask_stream(process.url, model, prompt, REPLY_TOKENS) for prompt in prompts]
@@ -184,7 +184,7 @@ def ask_all(process: PeerProcess, scenario: Scenario, model: str) -> Run:
 
 
 class Bench:
-    """All servers on all models; `rows`, `left_out` and `notes` are what came of it."""
+    """All servers on all models; the results are `rows`, `left_out` and `notes`."""
 
     def __init__(self, servers: dict[str, tuple[Peer, Path]], model: str, folder: Path) -> None:
         self._servers, self._model, self._folder = servers, model, folder
@@ -206,7 +206,7 @@ class Bench:
         return [row for scenario in wanted for row in self._rows(scenario)]
 
     def _measure_up(self, wanted: Sequence[Scenario], kind: str, model: Path) -> None:
-        """Scenarios without a restart: all servers are up and take turns."""
+        """Measure scenarios without a restart: all servers run and take turns."""
         if not wanted:
             return
         with ExitStack() as stack:
@@ -242,7 +242,7 @@ class Bench:
                 self._leave_out(name, scenario.name, error)
 
     def _ask_cold(self, wanted: Sequence[Scenario], kind: str, model: Path) -> None:
-        """The last request of the first users again, to servers without a prefix cache."""
+        """Send the last request of the first users again, to servers without a prefix cache."""
         for name in self._servers:
             asked = [scenario for scenario in wanted if (scenario.name, name) in self._runs]
             if not asked:
@@ -296,7 +296,7 @@ class Bench:
             yield row_of(scenario.name, name, run, reports, f"{equal} of {compared}" if compared else None)
 
     def _equal(self, scenario: Scenario, name: str, run: Run) -> tuple[int, int]:
-        """How many answers equal those of the cold run, and how many there are to compare."""
+        """Return the number of answers equal to the cold run, and the number compared."""
         warm = [user[-1] for user in run.answers[-COLD_USERS:]]
         cold = self._cold.get((scenario.name, name), [])
         pairs = [(a.text, b.text) for a, b in zip(warm, cold, strict=False) if not a.error and not b.error]
@@ -304,7 +304,7 @@ class Bench:
 
 
 def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | None) -> dict[str, Any]:
-    """Figures of one run. `reports`: the server tells of cached tokens, and one that it does not tell of has none."""
+    """Return the row of one run. `reports`: the server reports cached tokens, and a missing number means none."""
     good = [answer for answer in run.flat if not answer.error]
     prompt_tokens = sum(answer.prompt_tokens or 0 for answer in good)
     cached_tokens = sum(min(answer.cached_tokens or 0, answer.prompt_tokens or 0) for answer in good)
@@ -325,7 +325,7 @@ def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | Non
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say in how many scenarios our server is the best of all, and name those where it is not."""
+    """Count the scenarios in which radixcache is the best, and name the other scenarios."""
     said = []
     for figure, best in (("evaluated tokens", min), ("TTFT ms p50", min), ("tokens/s", max), ("peak MB", min)):
         lost, count = [], 0
@@ -394,9 +394,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=cache_home() / "peers",
         metavar="FOLDER",
-        help="where the environments of the servers are made, or are already (default: the user's cache folder)",
+        help="folder with the environments of the servers; missing ones are made (default: the user's cache folder)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def _some_of(known: Sequence[str]) -> Any:
@@ -410,7 +410,7 @@ def _some_of(known: Sequence[str]) -> Any:
 
 
 if __name__ == "__main__":
-    # The end of the process ends the servers, also if it is told to end from outside.
+    # Stop the servers when this process ends, also on SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ["HF_HUB_OFFLINE"] = "1"
     main()

@@ -1,11 +1,11 @@
-"""Which eviction policy finds how much, at which capacity, and how far is each from the best possible?
+"""Compare eviction policies by hit rate at six capacities, and with the best possible policy.
 
-Every policy at six capacities over the Mooncake conversation trace and coding-agent sessions, by the simulator, which
-is the deployed cache with sizes in place of arrays. Then how fast that is: block references per second, whether a
-request costs more where more is stored, and the miss-ratio curve in one pass.
+The simulator runs every policy over the Mooncake conversation trace and coding-agent sessions. The simulator is the
+deployed cache with sizes in place of arrays. Then the benchmark measures the simulator: block references per second,
+the time of a request by the amount of stored state, and the miss-ratio curve in one pass.
 
-The traces are looked for in --traces FOLDER, as mooncake/conversation_trace.jsonl and claude-code-traces/traces/, and
-without the option in shared/data beside the repository; where that is no folder, a made-up trace takes their place.
+The traces are mooncake/conversation_trace.jsonl and claude-code-traces/traces/ in --traces FOLDER (default: shared/data
+beside the repository). Without that folder, the benchmark uses a made-up trace.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:
-    """Say which policy is best online, by trace, at the capacity where LRU leaves the most."""
+    """Name the best online policy of each trace, at the capacity where LRU is farthest from the optimum."""
     said = []
     for trace in dict.fromkeys(row.trace for row in rows):
         found = {(row.policy, row.capacity_blocks): row.block_hit_ratio for row in rows if row.trace == trace}
@@ -92,7 +92,7 @@ def _table(rows: Sequence[SimulationRow], capacities: Sequence[int]) -> list[dic
 
 
 def _speeds(trace: Trace, quick: bool) -> Iterator[dict[str, Any]]:
-    """Rows of one figure each, with its spread over the repeats."""
+    """Yield a row for each measurement, with the spread over the repeats."""
     blocks = 100 if quick else SPEED_BLOCKS
     rates = [row.block_refs / row.seconds for row in (simulate(trace, "lru", blocks) for _ in range(REPEATS))]
     yield _figure(f"{trace.name}, lru at {blocks:,} blocks", "block references/s", rates)
@@ -107,7 +107,7 @@ def _speeds(trace: Trace, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _request_us(nodes: int) -> list[float]:
-    """Microseconds of a request for each repeat, in a cache that is full with so many conversations of 4 blocks."""
+    """Return the us per request of each repeat, in a cache full of conversations of 4 blocks."""
     request = iter(_conversation(index) for index in range(nodes + 200 * REPEATS))
     simulation = Simulation(Trace("made", 512, [_conversation(0)], True, ""), "lru", 4 * nodes, BlockSizes())
     for _ in range(nodes):

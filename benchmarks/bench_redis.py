@@ -1,12 +1,12 @@
-"""What does state in Redis take, beside plain SET and GET of the same bytes? What does a link make of that?
+"""Compare a Redis store with plain SET and GET of the same bytes, and compute the effect of a network link.
 
-The server is on this machine, behind a Unix socket: no network is in the figures, which are medians of turns.
+The server runs on the same machine behind a Unix socket, so no network is measured. All times are medians.
 
-    redis             put: until all blocks are written; get: read, checked and made into buffers; plain: the same bytes
-                      by SET and GET of the same client, one value after the other
-    redis-keys        1,000 keys in one round trip, as a store asks and by plain STRLEN; a prompt of 200 blocks
-    redis-break-even  computed: tokens a second that a link brings, by a token's state, no faster than the best `get`
-                      here. Where prefill is slower than that, fetching is faster.
+    redis             put: write all blocks; get: read, check and make buffers; plain: SET and GET of the same bytes
+                      with the same client, one value after the other
+    redis-keys        1,000 keys in one round trip, by the store and by plain STRLEN; a prompt of 200 blocks
+    redis-break-even  computed: tokens/s over a link, by bytes of state per token, at most the best `get` above. If
+                      prefill is slower, fetching is faster.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from radixcache.stores.codec import encoded
 
 MIB = 1 << 20
 MODEL = Identity(b"bench")
-#: MiB of a block, and blocks.
+#: (MiB per block, blocks).
 SIZES, QUICK_SIZES = ((1, 128), (8, 32), (64, 8)), ((0.1, 4),)
 KEYS, PROMPT_BLOCKS, STATE_BYTES = 1_000, 200, 64
-#: State of a token: keys and values, layers, kv heads, head size, bytes of an element.
+#: 2 (keys and values) x layers x kv heads x head size x bytes per element.
 TOKEN_BYTES = {
     "Qwen3-0.6B, bfloat16": 2 * 28 * 8 * 128 * 2,
     "Llama-3.1-8B, bfloat16": 2 * 32 * 8 * 128 * 2,
@@ -59,7 +59,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean, from the figures."""
+    """Summarize the results."""
     slow = min(copies, key=lambda row: row["get of plain"])
     told = [f"{row['tokens/s']:,.0f} over {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
     return (
@@ -69,7 +69,7 @@ def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]])
 
 
 def _blocks(count: int, nbytes: int) -> Iterator[Block]:
-    """A chain of blocks with random state."""
+    """Yield a chain of blocks with random state."""
     random, parent = np.random.default_rng(nbytes), root_key(MODEL, "")
     for start in range(0, count * BLOCK_TOKENS, BLOCK_TOKENS):
         head = Head("block", MODEL, "", parent, start, random.integers(0, 1 << 16, BLOCK_TOKENS))
@@ -82,7 +82,7 @@ def _opened(url: str) -> RedisStore:
 
 
 class Copying:
-    """So many blocks of so many MiB on their way to and from a server."""
+    """Write blocks to a server and read them back."""
 
     def __init__(self, url: str, block_mib: float, count: int) -> None:
         say(f"{count} blocks of {block_mib} MiB")

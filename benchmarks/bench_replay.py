@@ -1,18 +1,18 @@
-"""What do the four caches save when memory is short: from a tenth of what all conversations need to all of it?
+"""Compare four caches by byte budget, from a tenth of the bytes that all conversations need to all of them.
 
-What all conversations need is their distinct tokens, those on the edges of one radix tree of every prompt and reply,
-times the model's bytes per token. A budget is a share of that; `none` and `single` have no use for one. `bound` is the
-infinite cache: it prefills what no earlier request held, and at least one token of each prompt.
+The conversations need their distinct tokens times the model's bytes per token. The distinct tokens are those on the
+edges of one radix tree with every prompt and reply. A budget is a share of that; `none` and `single` ignore it. `bound`
+is the infinite cache: it prefills the tokens that no earlier request had, and at least one token of each prompt.
 
-    counted   many requests on a hollow model, which only writes its caches, with the demo model's tokenizer. How many
-              tokens are prefilled depends on nothing else, so the counts are exact and one run is enough
-    timed     few requests on a random model of a middling size, all caches in turn, REPEATS times over; a figure is the
-              median of its repeats, and seconds are of this machine. mlx-lm's server cuts a prompt where it stores
-              a segment, and on a CPU two chunks are quicker than one: with nothing to reuse it is ahead of no cache
+    counted   many requests on a hollow model, which only writes its caches, with the demo model's tokenizer. The counts
+              do not depend on the machine, so one run is enough
+    timed     few requests on a random mid-size model, all caches in turns, REPEATS times; each result is the median.
+              mlx-lm's server cuts a prompt where it stores a segment, and on a CPU two chunks are quicker than one.
+              With nothing to reuse, it is therefore faster than no cache
 
-Replies are fed as they were recorded. Conversations: --conversations FILE; without the option tau-bench's airline task
-in shared/data beside the repository if it is there (200 recorded agents, one system prompt), else the built-in set,
-repeated under other names until there are enough.
+The replies are the recorded ones. Conversations come from --conversations FILE (default: tau-bench's airline task in
+shared/data beside the repository: 200 recorded agents with one system prompt). Without that file, the benchmark repeats
+the built-in set under other names until there are enough.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KV_STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Workload:
-    """A script, the model it runs on, and what an infinite cache would make of it."""
+    """A script, its model, and the counts of an infinite cache."""
 
     part: str
     loaded: LoadedModel
@@ -102,7 +102,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]], repeats: int) -> str:
-    """Say where radix is ahead of mlx-lm and where it is not, from the figures."""
+    """Compare radix with mlx-lm, and name the cases where radix is not ahead."""
     counts = [_comparison(rows, "counted", "prefilled tokens", share) for share in _shares(rows)]
     times = [_comparison(rows, "timed", "prefill s", share) for share in _shares(rows)]
     return (
@@ -161,7 +161,7 @@ def _workload(
 
 
 def _infinite(script: Script) -> tuple[int, int]:
-    """Distinct tokens of all prompts and replies, and the tokens to prefill for a cache that forgets nothing."""
+    """Return the distinct tokens of a script, and the tokens that a cache without eviction prefills."""
     tree: RadixTree[None] = RadixTree()
     prefilled = 0
     for request in (script[index] for index in range(len(script))):
@@ -217,7 +217,7 @@ def _prefill_s(run: CacheRun) -> float:
 def _row(
     workload: Workload, runs: Sequence[CacheRun], share: int | str | None, none_s: Sequence[float]
 ) -> dict[str, Any]:
-    """One cache at one budget: counts, which are the same in every repeat, and medians of the timings."""
+    """Return the row of one cache at one budget: counts, equal in all repeats, and median times."""
     run = runs[0]
     prefilled = _prefilled(run)
     assert all(_prefilled(other) == prefilled for other in runs), run.cache

@@ -1,23 +1,23 @@
-"""How long does a hit take to its first logits, beside the forward pass of its uncached tokens alone?
+"""Compare the TTFT of a hit with the forward pass of the uncached tokens alone.
 
-Two conversations are stored. They are asked in turn, twice each time, and grow by NEW tokens per request:
+Two conversations are stored. They are requested in turn, twice each time, and grow by NEW tokens per request:
 
-    switch      the other conversation is live: what it added last is paged out, all of this one is paged in
+    switch      the other conversation is live: the cache pages out the newest part of it and pages in this one
     continue    this conversation is live: nothing is copied
 
-A hit is begin, prefill, the prompt's last step, and its logits evaluated. Right after it the same tokens run without a
-PrefixCache, on mlx-lm caches with the same contents and room that are there already: the same forward passes cut at the
-same places, each evaluated, MLX's free buffers given back after each as mlx-lm's own prefill does. Both get the same
-logits, or the benchmark fails.
+A hit is begin, prefill, the step of the last prompt token, and evaluated logits. Right after it, the same tokens run
+without a PrefixCache, on mlx-lm caches with the same contents and enough room. The forward passes have the same cuts.
+Each is evaluated, and MLX's free buffers are released after each, as in mlx-lm's prefill. The benchmark fails if the
+logits differ.
 
-Figures of a row, medians over the pairs:
+Columns, medians over the pairs:
 
-    hit ms        time to first token of the hit
+    hit ms        TTFT of the hit
     forward ms    the forward passes alone
-    ratio         of the two in a pair, with the least and the most
-    uncut         ratio to a prefill without the cuts that checkpoints ask for; empty where there are no point layers
-    begin ms      the part of the hit that is begin
-    paged in MB   what begin copied in
+    ratio         hit ms divided by forward ms, by pair, with the range
+    uncut         ratio to a prefill without the cuts at checkpoints; empty for models without point layers
+    begin ms      the part of the hit in begin
+    paged in MB   the state that begin copied in
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from runner.models.load import ModelError, load_model
 UNLIMITED_BYTES = 1 << 40
 PREFILL_TOKENS = 512
 AIM_RATIO = 1.05
-# Prompt tokens that are stored, and those that are new: every request of a row adds as many.
+# Stored prompt tokens, and new tokens per request.
 SIZES = ((512, 16), (512, 64), (2000, 1), (2000, 16), (2000, 128))
 QUICK_SIZES = ((40, 1), (40, 20))
-#: Largest difference of logits, which are of the order of 1 to 10, that rounding explains.
+#: Largest difference of logits from rounding. Logits are about 1 to 10.
 ROUNDING = 1e-3
 
 
 @dataclass
 class Conversation:
-    """Tokens so far, and the caches that they are in when no PrefixCache is used: with the same cuts, and without."""
+    """Tokens so far, and their mlx-lm caches: prefilled with the cuts of the PrefixCache, and without."""
 
     tokens: list[int]
     caches: list[Any]
@@ -59,7 +59,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pair:
-    """One request with the cache and without, in ms."""
+    """Times of one request with the cache and without, in ms."""
 
     hit_ms: float
     begin_ms: float
@@ -70,7 +70,7 @@ class Pair:
 
 
 class Spy:
-    """A model that notes how many tokens each of its forward passes had."""
+    """A model that records the number of tokens in each forward pass."""
 
     def __init__(self, model: Any) -> None:
         self.chunks: list[int] = []
@@ -90,7 +90,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the ratios mean for the aim."""
+    """Compare the ratios with the aim."""
     parts = []
     for request in ("continue", "switch"):
         found = [row for row in rows if row["request"] == request]
@@ -109,7 +109,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _models(quick: bool) -> Iterator[tuple[str, Any]]:
-    """Pure KV, sliding windows, and recurrent layers; one at a time, each is let go before the next."""
+    """Yield models with full attention, sliding windows and recurrent layers; free each before the next."""
     if not quick:
         try:
             loaded = load_model("demo")
@@ -154,7 +154,7 @@ def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 def _pairs(
     model: Any, conversations: Sequence[Conversation], new: int, repeats: int, random: np.random.Generator
 ) -> tuple[list[Pair], list[Pair]]:
-    """Requests that continue and requests that switch, `repeats` of each; the first of a conversation do not count."""
+    """Run `repeats` requests that continue and that switch. The first request of a conversation does not count."""
     cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
     for conversation in conversations:
         cache.insert(conversation.tokens, conversation.caches)
@@ -168,7 +168,7 @@ def _pairs(
 
 
 def _request(cache: PrefixCache, model: Any, conversation: Conversation, new: int, random: np.random.Generator) -> Pair:
-    """A conversation goes on by `new` tokens: with the cache, without it, and without its cuts if it made any."""
+    """Continue a conversation by `new` tokens: with the cache, without it, and without cuts if there were any."""
     fresh = random.integers(1, _vocabulary(model), new).tolist()
     prompt = conversation.tokens + fresh
     paged_in_bytes = cache.stats.paged_in_bytes
@@ -195,7 +195,7 @@ def _request(cache: PrefixCache, model: Any, conversation: Conversation, new: in
 
 
 def _forward(model: Any, caches: list[Any], tokens: list[int], chunks: Sequence[int]) -> tuple[float, mx.array]:
-    """Run tokens through the model in chunks, as any loop does; returns its time in ms and the last logits."""
+    """Run tokens through the model in chunks; return the time in ms and the last logits."""
     assert sum(chunks) == len(tokens), (chunks, len(tokens))
     mx.clear_cache()
     began = time.perf_counter()
@@ -213,7 +213,7 @@ def _forward(model: Any, caches: list[Any], tokens: list[int], chunks: Sequence[
 
 
 def _prefilled(model: Any, random: np.random.Generator, stored: int, room: int) -> Conversation:
-    """A conversation of random tokens, in caches that never have to grow afterwards."""
+    """Return a conversation of random tokens, in caches with enough room for all requests."""
     tokens = random.integers(1, _vocabulary(model), stored).tolist()
     caches: list[Any] = make_prompt_cache(model)
     for cache in caches:

@@ -1,19 +1,19 @@
-"""radixcache serve beside mlx_lm.server: the same requests to both, each a process of its own, by turns.
+"""Compare radixcache serve with mlx_lm.server: the same requests to both, in separate processes, by turns.
 
-Both get the same budget (--prompt-cache-bytes), and mlx_lm.server no bound on sequences. Every run has a new server,
-which has answered one short request. Users ask at the same time, each its own questions one after the other:
+Both servers have the same budget (--prompt-cache-bytes); mlx_lm.server has no limit on sequences. Every run starts a
+new server and sends one short request first. Users send requests at the same time, each user one after the other:
 
-    shared    one question each, behind a system prompt that all share
-    growing   four turns each, a conversation of its own that grows, behind a short system prompt
-    tight     three turns each, behind the system prompt of `shared`, with a budget that holds about a quarter of the
-              conversations where each is held for itself
-    own       one prompt each, nothing in common
+    shared    one question per user, after a system prompt that all users share
+    growing   four turns per user, after a short system prompt
+    tight     three turns per user, after the system prompt of `shared`. The budget holds about a quarter of the
+              conversations, if each is stored separately
+    own       one prompt per user, nothing in common
 
-    prefilled tokens  prompt tokens less cached ones, by the usage that the servers report
-    TTFT ms           from the request to the first piece of the reply, as the user sees it
-    tokens/s          generated tokens, by the seconds from the first request to the end of the last reply
-    by theirs         tokens/s by mlx_lm.server's in the same turn: the median of the turns, the least and the most
-    peak MB           the most resident memory of the server's process beyond what it had before the first request
+    prefilled tokens  prompt tokens minus cached tokens, as the servers report them
+    TTFT ms           from the request to the first piece of the reply, at the client
+    tokens/s          generated tokens by the seconds from the first request to the end of the last reply
+    by theirs         tokens/s divided by mlx_lm.server's tokens/s in the same turn: median and range of the turns
+    peak MB           growth of the server's resident memory since the first request, at the peak
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS, THEIRS = SERVERS
 BUDGET_BYTES = 4 << 30
 SAMPLE_S = 0.02
 WORDS = ["a", "and", "at", "before", "city", "for", "from", "is", "long", "of", "the", "to", "train", "when", "year"]
-#: Tokens per second, and prefilled tokens, beside mlx_lm.server's.
+#: The aims, divided by mlx_lm.server's values: tokens/s, tokens/s of `shared`, prefilled tokens of `tight`.
 LEAST_SPEED, SHARED_SPEED, TIGHT_PREFILLED = 1.0, 2.0, 0.5
 
 
@@ -55,8 +55,8 @@ class Load:
     """Requests of one model.
 
     Attributes:
-        model: a kind of random model of a middling size, or of a tiny one, of which a character is a token; or demo.
-        system, own: characters of the system prompt that all users share, and of each message of a user's.
+        model: a kind of random mid-size or tiny model, for which a character is a token; or demo.
+        system, own: characters of the shared system prompt, and of each message of a user.
         turns, reply: messages of each user, and tokens of each reply.
     """
 
@@ -72,7 +72,7 @@ class Load:
 
 
 def _loads() -> Iterator[Load]:
-    # What differs by a multiple of itself is measured less often than what hardly differs.
+    # Large differences need fewer repeats than small ones.
     for users in (1, 8, 16):
         yield Load("kv", "shared", users, system=2000, own=60, repeats=2)
         yield Load("kv", "growing", users, system=200, own=150, turns=4)
@@ -80,11 +80,11 @@ def _loads() -> Iterator[Load]:
     for model in ("sliding", "conv"):
         yield Load(model, "shared", 16, system=2000, own=60, repeats=2)
         yield Load(model, "growing", 8, system=200, own=150, turns=4)
-    # Hardly any forward pass: what is left is Python, for a second or less.
+    # The forward pass takes little time here; the runs measure Python and last a second or less.
     yield Load("llama", "shared", 16, system=2000, own=60)
     yield Load("llama", "growing", 8, system=200, own=150, turns=4, repeats=9)
     yield Load("llama", "own", 8, system=0, own=600, repeats=9)
-    # A conversation comes to some 2,700 tokens of 3 kB each.
+    # A conversation has about 2,700 tokens of 3 kB each.
     yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
     yield Load("demo", "shared", 8, system=1500, own=100, reply=16, repeats=1)
 
@@ -95,7 +95,7 @@ QUICK = (Load("llama", "shared", 2, system=200, own=20, reply=4, repeats=1),)
 
 @dataclass(frozen=True)
 class Run:
-    """What came of all requests to one server."""
+    """The result of all requests to one server."""
 
     replies: Sequence[Reply]
     total_s: float
@@ -115,7 +115,7 @@ def main(given: Sequence[str] | None = None) -> None:
     wanted = QUICK if options.quick else [load for load in FULL if options.only in (None, load.model, load.name)]
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for load in wanted for row in measure(load, Path(folder))]
-    # None: the rows say how often each was measured.
+    # None: the rows have a column for the repeats.
     publish(
         "serve",
         "The same requests to both servers",
@@ -128,11 +128,11 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def _add_only(parser: argparse.ArgumentParser) -> None:
     choices = sorted({word for load in FULL for word in (load.model, load.name)})
-    parser.add_argument("--only", choices=choices, help="loads of this model or name alone")
+    parser.add_argument("--only", choices=choices, help="run only the loads of this model or name")
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aims, from the figures."""
+    """Compare the results with the aims."""
     pairs = [
         (f"{o['model']}, {o['load']}, {o['users']} users", o, t) for o, t in zip(rows[::2], rows[1::2], strict=True)
     ]
@@ -159,7 +159,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
-    """A row for each server: ours, theirs."""
+    """Yield a row for each server."""
     say(f"{load.model}, {load.name}, {load.users} users")
     model = folder / load.model
     if load.model == "demo":
@@ -199,7 +199,7 @@ def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
 
 
 def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Path) -> Run:
-    """All requests of a load to a new server."""
+    """Send all requests of a load to a new server."""
     budget = ("--prompt-cache-bytes", str(load.budget_bytes), "--prompt-cache-size", "1000")
     with server(model, log, *budget) as process, ThreadPoolExecutor(load.users) as pool:
         ask(process.url, [{"role": "user", "content": "Are you there?"}], 2)
@@ -215,9 +215,9 @@ def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Pa
 
 
 def _talk(url: str, load: Load, user: int) -> list[Reply]:
-    """A user's requests, each after the reply to the one before.
+    """Send the requests of a user, one after the other.
 
-    What is sent back as the assistant's turns is not what it said: then both servers get the same requests.
+    The assistant's turns are fixed texts, not the replies, so both servers get the same requests.
     """
     messages = [{"role": "system", "content": _text(0, load.system)}] if load.system else []
     replies = []
@@ -229,7 +229,7 @@ def _talk(url: str, load: Load, user: int) -> list[Reply]:
 
 
 def _text(seed: int, length: int) -> str:
-    """So many characters of words in no order."""
+    """Return `length` characters of words in random order."""
     return " ".join(np.random.default_rng(seed + 1).choice(WORDS, length))[:length]
 
 

@@ -1,11 +1,11 @@
-"""What does verification cost: a request that is checked beside one that is not, and a share of them in throughput?
+"""Measure the cost of verification: per checked request, and in throughput at a share of checked requests.
 
-Conversations of several users who share a system prompt grow turn by turn; every request but the first of all resumes.
-The same requests are served by a cache that verifies nothing and by one that verifies every one of them, in turns. At a
-share p of checked requests the time per request grows by p times the difference: `adds % at SHARE`.
+Conversations of several users share a system prompt and grow turn by turn. Every request but the very first resumes.
+Two caches serve the same requests in turns: one checks nothing, one checks every request. If a share p of the requests
+is checked, the time per request grows by p times the difference: `adds % at SHARE`.
 
-A check is a cold prefill of the whole prompt and a comparison, so that it costs the more the less there is to do
-otherwise: long prompts, short replies. Prompt and reply here are those of a chat; `prefill only` has no reply at all.
+A check is a cold prefill of the whole prompt and a comparison. Its relative cost is highest for long prompts and short
+replies. The lengths here are those of a chat; `prefill only` has no reply.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what the figures mean for the aim, from the figures."""
+    """Compare the results with the aim."""
     column = f"adds % at {SHARE:g}"
     chat = max((row for row in rows if row["requests"] == "chat"), key=lambda row: row[column])
     worst = max(rows, key=lambda row: row[column])
@@ -65,7 +65,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: int) -> dict[str, Any]:
-    """Serve the same conversations unchecked and checked, in turns."""
+    """Serve the same conversations unchecked and checked, in turns; return a row."""
     pairs = in_turns(lambda: serve(model, 0.0, reply_tokens), lambda: serve(model, 1.0, reply_tokens), repeats)
     plain = [statistics.mean(ms) for (ms, _), _ in pairs]
     checked = [statistics.mean(ms) for _, (ms, _) in pairs]
@@ -86,7 +86,7 @@ def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: in
 
 
 def serve(model: Any, share: float, reply_tokens: int) -> tuple[list[float], Any]:
-    """Wall time in ms of each resumed request of all conversations, and the cache's stats."""
+    """Return the ms of each resumed request of all conversations, and the stats of the cache."""
     random = np.random.default_rng(1)
     cache = PrefixCache(model, budget_bytes=BUDGET_BYTES, verify=share)
     system = random.integers(0, VOCABULARY, SYSTEM_TOKENS).tolist()
@@ -107,7 +107,7 @@ def serve(model: Any, share: float, reply_tokens: int) -> tuple[list[float], Any
 
 
 def reply(session: Session, model: Any, count: int) -> list[int]:
-    """Prefill and decode greedily; the tokens."""
+    """Prefill and decode greedily; return the tokens."""
     session.prefill(model, step_size=512)
     token = mx.argmax(session.step(model, session.prompt[-1:])[:, -1, :], axis=-1)
     tokens = []

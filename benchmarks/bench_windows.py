@@ -1,17 +1,17 @@
-"""Models that cannot be cut anywhere: how much is found in the same bytes, next to what could be?
+"""Compare the hit rate of models that cannot be cut at every token with the upper bound at the same budget.
 
-Traces go through the cache by the simulator, which is the deployed cache with sizes in place of arrays, with LRU and
-the sizes of two models in bfloat16:
+The simulator, the deployed cache with sizes in place of arrays, runs traces with LRU and the sizes of two models in
+bfloat16:
 
-    windows     Gemma 3 of 12B: 8 layers of full attention, 40 with a window of 1,024 tokens
-    recurrent   Qwen3-Next of 80B: 12 layers of full attention, 36 whose state is 2 MiB each at a checkpoint
+    windows     Gemma 3 12B: 8 layers of full attention, 40 layers with a window of 1,024 tokens
+    recurrent   Qwen3-Next 80B: 12 layers of full attention, 36 layers with 2 MiB of state per checkpoint
 
-    all         each checkpoint holds the whole window of every layer, and goes when the policy says so
+    all         each checkpoint holds the whole window of every layer; only the policy evicts checkpoints
     whole       each checkpoint holds the whole window of every layer
-    now         each token of a window is held once, and requests resume wherever a whole window is there
-    bound       as if windows and states took nothing: what full attention alone would find
+    now         each token of a window is stored once; requests resume wherever a whole window is stored
+    bound       windows and states take no bytes: the hit rate of full attention alone
 
-The traces are looked for as by bench_policies; where there are none, a made-up trace takes their place.
+The traces are those of bench_policies. Without them, the benchmark uses a made-up trace.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from runner.models.footprint import ModelBytes
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.trace import Trace
 
-#: Bytes of a token over all layers of full attention, of the state of recurrent ones, and the windows, as (tokens,
-#: bytes of a token over all layers that have one).
+#: Bytes per token of all full-attention layers, bytes of recurrent state, and windows as (tokens, bytes per token of
+#: all layers with that window).
 MODELS = {
     "windows": ModelBytes("gemma3", 65_536, 0, ((1_024, 327_680),), "bfloat16"),
     "recurrent": ModelBytes("qwen3_next", 24_576, 36 << 21, (), "bfloat16"),
 }
 BUDGETS_GIB = (10, 20, 45, 90, 180)
-#: What is found now by what is found with all, where the budget is tight.
+#: The aim: hits of `now` divided by hits of `all`, at a tight budget.
 AIM = 1.3
 
 
@@ -48,7 +48,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Say where most is won, and least, from the figures."""
+    """Name the largest and the smallest gain."""
     best, worst = (choose(rows, key=lambda row: float(row["now / all"])) for choose in (max, min))
     said = [
         f"{row['now / all']:.2f} times as many tokens at {row['budget GiB']} GiB ({row['model']}, {row['trace']})"

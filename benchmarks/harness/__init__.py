@@ -1,1 +1,1 @@
-"""What several benchmarks share: their models, their requests, and how figures are recorded and drawn."""
+"""Shared parts of the benchmarks: models, requests, servers, records and plots."""

@@ -1,4 +1,4 @@
-"""The figures of bench_replay as a picture: tokens to prefill, and time to the first token, by byte budget."""
+"""Plot the results of bench_replay by byte budget: tokens to prefill, and TTFT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def plot_budgets(path: Path, rows: Rows, *, title: str) -> None:
-    """Write a PNG, atomically: prefilled tokens of the counted part left, TTFT p50 and p95 of the timed one right."""
+    """Write a PNG atomically. Left: prefilled tokens of the counted part; right: TTFT p50 and p95 of the timed part."""
     figure = new_figure(*FIGURE_INCHES)
     figure.suptitle(title)
     tokens, ttft = figure.subplots(1, 2)
@@ -38,7 +38,7 @@ def plot_budgets(path: Path, rows: Rows, *, title: str) -> None:
 
 
 def _draw(axes: Axes, rows: Rows, figure: str, line: str, *, labelled: bool) -> None:
-    """A curve per cache with budgets, a level line for the others."""
+    """Draw a curve for each cache with budgets, and a horizontal line for each other cache."""
     for cache in dict.fromkeys(row["cache"] for row in rows):
         own = [row for row in rows if row["cache"] == cache]
         style: dict[str, Any] = {

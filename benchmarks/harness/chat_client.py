@@ -1,4 +1,4 @@
-"""A client of the chat API that notes when the first piece of a reply comes, and what the server says it cost."""
+"""Chat client that records the TTFT of a reply and the usage that the server reports."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-#: A guard against waiting for ever.
+#: Timeout, so that a benchmark never hangs.
 PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of one request."""
+    """The result of one request."""
 
     ttft_s: float
     prompt_tokens: int
@@ -26,7 +26,7 @@ class Reply:
 
 
 def ask(url: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Reply:
-    """Send a chat request, and read its stream to the end."""
+    """Send a chat request and read the stream to the end."""
     body = {"messages": messages, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     began_s = time.perf_counter()
     first_s: float | None = None
@@ -42,10 +42,9 @@ def ask(url: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Rep
 
 
 def _lines(url: str, body: str) -> Iterator[bytes]:
-    """The lines of a response, as they come.
+    """Yield the lines of a response as they arrive.
 
-    mlx_lm.server lets five connections wait, and where more come at once some are reset: they ask again, as the clients
-    do that people use.
+    mlx_lm.server queues five connections and resets some of the others. This client then retries, as usual clients do.
     """
     address = urlsplit(url)
     while True:

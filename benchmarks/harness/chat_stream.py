@@ -1,4 +1,4 @@
-"""One streamed chat request to any server of OpenAI's API: when its reply began, what it said, what it cost."""
+"""Send one streamed chat request to any server of OpenAI's API; record TTFT, text and usage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PATIENCE_S = 180.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
         ttft_s: seconds to the first piece of text; the total if there was none.
         text: content and reasoning together.
-        prompt_tokens, cached_tokens, completion_tokens: as the server reports them; None: it does not.
+        prompt_tokens, cached_tokens, completion_tokens: as the server reports them; None: not reported.
         error: one line if the request failed.
     """
 
@@ -53,7 +53,7 @@ def ask_stream(url: str, model: str, messages: Sequence[Mapping[str, str]], max_
                     return Answer(error=f"HTTP {response.status}: {response.read(200).decode(errors='replace')}")
                 return read_stream(response, began_s)
             except ConnectionResetError:
-                # A short queue of connections is full: ask again, as clients do.
+                # The server's connection queue is full. Retry, as clients do.
                 if time.perf_counter() - began_s > PATIENCE_S:
                     return Answer(error="the server resets the connection")
                 time.sleep(0.01)
@@ -62,7 +62,7 @@ def ask_stream(url: str, model: str, messages: Sequence[Mapping[str, str]], max_
 
 
 def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
-    """Read the server-sent events of a reply as they come."""
+    """Read the server-sent events of a reply as they arrive."""
     first_s: float | None = None
     parts: list[str] = []
     usage: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
 
 
 def cached_tokens(usage: Mapping[str, Any]) -> int | None:
-    """Return the cached prompt tokens of a usage, wherever the server puts them; None: it reports none."""
+    """Return the cached prompt tokens of a usage, in any known field; None: not reported."""
     for holder, name in (
         (usage.get("prompt_tokens_details"), "cached_tokens"),
         (usage.get("input_tokens_details"), "cached_tokens"),

@@ -1,11 +1,11 @@
-"""HollowModel: a language model without weights, whose forward pass only writes its caches.
+"""HollowModel: a language model without weights. The forward pass only writes the caches.
 
-What is left to measure beside it is what a cache layer does in Python. Caches fill and move as with a real model of
-these layers; what is in them is zeros, and so are the logits.
+Benchmarks with it measure the Python time of a cache layer. The caches fill and move as with a real model of the same
+layers; keys, values and logits are zeros.
 
-    kv        every layer a KVCache
-    sliding   every other layer a RotatingKVCache, as in models with sliding windows
-    hybrid    three of four layers an ArraysCache, as in models with linear attention
+    kv        every layer is a KVCache
+    sliding   every second layer is a RotatingKVCache, as in models with sliding windows
+    hybrid    three of four layers are an ArraysCache, as in models with linear attention
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HollowModel:
         self._state = mx.zeros((1, 4))
 
     def make_cache(self) -> list[Any]:
-        """Fresh caches, one per layer."""
+        """Return empty caches, one per layer."""
         return [self._makers[index % len(self._makers)]() for index in range(len(self.layers))]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -50,11 +50,11 @@ class HollowModel:
         return mx.zeros((1, length, LOGITS))
 
     def parameters(self) -> dict[str, Any]:
-        """None: there are no weights."""
+        """Return an empty dict: there are no weights."""
         return {}
 
     def _zeros(self, length: int) -> mx.array:
-        """Keys or values (1, 1, T, 1) of so many tokens, made once: making them is not what is measured."""
+        """Return keys or values (1, 1, length, 1), made once so that this time is not measured."""
         if length not in self._rows:
             self._rows[length] = mx.zeros((1, 1, length, 1))
             mx.eval(self._rows[length])

@@ -1,7 +1,7 @@
-"""Measured requests: conversations to fill a cache with, and what the cache takes for their requests and tokens.
+"""Measured requests: conversations that fill a cache, and the time of the cache per request and per token.
 
-Models are called as HollowModel is, whose forward pass is next to nothing. A conversation has STORED_TOKENS tokens at
-first, of which all share the first SHARED.
+The models are hollow or called like a HollowModel. A new conversation has STORED_TOKENS tokens; all conversations share
+the first SHARED.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCABULARY = 256
 
 
 def measure_tokens(name: str, model: Any, blocks: int) -> dict[str, Any]:
-    """What step() and prefill() add to the forward pass: a row of figures, medians of so many blocks of tokens."""
+    """Return a row: the time that step() and prefill() add to the forward pass, as medians over the blocks."""
     direct_us, step_us = zip(*_step_blocks(model, blocks), strict=True)
     adds = [ours - theirs for theirs, ours in zip(direct_us, step_us, strict=True)]
     chunks = [ours - theirs for theirs, ours in _prefill_pairs(model, blocks)]
@@ -45,7 +45,7 @@ def measure_tokens(name: str, model: Any, blocks: int) -> dict[str, Any]:
 
 
 def _step_blocks(model: Any, blocks: int) -> Iterator[tuple[float, float]]:
-    """Time per token of a block of tokens, direct and through a session, in us."""
+    """Yield the us per token of each block, direct and through a session."""
     prompt = np.arange(2 * STORED_TOKENS) % VOCABULARY
     room = (blocks + 1) * BLOCK_TOKENS
     tokens = [mx.array([index % VOCABULARY]) for index in range(BLOCK_TOKENS)]
@@ -60,12 +60,12 @@ def _step_blocks(model: Any, blocks: int) -> Iterator[tuple[float, float]]:
             _wait(direct)
             ours = block_us(lambda token: session.step(model, token), tokens)
             _wait(session.caches)
-            if index:  # the first block warms up
+            if index:  # The first block warms up.
                 yield theirs, ours
 
 
 def _prefill_pairs(model: Any, repeats: int) -> Iterator[tuple[float, float]]:
-    """Time per chunk of prefilling a prompt of 8 chunks, direct and through a session, in us; both evaluate each."""
+    """Yield the us per chunk of a prompt of 8 chunks, direct and through a session; both evaluate each chunk."""
     cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
     chunks = 8
     for index in range(repeats + 1):
@@ -86,7 +86,7 @@ def _prefill_pairs(model: Any, repeats: int) -> Iterator[tuple[float, float]]:
 
 
 def block_us(run: Callable[[mx.array], Any], tokens: Sequence[mx.array]) -> float:
-    """Wall time per token of a call each, in us."""
+    """Call `run` for each token; return the us per token."""
     began = time.perf_counter()
     for token in tokens:
         run(token)
@@ -94,7 +94,7 @@ def block_us(run: Callable[[mx.array], Any], tokens: Sequence[mx.array]) -> floa
 
 
 def _roomy(model: Any, tokens: int) -> list[Any]:
-    """Caches that do not grow while they are measured, as a session's do not."""
+    """Return caches that do not grow during the measurement, as in a session."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
@@ -105,7 +105,7 @@ def _roomy(model: Any, tokens: int) -> list[Any]:
 
 
 def _wait(caches: Sequence[Any]) -> None:
-    """Evaluate what the caches hold, so that no graph grows."""
+    """Evaluate the caches, so that no graph grows."""
     mx.eval([cache.state for cache in caches])
 
 
@@ -113,7 +113,7 @@ def _wait(caches: Sequence[Any]) -> None:
 
 
 def fill(cache: PrefixCache, model: Any, conversations: list[list[int]], count: int) -> None:
-    """Store conversations that share a beginning until the cache has `count` nodes."""
+    """Store conversations with a common prefix until the cache has `count` nodes."""
     random = np.random.default_rng(count)
     caches = model.make_cache()
     model(mx.zeros((1, STORED_TOKENS), mx.int32), cache=caches)
@@ -128,9 +128,9 @@ def _new_conversation(random: np.random.Generator) -> list[int]:
 
 
 def scenarios(conversations: list[list[int]], repeats: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Name and prompts of each kind of request. A conversation that is asked grows by the token that was new.
+    """Yield name and prompts of each kind of request. Each request adds its new token to the conversation.
 
-    The newest conversations are asked: at full budget earlier ones may have been evicted.
+    Only the newest conversations are used: at full budget, older ones may have been evicted.
     """
     random = np.random.default_rng(len(conversations))
 
@@ -145,7 +145,7 @@ def scenarios(conversations: list[list[int]], repeats: int) -> Iterator[tuple[st
 
 
 def request_ms(cache: PrefixCache, model: Any, prompt: list[int]) -> tuple[float, float, float, int]:
-    """Wall time of begin and of close in ms, how much of both MLX ran copies, and the tokens evaluated in between."""
+    """Return the ms of begin, of close and of MLX copies within both, and the tokens evaluated in between."""
     with _timed_evaluations() as beginning:
         began = time.perf_counter()
         session = cache.begin(prompt, reserve=16)
@@ -163,7 +163,7 @@ def request_ms(cache: PrefixCache, model: Any, prompt: list[int]) -> tuple[float
 
 @contextmanager
 def _timed_evaluations() -> Iterator[list[float]]:
-    """Seconds of every `mx.eval` inside: there the state itself is copied, and Python waits."""
+    """Collect the seconds of every `mx.eval` in the block, where MLX copies state and Python waits."""
     seconds: list[float] = []
     evaluate = mx.eval
 

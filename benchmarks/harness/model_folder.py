@@ -1,4 +1,4 @@
-"""A random model as a folder in mlx-lm's format, which any server loads."""
+"""Write a random model as a folder in mlx-lm's format, which any server loads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runner.models.tiny import TINY_KINDS, TinyKind, build, tiny_tokenizer
 
 
 def write_model(folder: Path, kind: str | TinyKind = "llama", seed: int = 0, **config: Any) -> Path:
-    """Write weights, configuration and tokenizer of a model of a kind; `config` goes into config.json besides.
+    """Write weights, configuration and tokenizer of a model; return the folder. `config` is added to config.json.
 
-    Returns the folder. KeyError: `kind` is the name of no tiny model.
+    KeyError: no tiny model has the name `kind`.
     """
     if isinstance(kind, str):
         kind = TINY_KINDS[kind]

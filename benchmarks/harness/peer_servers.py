@@ -1,7 +1,7 @@
-"""Servers with a prefix cache, ours and others: how each is installed, started and stopped.
+"""Servers with a prefix cache, radixcache and others: install, start and stop them.
 
-A server runs on a free loopback port, in a process group and a home folder of its own, so that what it stores on disk
-is its own too. It gets no network: the hubs are offline and telemetry is off. `PeerProcess` ends the whole group.
+A server runs on a free loopback port, in its own process group and home folder, which also holds its files on disk. It
+has no network: model hubs are offline and telemetry is off. `PeerProcess` ends the whole group.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """A server, and how it is started.
+    """A server and its command line.
 
     Attributes:
-        packages: what pip installs into the environment of the server; empty: it runs in ours.
-        command: words after the Python of its environment, or after a program beside that Python if `program` is set.
+        packages: pip packages of its environment; empty: it runs in the environment of the benchmark.
+        command: arguments of the Python of its environment, or of a program beside that Python if `program` is set.
             {model}, {port}, {disk} and {bytes}, {mib} of the cache budget are filled in.
-        on, off: more words, with the prefix cache and without.
-        clear: path to DELETE before each cold request, where the cache cannot be off.
-        disk: more words where state is to survive a restart; None: the server has no such option.
+        on, off: more arguments, with the prefix cache and without.
+        clear: path to DELETE before each cold request, if the cache cannot be off.
+        disk: more arguments for state that survives a restart; None: the server has no such option.
         env_on, env_off, env_disk: the same as environment variables.
     """
 
@@ -74,7 +74,7 @@ class Peer:
         return [str(first), *(word.format(**values) for word in f"{self.command} {options}".split())]
 
     def environment(self, values: Mapping[str, str], *, is_cached: bool, is_on_disk: bool) -> dict[str, str]:
-        """Return the variables of this server on top of ENVIRONMENT."""
+        """Return ENVIRONMENT with the variables of this server."""
         own = {**self.env_on, **(self.env_disk if is_on_disk else {})} if is_cached else self.env_off
         return {name: value.format(**values) for name, value in own.items()}
 
@@ -144,7 +144,7 @@ PEERS = {
 
 
 def install(peer: Peer, venvs: Path) -> Path:
-    """Return the Python of a server; make its virtual environment if it is not there. PeerError: it cannot be made."""
+    """Return the Python of a server; make a missing virtual environment. PeerError: this failed."""
     if not peer.packages:
         return Path(sys.executable)
     folder = venvs / peer.name
@@ -168,7 +168,7 @@ def install(peer: Peer, venvs: Path) -> Path:
 
 
 def versions(python: Path, peer: Peer) -> dict[str, str]:
-    """Return the versions of the server's package and of what it computes with, where they are installed."""
+    """Return the installed versions of the server's package and of the libraries it computes with."""
     names = [peer.packages[0]] if peer.packages else ["radixcache"] if peer.name.startswith("radix") else []
     code = (
         "import sys; from importlib.metadata import distributions\n"
@@ -184,19 +184,19 @@ def versions(python: Path, peer: Peer) -> dict[str, str]:
 
 
 class PeerProcess:
-    """A server that is up between `with` and the end of its block, where its process group is ended.
+    """A server that runs inside a `with` block. The end of the block ends the process group.
 
     Args:
-        peer: which server. python: of its environment. model: folder of the model.
-        home: its home folder, which holds what it stores and prints; a second process may go on with it.
-        is_cached, is_on_disk: with its prefix cache; with state that survives a restart.
+        peer: the server. python: of its environment. model: folder of the model.
+        home: its home folder, with its stored files and log; a later process may use the same folder.
+        is_cached, is_on_disk: use its prefix cache; use its option for state that survives a restart.
 
     Attributes:
         url: http://127.0.0.1:PORT.
-        peak_bytes: most resident memory of its process tree within the last `measured` block.
+        peak_bytes: peak resident memory of the process tree in the last `measured` block.
 
     Raises:
-        PeerError: it ended, or did not answer GET /v1/models in time.
+        PeerError: the server ended, or did not answer GET /v1/models in time.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class PeerProcess:
             **peer.environment(values, is_cached=is_cached, is_on_disk=is_on_disk),
         }
         if sys.platform == "linux" and BLAS_ADVICE is None:
-            # MLX's own BLAS is 70 times slower; radixcache loads OpenBLAS itself, and the others shall have it too.
+            # MLX's own BLAS is 70 times slower. radixcache loads OpenBLAS itself; give it to the other servers too.
             self._environment["LD_PRELOAD"] = "libopenblas.so.0"
         if not peer.packages:
             self._environment["PYTHONPATH"] = str(ROOT)
@@ -256,24 +256,24 @@ class PeerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is gone though nobody ended it."""
+        """Whether the server ended by itself."""
         return self._process.poll() is not None
 
     @property
     def last_error(self) -> str:
-        """The last line of its log that names an error, without paths; empty if there is none."""
+        """Return the last line of the log that names an error, without paths; empty if there is none."""
         text = (self._home / "log").read_text(encoding="utf-8", errors="replace")
         lines = re.findall(r"^\s*(?:\w+\.)*\w*(?:Error|Exception)\b.*|^.*\berror: .*", text, re.MULTILINE)
         return re.sub(r"(/[\w.+-]+){2,}/?", "PATH", lines[-1].strip())[:160] if lines else ""
 
     def clear_cache(self) -> None:
-        """Drop what the server has stored, where it has a cache that cannot be off."""
+        """Clear the cache of a server whose cache cannot be off."""
         if self.peer.clear:
             self._status("DELETE", self.peer.clear)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Sample the memory of the process tree while the block runs. Servers that wait are not sampled."""
+        """Sample the memory of the process tree while the block runs."""
         self.peak_bytes = self._resident_bytes()
         is_over = threading.Event()
 
@@ -318,7 +318,7 @@ class PeerProcess:
         return total
 
     def _end(self) -> None:
-        """End the group: first as Ctrl-C does, so that state is written, then by force."""
+        """End the group: first by SIGINT, so that the server writes its state, then by force."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

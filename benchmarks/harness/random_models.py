@@ -1,4 +1,4 @@
-"""Random models of a middling size: large enough that a forward pass costs what one costs, built in a second.
+"""Random mid-size models: a forward pass has a realistic cost, and a model is built in a second.
 
     kv        full attention in every layer (llama)
     sliding   a sliding window of WINDOW_TOKENS in five layers of six (gemma3_text)
@@ -6,7 +6,7 @@
     conv      short convolutions and attention by turns (lfm2)
     mixed     recurrent state, a sliding window of WINDOW_TOKENS and full attention by turns (gear)
 
-`small` models have the same layers and are narrower: what they hold is measured with them, not how fast they are.
+`small` models have the same layers and are narrower. Use them to measure bytes, not speed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def random_model(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY
 
 
 def random_kind(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY) -> TinyKind:
-    """Return what the model of `kind` is built from."""
+    """Return the configuration of the model of `kind`."""
     module, layers = _KINDS[kind]
     size = _NARROW if small else _WIDE
     thirds = size["num_hidden_layers"] // 3

@@ -1,7 +1,7 @@
-"""Record: repeats, medians and spread of one benchmark, its table on stdout and its JSON in benchmarks/results/.
+"""Record a benchmark: repeats, medians and spread, a table on stdout and JSON in benchmarks/results/.
 
-What is compared is measured in turns (`in_turns`), so that whatever else the machine does meets both sides. A figure is
-the median of its repeats; `Spread` keeps the least and the most beside it.
+Measurements to compare run in turns (`in_turns`), so that other load on the machine affects both. A result is the
+median of the repeats; `Spread` also keeps the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATH_OPTIONS = ("--conversations", "--json", "--results", "--traces", "--venvs")
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and most of repeated measurements, all in the unit of the measurements."""
+    """Median, minimum and maximum of repeated measurements, in their unit."""
 
     median: float
     least: float
@@ -49,7 +49,7 @@ class Spread:
 
     @property
     def range(self) -> str:
-        """The least and the most, as a cell of a table."""
+        """Return minimum and maximum as a table cell."""
         return f"{_number(self.least)} to {_number(self.most)}"
 
 
@@ -59,36 +59,36 @@ def arguments(
     *,
     add: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> argparse.Namespace:
-    """Read what every benchmark takes: --quick, and where the JSON goes; `add` adds options of its own.
+    """Parse the common options: --quick, --publish and --results. `add` adds more options.
 
-    The published figures are only replaced when --publish says so, and never by quick ones.
+    Only --publish replaces the published results. --publish and --quick exclude each other.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats; figures of no use")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats; the results mean nothing")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--publish", action="store_true", help=f"replace the figures in {RESULTS.parent.name}/results")
-    where.add_argument("--results", type=Path, metavar="FOLDER", help="where the JSON goes; a temporary folder if not")
+    where.add_argument("--publish", action="store_true", help=f"replace the results in {RESULTS.parent.name}/results")
+    where.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the JSON (default: temporary)")
     if add is not None:
         add(parser)
     options = parser.parse_args(given)
     if options.publish and options.quick:
-        parser.error("--publish with --quick: quick figures are of no use to others.")
+        parser.error("--publish with --quick: quick results mean nothing. Leave out one of them.")
     if options.results is None:
         options.results = RESULTS if options.publish else Path(tempfile.mkdtemp(prefix="radixcache-results-"))
     return options
 
 
 def elapsed_ms(run: Callable[[], Any]) -> float:
-    """Wall time of one call in ms."""
+    """Return the wall time of one call in ms."""
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3
 
 
 def in_turns(first: Callable[[], A], second: Callable[[], B], repeats: int) -> list[tuple[A, B]]:
-    """What two measurements give, `repeats` times each and by turns, after one of each that does not count.
+    """Run two measurements by turns, `repeats` times after a warm-up; return their results in pairs.
 
-    Which of them goes first changes every time: neither always finds the caches as the other left them.
+    The order changes every time, so that neither always runs after the other.
     """
     pairs = []
     for index in range(repeats + 1):
@@ -102,13 +102,13 @@ def in_turns(first: Callable[[], A], second: Callable[[], B], repeats: int) -> l
 
 
 def rotated(items: Sequence[A], by: int) -> list[A]:
-    """The items from another one on each time, so that none is always measured first."""
+    """Rotate the items by `by` places, so that no item is always first."""
     start = by % len(items)
     return [*items[start:], *items[:start]]
 
 
 def say(text: str) -> None:
-    """Tell how far the benchmark is: progress goes to stderr."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -122,15 +122,15 @@ def publish(
     conclusion: str | None = None,
     **more: Any,
 ) -> None:
-    """Print the rows as a table, a column per key, and write them to FOLDER/NAME.json with what they depend on.
+    """Print the rows as a table, a column per key, and write them to FOLDER/NAME.json with their origin.
 
     Args:
-        name: name of the file, without its ending.
-        question: the table's title.
+        name: file name without extension.
+        question: title of the table.
         rows: all with the same keys; units are in the keys. None is an empty cell.
-        repeats: how often each figure was measured; None where the rows have a column for it.
-        conclusion: a sentence computed from the rows: printed below the table, and kept with them.
-        more: goes into the file as it is.
+        repeats: repeats of each measurement; None if the rows have a column for it.
+        conclusion: a sentence computed from the rows; printed below the table and written to the file.
+        more: further entries of the file.
     """
     Console(width=TABLE_WIDTH).print(_table(question, rows))
     if conclusion is not None:
@@ -144,7 +144,7 @@ def publish(
 
 
 def _origin() -> dict[str, Any]:
-    """Machine, versions, date, commit and command."""
+    """Return machine, versions, date, commit and command."""
     return {
         "machine": machine(),
         "versions": versions(),
@@ -155,7 +155,7 @@ def _origin() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with a plus when files differ from it; None outside of a repository."""
+    """Return the measured commit, with a plus if files differ from it; None outside a repository."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return f"{head}+" if _git("status", "--porcelain", "--untracked-files=no", "--", "*.py") else head
@@ -169,7 +169,7 @@ def _git(*words: str) -> str:
 
 
 def _command() -> str:
-    """How the benchmark was started, without paths of this machine; from within a program nobody can say."""
+    """Return the command line of the benchmark, without local paths."""
     words = []
     given = iter(sys.orig_argv[1:])
     for word in given:

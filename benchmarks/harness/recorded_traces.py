@@ -1,4 +1,4 @@
-"""The recorded traces that benchmarks simulate, or a made-up one."""
+"""The recorded traces that benchmarks simulate, or a made-up trace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "cla
 
 def add_traces(parser: argparse.ArgumentParser) -> None:
     """Add --traces."""
-    parser.add_argument("--traces", type=_folder, metavar="FOLDER", help="where the recorded traces are")
+    parser.add_argument("--traces", type=_folder, metavar="FOLDER", help="folder with the recorded traces")
 
 
 def traces_in(folder: Path | None, quick: bool) -> list[Trace]:
-    """Those in a folder; None: those beside the repository, or where there are none a made-up one."""
+    """Return the traces in `folder`; None: those beside the repository, or a made-up trace if there are none."""
     if quick:
         return [synthesize(Synth(requests=60), seed=0)]
     if folder is None and not BESIDE.is_dir():

@@ -1,4 +1,4 @@
-"""A redis-server or valkey-server of one's own: on a Unix socket in a folder of its own, ended by its process id."""
+"""A private redis-server or valkey-server on a Unix socket in its own folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-#: A server that starts on two busy cores takes its time.
+#: Starting on two busy cores is slow.
 PATIENCE_S = 60.0
 
 
 class Server:
-    """A server without persistence: what it had is gone when it is started again."""
+    """A server without persistence: a restart loses all data."""
 
     def __init__(self, program: str, *options: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="radixcache-"))

@@ -1,4 +1,4 @@
-"""A server in a process of its own, on a port that the system chooses: mlx_lm.server as it is, or radixcache serve."""
+"""Run mlx_lm.server or radixcache serve in a process, on a port that the system chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 120.0, 60.0
 
-#: mlx_lm.server says which port it was asked for, not which one it has. Its own main, after a line that may change it.
+#: mlx_lm.server prints the requested port, not the real one. This script prints the real URL, then runs its main.
 MLX_LM_SERVER = """
 import runner
 import http.server, sys
@@ -33,17 +33,17 @@ mlx_lm.server.main()
 
 
 class ServerProcess:
-    """A server that is up between `with` and the end of its block, where it is ended by its process id.
+    """A server that runs inside a `with` block. The end of the block ends the process.
 
     Args:
-        command: words for Python, which start it.
-        log: file for what it prints, its URL among it.
+        command: arguments for Python.
+        log: file for its output, which includes its URL.
 
     Attributes:
-        url: where it listens: http://127.0.0.1:PORT.
+        url: http://127.0.0.1:PORT.
 
     Raises:
-        RuntimeError: it ended, or gave no URL within two minutes; with what it printed.
+        RuntimeError: the server ended, or printed no URL within two minutes; with its output.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
@@ -71,16 +71,16 @@ class ServerProcess:
 
     @property
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Return its output so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of memory that its process has now."""
+        """Return the resident memory of the process."""
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def _end(self) -> None:
-        # mlx_lm.server ends by Ctrl-C alone, and a process in the background may be made to ignore that.
+        # mlx_lm.server stops only on SIGINT, and a background process may ignore SIGINT.
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_S)
@@ -90,10 +90,10 @@ class ServerProcess:
 
 
 def mlx_lm_server(model: Path, log: Path, *options: str, change: str = "") -> ServerProcess:
-    """mlx_lm.server on a model's folder; `change` is a statement that runs before it starts."""
+    """Return mlx_lm.server on a model folder; `change` is a statement that runs before the start."""
     return ServerProcess(["-c", MLX_LM_SERVER.format(change=change), "--model", str(model), *options], log)
 
 
 def radixcache_serve(model: Path, log: Path, *options: str) -> ServerProcess:
-    """radixcache serve on a model's folder."""
+    """Return radixcache serve on a model folder."""
     return ServerProcess(["-m", "radixcache", "serve", "--port", "0", "--model", str(model), *options], log)

@@ -1,6 +1,6 @@
-"""Stored state: prompts of any length in a store, without their forward passes, and what a disk is measured by.
+"""Write state into a store without forward passes, and measure disks.
 
-Also a store on a disk as slow as one wants, files that the system has forgotten, and folders of many small blocks.
+Also: a disk store with a set speed, files dropped from the page cache, and folders of many small blocks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from radixcache.stores.codec import encoded
 from radixcache.stores.files import file_name
 from radixcache.tokens import Keys
 
-#: What is known of the page cache when files are read: cold where the system can be told to forget them.
+#: State of the page cache at a read: cold if the system can drop files from it.
 PAGE_CACHE = "cold" if hasattr(os, "posix_fadvise") else "warm"
 IDENTITY = Identity(b"a folder of many blocks")
 LARGE_BYTES = 1 << 40
 
 
 class Filler:
-    """Callable as the model is, and writes noise of the same shapes into its caches: what a forward pass leaves."""
+    """Callable as the model: writes random state of the model's shapes into the caches."""
 
     def __init__(self, model: Any) -> None:
         self._caches = make_prompt_cache(model)
@@ -55,10 +55,10 @@ class Filler:
 
 
 class SlowStore(DiskStore):
-    """A store on a disk that gives so many bytes a second.
+    """A disk store with a limited read speed.
 
     Attributes:
-        bytes_per_s: of state; 0: as fast as it is.
+        bytes_per_s: of state; 0: no limit.
     """
 
     bytes_per_s = 0.0
@@ -71,12 +71,12 @@ class SlowStore(DiskStore):
 
 
 def opened(path: Path, kind: type[DiskStore] = DiskStore, write_on: Any = "close") -> Any:
-    """A store that takes whatever comes."""
+    """Return a store without a practical limit."""
     return kind(path, budget_bytes=LARGE_BYTES, write_on=write_on, min_free_bytes=0, queue_bytes=LARGE_BYTES)
 
 
 def fill(cache: PrefixCache, filler: Filler, tokens: Sequence[int], marks: Sequence[int] = ()) -> Any:
-    """Have a session stand at the end of these tokens; closing it stores them."""
+    """Return a session at the end of these tokens; closing the session stores them."""
     session = cache.begin(tokens, marks=marks)
     session.prefill(filler, step_size=BLOCK_TOKENS)
     session.step(filler, tokens[-1:])
@@ -85,12 +85,12 @@ def fill(cache: PrefixCache, filler: Filler, tokens: Sequence[int], marks: Seque
 
 
 def files_in(path: Path) -> list[Path]:
-    """The files of blocks and checkpoints."""
+    """Return the files of blocks and checkpoints."""
     return sorted(path.glob("??/*"))
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Have the system drop what it holds of files that are written already, where it can be told to."""
+    """Drop written files from the page cache, if the system supports this."""
     if PAGE_CACHE == "warm":
         return
     for file in files:
@@ -100,7 +100,7 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def write_chains(path: Path, count: int, length: int, state_bytes: int) -> list[tuple[Keys, list[bytes]]]:
-    """Make a store with chains of blocks, `length` each, `count` in all; of each chain its tokens, and its keys."""
+    """Write `count` blocks in chains of `length`; return the tokens and keys of each chain."""
     opened(path).close()
     random = np.random.default_rng(0)
     state = {"state": Buffer(random.bytes(state_bytes), "uint8", (state_bytes,))}
