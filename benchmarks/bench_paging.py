@@ -110,7 +110,7 @@ class Paging:
         return out_s, in_s
 
     def _begin_s(self, prompt: Sequence[int]) -> float:
-        """Begin and cancel a request; return the seconds of begin."""
+        """Begin and close a request; return the seconds of begin."""
         mx.clear_cache()
         began = time.perf_counter()
         session = self.cache.begin(prompt, reserve=0)

@@ -74,7 +74,7 @@ class Peer:
         return [str(first), *(word.format(**values) for word in f"{self.command} {options}".split())]
 
     def environment(self, values: Mapping[str, str], *, is_cached: bool, is_on_disk: bool) -> dict[str, str]:
-        """Return ENVIRONMENT with the variables of this server."""
+        """Return the variables that this server needs besides ENVIRONMENT."""
         own = {**self.env_on, **(self.env_disk if is_on_disk else {})} if is_cached else self.env_off
         return {name: value.format(**values) for name, value in own.items()}
 
@@ -318,7 +318,7 @@ class PeerProcess:
         return total
 
     def _end(self) -> None:
-        """End the group: first by SIGINT, so that the server writes its state, then by force."""
+        """End the group by SIGTERM, then by SIGINT, then by SIGKILL. The first two let the server write its state."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

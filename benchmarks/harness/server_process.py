@@ -80,7 +80,7 @@ class ServerProcess:
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def _end(self) -> None:
-        # mlx_lm.server stops only on SIGINT, and a background process may ignore SIGINT.
+        # Not SIGINT, the only signal that mlx_lm.server handles: a background process may ignore SIGINT.
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_S)
