@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import CacheList
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache.adapters.contract import Adapter
@@ -49,13 +50,9 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
     # Called several times per decoded token, nearly always without a CacheList.
-    if not any(issubclass(each, mlx_caches.CacheList) for each in set(map(type, flat))):
+    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
         return flat
-    return [
-        leaf
-        for cache in flat
-        for leaf in (leaves(cache.caches) if isinstance(cache, mlx_caches.CacheList) else [cache])
-    ]
+    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
 
 
 def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
@@ -67,8 +64,4 @@ def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[A
 
 
 def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
-    return (
-        mlx_caches.CacheList(*with_leaves(cache.caches, replaced))
-        if isinstance(cache, mlx_caches.CacheList)
-        else replaced(cache)
-    )
+    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)
