@@ -29,6 +29,8 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 MARKER = "<!-- figures: python docs/generate.py -->\n"
 #: Longer tables stay in their JSON.
 MOST_ROWS = 16
+#: Tables that are shown whole, however long.
+WHOLE = {"peers"}
 
 Row = tuple[str, ...]
 
@@ -110,7 +112,7 @@ def figures() -> str:
         made = [f"`{result['command']}`", result["date"][:10], device, f"MLX {versions['mlx']}", f"`{path.name}`"]
         lines += ["", f"### {result['question']}", "", ", ".join(made) + ".", ""]
         rows = result["rows"]
-        if len(rows) <= MOST_ROWS:
+        if len(rows) <= MOST_ROWS or path.stem in WHOLE:
             lines += [*_table(tuple(rows[0]), (tuple(map(_cell, row.values())) for row in rows)), ""]
         lines += result.get("conclusion", "").splitlines()
     return "\n".join(lines) + "\n"
