@@ -44,15 +44,13 @@ class Account:
     def total_bytes(self) -> int:
         return self.live_bytes + self.span_bytes + self.checkpoint_bytes + self.second_bytes
 
-    def add(self, *, live: int = 0, spans: int = 0, checkpoints: int = 0, second: int = 0) -> None:
-        """Book changes of these purposes, in bytes."""
-        self.live_bytes += live
-        self.span_bytes += spans
-        self.checkpoint_bytes += checkpoints
-        self.second_bytes += second
+    def add(self, purpose: str, change_bytes: int) -> None:
+        """Book a change of live_bytes, span_bytes, checkpoint_bytes or second_bytes."""
+        setattr(self, purpose, getattr(self, purpose) + change_bytes)
         ledger = self.ledger
-        ledger.total_bytes += live + spans + checkpoints + second
-        ledger.peak_bytes = max(ledger.peak_bytes, ledger.total_bytes)
+        ledger.total_bytes += change_bytes
+        if ledger.total_bytes > ledger.peak_bytes:
+            ledger.peak_bytes = ledger.total_bytes
 
 
 class Ledger:
@@ -123,18 +121,18 @@ class Booking:
     def book_live(self, nbytes: int) -> None:
         nbytes = 0 if self._is_over else nbytes
         if nbytes != self.live_bytes:
-            self._account.add(live=nbytes - self.live_bytes)
+            self._account.add("live_bytes", nbytes - self.live_bytes)
             self.live_bytes = nbytes
 
     def book_checkpoint(self, change_bytes: int) -> None:
         if change_bytes and not self._is_over:
             self.checkpoint_bytes += change_bytes
             self._account.booked_checkpoint_bytes += change_bytes
-            self._account.add(checkpoints=change_bytes)
+            self._account.add("checkpoint_bytes", change_bytes)
 
     def book_second(self, nbytes: int) -> None:
         if nbytes != self.second_bytes:
-            self._account.add(second=nbytes - self.second_bytes)
+            self._account.add("second_bytes", nbytes - self.second_bytes)
             self.second_bytes = nbytes
 
     def end_request(self) -> None:

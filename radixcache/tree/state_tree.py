@@ -220,7 +220,7 @@ class StateTree:
         after = 0 if spans is None else spans.nbytes
         state.spans = spans
         if after != before:
-            self.account.add(spans=after - before)
+            self.account.add("span_bytes", after - before)
             self.duplicate_bytes += after - before if state.live else 0
         state.reweigh()
 
@@ -246,14 +246,14 @@ class StateTree:
         state = node.payload
         if state.checkpoint is not None:
             assert state.checkpoint_entry is not None, node
-            self.account.add(checkpoints=-state.checkpoint.nbytes)
+            self.account.add("checkpoint_bytes", -state.checkpoint.nbytes)
             self.entries.remove(state.checkpoint_entry)
             state.checkpoint_entry = None
         state.checkpoint = checkpoint
         self.windows.renear(node)
         if checkpoint is not None:
             assert use is not None and checkpoint.offset == node.end, (node, checkpoint.offset)
-            self.account.add(checkpoints=checkpoint.nbytes)
+            self.account.add("checkpoint_bytes", checkpoint.nbytes)
             entry = state.checkpoint_entry = self.entries.new(node, "checkpoint", use)
             self._weigh_checkpoint(node)
             self.policy.inserted(entry)

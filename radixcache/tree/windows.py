@@ -40,7 +40,7 @@ class Windows:
         state.windows = spans if after else None
         self.nbytes += after - before
         if after or before:
-            self._account.add(checkpoints=after - before)
+            self._account.add("checkpoint_bytes", after - before)
             state.reweigh()
             self._file(node)
 

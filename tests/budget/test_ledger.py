@@ -21,12 +21,12 @@ class Owner:
         self.asked: list[int] = []
         self.gives = held if gives is None else gives
         self.account = ledger.open_account(self.reclaim)
-        self.account.add(spans=held)
+        self.account.add("span_bytes", held)
 
     def reclaim(self, amount_bytes: int) -> int:
         self.asked.append(amount_bytes)
         given = min(amount_bytes, self.gives)
-        self.account.add(spans=-given)
+        self.account.add("span_bytes", -given)
         return given
 
 
@@ -39,24 +39,24 @@ def test_a_budget_that_is_not_a_positive_whole_number_is_refused(budget_bytes: A
 def test_the_peak_is_the_most_that_was_ever_held_at_once() -> None:
     ledger = Ledger(1000)
     first, second = ledger.open_account(no_reclaim), ledger.open_account(no_reclaim)
-    first.add(spans=300)
-    first.add(spans=-300)
-    second.add(live=200)
+    first.add("span_bytes", 300)
+    first.add("span_bytes", -300)
+    second.add("live_bytes", 200)
     assert ledger.peak_bytes == 300
-    first.add(checkpoints=150)
+    first.add("checkpoint_bytes", 150)
     assert ledger.peak_bytes == 350
-    second.add(live=-200)
+    second.add("live_bytes", -200)
     assert (ledger.peak_bytes, ledger.total_bytes) == (350, 150)
 
 
 def test_over_bytes_says_what_must_go_before_more_fits() -> None:
     ledger = Ledger(100)
     account = ledger.open_account(no_reclaim)
-    account.add(spans=90)
+    account.add("span_bytes", 90)
     assert ledger.over_bytes() == 0
     assert ledger.over_bytes(10) == 0
     assert ledger.over_bytes(11) == 1
-    account.add(spans=30)
+    account.add("span_bytes", 30)
     assert ledger.over_bytes() == 20
     assert ledger.over_bytes(5) == 25
 
@@ -92,7 +92,7 @@ def test_an_account_is_sole_until_another_is_opened() -> None:
 def test_check_notices_a_negative_amount(purpose: str) -> None:
     ledger = Ledger(100)
     account = ledger.open_account(no_reclaim)
-    account.add(live=50)
+    account.add("live_bytes", 50)
     setattr(account, purpose, -1)
     ledger.total_bytes = account.total_bytes
     with pytest.raises(AssertionError):
@@ -102,7 +102,7 @@ def test_check_notices_a_negative_amount(purpose: str) -> None:
 def test_check_notices_a_total_that_is_not_the_sum() -> None:
     ledger = Ledger(100)
     account = ledger.open_account(no_reclaim)
-    account.add(spans=10)
+    account.add("span_bytes", 10)
     ledger.check()
     account.span_bytes += 1
     with pytest.raises(AssertionError, match="10"):
