@@ -343,7 +343,7 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
             if error <= allowed:
                 is_wide = False
                 if way is not Way.SINGLE:
-                    with suppress(Exception):  # as below
+                    with suppress(Exception):  # a model may raise anything on shapes it was not made for
                         is_wide = error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
                 return WayTrial(way, "; ".join(reasons), is_wide)
             why = f"logits are off by {error:.1e} of the largest"
