@@ -56,9 +56,8 @@ def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") 
     """
     array = _integers(tokens, name)
     ceiling = min(vocab_size or 1 << 31, 1 << 31)
-    wrong = (array < 0) | (array >= ceiling)
-    if wrong.any():
-        index = int(wrong.argmax())
+    index = ((array < 0) | (array >= ceiling)).tobytes().find(1)  # several times faster than any() on a short array
+    if index >= 0:
         raise ValueError(f"{name}[{index}] is {int(array[index])}; wanted a token id in [0, {ceiling}).")
     return array.astype(np.int32)
 
@@ -234,9 +233,11 @@ class Quarantine:
 
         O(1) for a namespace without entries, else O(length of the longest entry).
         """
+        if namespace not in self._lengths:
+            return None
         found = None
         blake, done = hashlib.blake2b(digest_size=16), 0
-        for length in sorted(self._lengths.get(namespace, ())):
+        for length in sorted(self._lengths[namespace]):
             if length > len(keys):
                 break
             blake.update(keys[done:length].tobytes())

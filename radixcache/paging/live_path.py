@@ -154,19 +154,20 @@ class LivePath:
 
         A node across `end` is split; nodes on which nothing can resume are dropped.
         """
-        left = []
+        left, tip = [], None
         for node in self.nodes():
             if node.end <= end:
+                tip = node
                 continue
             if node.start < end:
-                self._states.split(node, end)
+                tip = self._states.split(node, end)
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
                 # First, so that the policy knows the node's bytes when it hears of the node.
                 self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start), self.caches)
             self._states.set_live(node, self.slot, False)
             left.append(node)
-        self.tip = next((node for node in self.nodes() if node.end == end), None)
+        self.tip = tip
         assert self.offset == end, (end, self.tip)
         for node in reversed(left):
             if self._states.is_useless(node):
@@ -190,9 +191,12 @@ class LivePath:
 
     def advance(self, node: StateNode) -> None:
         """Make the path to `node` LIVE: the buffers hold it, evaluated or paged in."""
-        for each in node.path():
-            if not each.payload.live_mask >> self.slot & 1:
-                self._states.set_live(each, self.slot, True)
+        new, each = [], node
+        while each.parent is not None and not each.payload.live_mask >> self.slot & 1:  # By V1 the rest is live.
+            new.append(each)
+            each = each.parent
+        for each in reversed(new):
+            self._states.set_live(each, self.slot, True)
         self.tip = node
 
     def forget(self) -> None:

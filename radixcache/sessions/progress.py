@@ -208,10 +208,9 @@ class Progress:
         """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""
         offsets = self._layout.offsets(caches)
         replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
-        if replaced and self._layout.has_points:
-            return None
-        has_changed = True in self._changes(caches)
-        if broke_off and has_changed:
+        changes = self._changes(caches)
+        has_changed = True in changes
+        if (replaced and self._layout.has_points) or (broke_off and has_changed):
             return None
         if offsets is None:
             return None if has_changed or self.position > known else self.position
@@ -221,10 +220,8 @@ class Progress:
                 return None
             self._layout.rewind_spans(caches, min(low, known))
             return min(low, known)
-        if not self._agree(caches, high):
+        if changes - {high != self.position} or (high > known and not self._layout.can_rewind(caches, high, known)):
             return None
         if high > known:
-            if not self._layout.can_rewind(caches, high, known):
-                return None
             self._layout.rewind(caches, high, known)
         return min(high, known)

@@ -136,7 +136,7 @@ def run_on_ray(
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(str(error)) from error
     try:
-        remote: Any = ray.remote(_run_remotely)
+        remote: Any = ray.remote(lambda trace, job: job.run(trace))
         stored = [ray.put(trace) for trace in traces]
         futures: list[Future[R]] = [remote.remote(stored[job.trace], job).future() for job in jobs]
         for row in in_order(futures):
@@ -205,7 +205,3 @@ def _count(requests: int) -> None:
         raise KeyboardInterrupt
     with _served.get_lock():
         _served.value += requests
-
-
-def _run_remotely(trace: Trace, job: AnyJob[R]) -> R:
-    return job.run(trace)
