@@ -1,9 +1,9 @@
 # A server for Linux:    docker build -t radixcache .
-# With an NVIDIA GPU:    docker build --build-arg EXTRAS=serve,redis,cuda -t radixcache:cuda .
+# With an NVIDIA GPU:    docker build --build-arg EXTRAS=redis,cuda -t radixcache:cuda .
 # Run, at this machine:  docker run -p 127.0.0.1:8080:8080 -v radixcache:/models radixcache    (--gpus all for CUDA)
 # Other options:         docker run ... radixcache serve --host 0.0.0.0 --model OWNER/NAME --prompt-cache-bytes 8G
 FROM python:3.13-slim-bookworm AS build
-ARG EXTRAS=serve,redis
+ARG EXTRAS=redis
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY policies policies

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
-from radixcache.errors import RadixCacheError
-
 Number = int | float
 
 
@@ -101,17 +99,9 @@ def metrics_of(stats: Any, prefix: str) -> Iterator[Metric]:
 
 
 def families(sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> list[Any]:
-    """Metric families of prometheus-client: equal names of all sources together, with the labels of each source.
+    """Metric families of prometheus-client: equal names of all sources together, with the labels of each source."""
+    from prometheus_client.metrics_core import Metric as Family
 
-    Raises:
-        RadixCacheError: the package `prometheus-client` is not installed.
-    """
-    try:
-        from prometheus_client.metrics_core import Metric as Family
-    except ModuleNotFoundError:
-        raise RadixCacheError(
-            "metrics as text need the package prometheus-client: pip install 'radixcache[serve]'."
-        ) from None
     found: dict[str, Family] = {}
     for labels, metrics in sources:
         for metric in metrics:
@@ -123,7 +113,7 @@ def families(sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> l
 
 
 def exposition(metrics: Iterable[Metric], labels: Mapping[str, str]) -> str:
-    """Prometheus' text format, version 0.0.4, with `labels` on every sample. It raises what `families` raises."""
+    """Prometheus' text format, version 0.0.4, with `labels` on every sample."""
     collected = families([(labels, metrics)])
     from prometheus_client import generate_latest
 

@@ -123,11 +123,7 @@ class StatsSnapshot:
         return {"metrics": metrics, "largest_nodes": [dict(node) for node in self.largest_nodes]}
 
     def exposition(self, labels: Mapping[str, str] | None = None) -> str:
-        """The metrics in Prometheus' text format, version 0.0.4, with `labels` on every sample.
-
-        Raises:
-            RadixCacheError: the package `prometheus-client` of the extra `radixcache[serve]` is not installed.
-        """
+        """The metrics in Prometheus' text format, version 0.0.4, with `labels` on every sample."""
         return exposition(self.metrics, labels or {})
 
 

@@ -26,7 +26,6 @@ OK, MISSING, PROBLEM = "ok", "missing", "problem"
 PACKAGE = "radixcache"
 #: What each extra is for; an extra without an entry is not reported.
 USES = {
-    "serve": "radixcache serve",
     "redis": "prefixes that machines share (--redis)",
     "plot": "pictures (--plot, advise --html)",
     "ray": "replicas and simulations on a cluster (--replicas, --ray)",

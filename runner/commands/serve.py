@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -21,8 +21,6 @@ from runner.serve.options import ServeOptions, require_compatible
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: The modules that the extra [serve] installs.
-EXTRA = ("PIL", "fastapi", "prometheus_client", "starlette", "uvicorn")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -107,28 +105,17 @@ def _require_compatible(options: ServeOptions) -> None:
 
 
 def _run(options: ServeOptions) -> None:
-    with _needs_extra():
-        from runner.serve.http_server import HttpServer, listen, url_of
+    from runner.serve.http_server import HttpServer, listen, url_of
+
     try:
         listening = listen(options.host, options.port)
     except OSError as error:
         raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror}.") from error
     with listening, ExitStack() as stack:
-        with usage_errors(ValueError, OSError, RadixCacheError), _needs_extra():
+        with usage_errors(ValueError, OSError, RadixCacheError):
             app, stop = (_one_process if options.replicas is None else _replicas)(options, stack)
         print(_welcome(options, url_of(listening)), flush=True)
         HttpServer(app, partial(stop, options.drain_s)).run(sockets=[listening])
-
-
-@contextmanager
-def _needs_extra() -> Iterator[None]:
-    """Say how to install a module of the extra [serve] that is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
-            raise
-        raise UsageError(f"{error.name} is not installed; pip install 'radixcache[serve]'.") from error
 
 
 def _one_process(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callable[[float], object]]":
@@ -150,7 +137,7 @@ def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callab
     try:
         from runner.serve.replicas.fleet import Fleet, make_replicas_app
     except ImportError as error:
-        raise UsageError(f"--replicas needs Ray Serve: pip install 'radixcache[ray,serve]' ({error}).") from error
+        raise UsageError(f"--replicas needs Ray Serve: pip install 'radixcache[ray]' ({error}).") from error
     fleet = Fleet(options)
     app = make_replicas_app(options, fleet)
     stack.callback(fleet.stop, 0)

@@ -63,12 +63,12 @@ def test_a_sound_installation_is_ok(command: Command, install: Callable[..., Non
 def test_an_extra_that_is_missing_is_named_with_what_installs_it_and_is_no_failure(
     command: Command, install: Callable[..., None]
 ) -> None:
-    offered = [f"Provides-Extra: {name}" for name in ("serve", "redis", "plot", "dev")]
+    offered = [f"Provides-Extra: {name}" for name in ("cuda", "redis", "plot", "dev")]
     install(
         "radixcache",
         *INSTALLED,
         *offered,
-        "Requires-Dist: front[fast]>=1; extra == 'serve'",
+        "Requires-Dist: front[fast]>=1; extra == 'cuda'",
         "Requires-Dist: numpy>=99; extra == 'redis'",
         "Requires-Dist: front; extra == 'plot'",
         "Requires-Dist: absent; extra == 'dev'",
@@ -77,10 +77,10 @@ def test_an_extra_that_is_missing_is_named_with_what_installs_it_and_is_no_failu
     code, out, _ = command("doctor")
     lines = dict(zip(marks(out), out.splitlines(), strict=True))
     assert code == 0
-    assert "rocket is not installed. For radixcache serve: pip install 'radixcache[serve]'" in lines["[serve]"]
+    assert "rocket is not installed. For NVIDIA GPUs: pip install 'radixcache[cuda]'" in lines["[cuda]"]
     assert "; wanted >=99. For prefixes that machines share" in lines["[redis]"]
     assert {name: mark for name, mark in marks(out).items() if name.startswith("[")} == {
-        "[serve]": "missing",
+        "[cuda]": "missing",
         "[redis]": "missing",
         "[plot]": "ok",
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from radixcache import CacheStats, PrefixCache, RadixCacheError, StatsSnapshot
+from radixcache import CacheStats, PrefixCache, StatsSnapshot
 from radixcache.observe.tree_view import NodeView
 from runner.models.tiny import tiny_model
 from tests import inside
@@ -133,13 +132,6 @@ def test_it_survives_json_and_its_text_has_every_number(cache: PrefixCache) -> N
     assert text.count("# TYPE") == len(document["metrics"])
     units = {metric["unit"] for metric in document["metrics"].values()}
     assert {"bytes", "tokens", "nodes", "requests", "evictions", "slots", "pins", ""} <= units
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("prometheus_client", "prometheus_client.metrics_core"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RadixCacheError, match=r"pip install 'radixcache\[serve\]'"):
-        StatsSnapshot(()).exposition()
 
 
 def test_a_namespace_shows_its_own_nodes_and_pins_and_nothing_else(model: Any) -> None:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("mlx", "mlx_lm", "transformers", "prometheus_client", "runner")
+SERVER = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
+HEAVY = ("mlx", "mlx_lm", "transformers", "runner", *SERVER)
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -41,10 +42,14 @@ def test_policies_import_nothing_of_radixcache() -> None:
     assert _loaded_by("import policies").isdisjoint({"radixcache", "runner"})
 
 
-def test_all_of_radixcache_imports_mlx_and_nothing_of_runner() -> None:
+def test_all_of_radixcache_imports_mlx_and_nothing_of_runner_or_the_server() -> None:
     loaded = _loaded_by("from radixcache import *")
     assert {"mlx", "mlx_lm"} <= loaded
-    assert "runner" not in loaded
+    assert loaded.isdisjoint({"runner", *SERVER})
+
+
+def test_the_command_line_imports_nothing_of_the_server() -> None:
+    assert _loaded_by("import runner.cli").isdisjoint({"mlx", *SERVER})
 
 
 def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
