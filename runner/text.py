@@ -13,6 +13,7 @@ from rich.table import Table
 MIB = 1 << 20
 GIB = 1 << 30
 _SHOWN_CHARS = 40
+LONGEST_TEXT = 200  # characters of a client's text in a log line
 FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
 
 
@@ -44,6 +45,12 @@ def shown(value: Any) -> str:
 def shortened(text: str, length_chars: int) -> str:
     text = " ".join(printable(text).split())
     return text if len(text) <= length_chars else text[: length_chars - 3] + "..."
+
+
+def cut(text: str) -> str:
+    """Text of a client, cut to LONGEST_TEXT and without line breaks."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:LONGEST_TEXT])
+    return shown if len(text) <= LONGEST_TEXT else f"{shown}\u2026"
 
 
 def plural(count: int, noun: str) -> str:

@@ -246,7 +246,8 @@ class TokenSequence:
         fresh = np.array(self.reply.tokens[self.in_reply :], np.int32)
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.reply.tokens)
-        self.reserve = self.reply.max_tokens
+        # Each return doubles the room, so a long reply returns a few times only, and still leaves room to others.
+        self.reserve += 2 * self.in_reply
         self.held_row = self._said = self.last = None
         self.unread.clear()
 

@@ -28,14 +28,14 @@ from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
 from runner.serve.bodies import Count
-from runner.serve.metrics import CONTENT_TYPE, Watch, cut, read_caches
+from runner.serve.metrics import CONTENT_TYPE, Watch, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import DEFAULT, ApiError, ModelNames, Request, RequestRecord
 from runner.serve.service import to_json
-from runner.text import plural
+from runner.text import cut, plural
 
 if TYPE_CHECKING:
     from runner.serve.models import Models

@@ -31,6 +31,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody
@@ -364,11 +365,16 @@ class MessageDraft:
     def _call(self, call: dict[str, Any]) -> MessageEvents:
         # A model's arguments may have NaN, which JSON lacks, and be no object, which the API wants.
         function = call["function"]
-        arguments = json.loads(function["arguments"], parse_constant=str)
+        try:
+            arguments = json.loads(function["arguments"], parse_constant=str)
+            written = json.dumps(arguments if isinstance(arguments, dict) else {"arguments": arguments})
+        except ValueError:  # cut off
+            written = function["arguments"]
+            arguments = from_json(written or "{}", allow_partial="trailing-strings")
         arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
         yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         self._content[-1]["input"] = arguments
-        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(arguments)})
+        yield self._delta({"type": "input_json_delta", "partial_json": written})
         yield from self._close()
 
     def _open(self, block: dict[str, Any]) -> MessageEvents:

@@ -24,6 +24,7 @@ from radixcache.counters import families, metrics_of
 from radixcache.errors import CacheClosedError
 from radixcache.tree.history import Event, EventKind
 from runner.serve.request import ModelNames, RequestRecord
+from runner.text import cut
 
 if TYPE_CHECKING:
     from radixcache import PrefixCache
@@ -38,7 +39,6 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: Requests that the page lists, and requests for which it shows what the caches held at their end.
 LISTED_REQUESTS, POINTS = 50, 500
-LONGEST_TEXT = 200  # characters of a model's name or an error's message
 
 #: Counters: radixcache_serve_NAME_total, help, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -176,9 +176,3 @@ def in_a_line(record: RequestRecord) -> str:
     for form, value in zip(shown, (record.queue_ms, record.ttft_ms, record.tokens_per_s), strict=True):
         line += "" if value is None else f"; {form.format(value)}"
     return f"{line}; {cut(record.note)}" if record.note else line
-
-
-def cut(text: str) -> str:
-    """Text of a client, cut to LONGEST_TEXT and without line breaks."""
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:LONGEST_TEXT])
-    return shown if len(text) <= LONGEST_TEXT else f"{shown}\u2026"

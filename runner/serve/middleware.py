@@ -1,6 +1,6 @@
 """Middleware: what every HTTP request passes before it reaches its route. Pure ASGI; never imports MLX.
 
-    Frame       CORS headers, errors in the form of the API that was called, one count a request
+    Frame       CORS headers, errors in the form of the API that was called, one count a request, a log of refusals
     Access      which requests reach a route, and as whom, by the keys of a Keyring
     BodyLimit   a request reaches its route once its whole body is there, and small enough
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hmac
 import logging
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -31,11 +32,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.serve.request import ApiError
 from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
+from runner.text import cut
 
 logger = logging.getLogger(__name__)
 
 MAX_BODIES = 16  # bodies of the largest size that may be in memory at a time
 OPEN, PAGE = "/health", "/cache"
+REFUSALS_LOGGED, REFUSALS_S = 20, 10  # at most so many lines about refused requests in so many seconds
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers by which a proxy names its client
 
 
@@ -239,6 +242,7 @@ class Frame:
 
     def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int], None]) -> None:
         self._app, self._allowed_origins, self._count = app, allowed_origins, count
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -277,6 +281,8 @@ class Frame:
                 error = ApiError(500, "the server failed at this request; its log says where.")
             await error_response(scope, error)(scope, receive, framed)
         finally:
+            if reason := scope.get("state", {}).get("refused"):
+                self._refusals.log(scope, status or CLIENT_CLOSED_REQUEST, reason)
             self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST)
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
@@ -288,8 +294,28 @@ class Frame:
         return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
+class Refusals:
+    """Logs refused requests, a line each, bounded in rate; the next line counts what was left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._since_s, self._lines = clock, clock(), 0
+
+    def log(self, scope: Scope, status: int, reason: str) -> None:
+        if self._clock() - self._since_s >= REFUSALS_S:
+            if self._lines > REFUSALS_LOGGED:
+                logger.warning("%d more requests were refused", self._lines - REFUSALS_LOGGED)
+            self._since_s, self._lines = self._clock(), 0
+        self._lines += 1
+        if self._lines <= REFUSALS_LOGGED:
+            tenant, client = scope["state"].get("tenant") or ANYONE, scope.get("client")
+            who = tenant.name or (client[0] if client else "a client")
+            route = f"{scope['method']} {cut(scope['path'])}"
+            logger.warning("refused %s of %s: %d, %s", route, who, status, cut(reason))
+
+
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """Write an error in the form of the API whose route was called."""
+    scope.setdefault("state", {})["refused"] = error.message  # for the log, see Frame
     is_anthropic = scope["path"].startswith("/v1/messages")
     response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
     response.headers.update(headers or {})

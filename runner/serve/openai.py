@@ -84,7 +84,7 @@ class OpenAIBody(Checked):
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)
-    max_tokens: Tokens = 512
+    max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
     top_p: Share = 1.0

@@ -36,7 +36,10 @@ class ServeOptions:
     top_p: Annotated[float, Option(help="Top-p where a request names none.", min=0, max=1)] = 1.0
     top_k: Annotated[int, Option(help="Top-k where a request names none; 0 switches it off.", min=0)] = 0
     min_p: Annotated[float, Option(help="Min-p where a request names none; 0 switches it off.", min=0, max=1)] = 0.0
-    max_tokens: Annotated[int, Option(help="Most tokens of a reply, where a request names no number.", min=1)] = 512
+    max_tokens: Annotated[
+        int | None,
+        Option(help="Most tokens of a reply, where a request names no number.  [default: to the context's end]", min=1),
+    ] = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
     prompt_concurrency: Annotated[int, Option(help="Most prompts that are evaluated together.", min=1)] = 8

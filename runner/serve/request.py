@@ -42,6 +42,7 @@ class Request:
 
     Attributes:
         prompt: of a text completion; None: a chat.
+        max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
         chat_template_kwargs: arguments of the chat template, over those of the server.
@@ -51,7 +52,7 @@ class Request:
     """
 
     names: ModelNames
-    max_tokens: int
+    max_tokens: int | None
     prompt: str | None = None
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[dict[str, Any]] | None = None
@@ -159,12 +160,22 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The reply failed, before it began or later. `status` is HTTP's; `message` is for the client."""
+    """The reply failed, before it began or later. The fields are those of ApiError."""
 
     status: int
     message: str
     record: RequestRecord | None = None
     retry_after_s: int = 0
+    param: str | None = None
+    code: str | None = None
+    anthropic_message: str | None = None
+
+    @classmethod
+    def of(cls, error: ApiError, record: RequestRecord | None = None) -> Failed:
+        return cls(error.status, error.message, record, **{name: getattr(error, name) for name in ERROR_FIELDS})
+
+    def as_error(self) -> ApiError:
+        return ApiError(self.status, self.message, **{name: getattr(self, name) for name in ERROR_FIELDS})
 
 
 ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
@@ -226,22 +237,29 @@ class OpenRequest:
 
     def fail(self, status: int, message: str, note: str | None = None) -> None:
         """Put Failed, unless the request has ended. `note` is for the record; default: the message."""
-        if not self.is_over:
-            message = " ".join(message.split())
-            self._close("error", note or message)
-            self.put(Failed(status, message, self.record))
+        self._fail(ApiError(status, message), note)
 
     def fail_with(self, error: BaseException | None) -> None:
         """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
         if isinstance(error, ApiError):
-            self.fail(error.status, error.message)
+            self._fail(error)
         elif not isinstance(error, (BudgetFullError, CacheFullError)):
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self.tokens:
             self.end("length", str(error))
         else:  # The text of the error tells what other tenants hold, so only the record gets it.
             room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
-            self.fail(400, f"a prompt of {self.record.prompt_tokens} tokens does not fit the {room}.", str(error))
+            prompt_tokens = self.record.prompt_tokens
+            message = f"a prompt of {prompt_tokens} tokens does not fit the {room}."
+            anthropic_message = f"prompt is too long: {prompt_tokens} tokens do not fit the {room}"
+            full = ApiError(400, message, code=TOO_LONG, anthropic_message=anthropic_message)
+            self._fail(full, str(error))
+
+    def _fail(self, error: ApiError, note: str | None = None) -> None:
+        if not self.is_over:
+            error.message = " ".join(error.message.split())
+            self._close("error", note or error.message)
+            self.put(Failed.of(error, self.record))
 
     def _close(self, outcome: Outcome, note: str | None) -> None:
         self.is_over = True
@@ -252,24 +270,46 @@ class OpenRequest:
 
 
 class ApiError(Exception):
-    """An error for the client, in the form of its API: one line, and the wrong field as `param`."""
+    """An error for the client, in the form of its API: one line, and the wrong field as `param`.
+
+    `anthropic_message` takes the place of the message in Anthropic's form, for errors that clients know by their words.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 0,
+        anthropic_message: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.anthropic_message = retry_after_s, anthropic_message
+
+    @classmethod
+    def of_length(cls, prompt_tokens: int, context_length: int) -> ApiError:
+        """A prompt beyond the context, in the words by which agents know that they must shorten a conversation."""
+        openai = (
+            f"This model's maximum context length is {context_length} tokens. "
+            f"However, your messages resulted in {prompt_tokens} tokens. Please reduce the length of the messages."
+        )
+        anthropic = f"prompt is too long: {prompt_tokens} tokens > {context_length} maximum"
+        return cls(400, openai, param="messages", code=TOO_LONG, anthropic_message=anthropic)
 
     def in_openai_form(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self._with_field(), "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
-        """The error in Anthropic's form, which names the field in the message."""
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        message = f"{self.param}: {self.message}" if self.param else self.message
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self._with_field()}}
+
+    def _with_field(self) -> str:
+        """The message, with the name of the wrong field."""
+        return f"{self.param}: {self.message}" if self.param and self.param not in self.message else self.message
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
@@ -279,5 +319,7 @@ class ApiError(Exception):
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
 
 
+TOO_LONG = "context_length_exceeded"
+ERROR_FIELDS = ("param", "code", "retry_after_s", "anthropic_message")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}

@@ -50,6 +50,7 @@ class _Prepared(NamedTuple):
     prompt: RenderedPrompt
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor]
+    max_tokens: int
     is_stop: Callable[[int], bool]
     is_alone: bool
 
@@ -134,16 +135,18 @@ class ServedModel:
 
     def begin(self, opened: OpenRequest) -> None:
         """Accept a request. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
-        request, tokenizer, longest = opened.request, self.tokenizer, self.context_length
+        request, tokenizer = opened.request, self.tokenizer
         prompt = self.prompt(request)
         prompt_tokens = len(prompt.tokens)
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:
             raise ApiError(400, "a draft model cannot draft replies to images; ask with draft_model null.")
         is_shifted = self._options.context is not None and not has_images
-        if not is_shifted and longest is not None and prompt_tokens > longest:
-            message = f"the prompt has {prompt_tokens} tokens; the model's context length is {longest} tokens."
-            raise ApiError(400, message, code="context_length_exceeded")
+        longest = CAPACITY_TOKENS - 1 if is_shifted or self.context_length is None else self.context_length
+        if prompt_tokens > longest:
+            raise ApiError.of_length(prompt_tokens, longest)
+        room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
+        max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
         stop_words = list(request.stop_words)
         machine = mlx_lm_border.make_text_state_machine(tokenizer, stop_words)
         formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
@@ -152,7 +155,7 @@ class ServedModel:
         processors = processors_of(request, self._vocabulary_length)
         is_stop = mlx_lm_border.make_stop_sequences(tokenizer, stop_words).matcher().advance
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
-        self._queue.append(_Prepared(opened, prompt, sampler, processors, is_stop, is_alone))
+        self._queue.append(_Prepared(opened, prompt, sampler, processors, max_tokens, is_stop, is_alone))
         self._advance()
         if not opened.is_over:
             opened.record.prompt_tokens = prompt_tokens
@@ -208,7 +211,7 @@ class ServedModel:
             self._foresee(opened, prompt)
             ticket = generator.submit(
                 prompt.tokens,
-                max_tokens=min(opened.request.max_tokens, CAPACITY_TOKENS - len(prompt.tokens)),
+                max_tokens=prepared.max_tokens,
                 marks=prompt.marks,
                 sampler=prepared.sampler,
                 logits_processors=prepared.logits_processors,
@@ -287,7 +290,7 @@ class ServedModel:
             self.model,
             self.tokenizer,
             prompt.tokens,
-            opened.request.max_tokens,
+            prepared.max_tokens,
             self.draft_model,
             mx.default_stream(mx.default_device()),
             cache=self.cache,

@@ -14,13 +14,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
+from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from runner.serve.request import (
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
+_ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
 MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
 
 
@@ -82,13 +87,13 @@ class ReplyReader:
         self._machine, self._format_tool_calls = machine, format_tool_calls
         self._state = machine.make_state(initial_state)
         self._current = initial_state
-        self._is_over = False
+        self._is_over, self._is_cut = False, True
         self._text = self._reasoning = self._tool_text = ""
         self._tool_texts: list[str] = []
 
     def add(self, token: Token) -> Delta:
         """Read one token's text. The result is empty while a tool call is written."""
-        self._is_over = token.finish_reason is not None
+        self._is_over, self._is_cut = token.finish_reason is not None, token.finish_reason != "stop"
         if token.finish_reason == "stop":
             self._state, current = self._machine.discard(self._state)
             self._collect(current, "")
@@ -101,12 +106,16 @@ class ReplyReader:
         return Delta("", "", (), (token,)) if self._current == "tool" else self._take(token)
 
     def finish(self) -> Delta:
-        """Return text that was held back, and an unclosed tool call."""
+        """Return text that was held back, and an unclosed tool call; a call that was cut off as far as it came."""
         if not self._is_over:  # cancelled
             self._flush()
         if self._current == "tool" and self._tool_text:
             self._tool_texts.append(self._tool_text)
-        return self._take()
+        delta = self._take()
+        if self._current == "tool" and self._is_cut and not delta.tool_calls:
+            call = cut_call(self._tool_text)
+            return replace(delta, tool_calls=(call,)) if call else replace(delta, text=delta.text + self._tool_text)
+        return delta
 
     def _flush(self) -> None:
         self._state, held_back, current = self._machine.flush(self._state)
@@ -141,6 +150,16 @@ class ReplyReader:
             return []
 
 
+def cut_call(text: str) -> dict[str, Any] | None:
+    """The call that the beginning of a JSON tool call makes, with arguments as far as they came; None: another form."""
+    with suppress(ValueError):
+        found, call = _ARGUMENTS.search(text), from_json(text.strip(), allow_partial="trailing-strings")
+        if found and isinstance(call, dict) and isinstance(call.get("name"), str):
+            function = {"name": call["name"], "arguments": text[found.end() :].strip()}
+            return {"id": str(uuid.uuid4()), "type": "function", "function": function}
+    return None
+
+
 class ServedReply:
     """One reply as it arrives. `record` and `finish_reason` are None until it has ended."""
 
@@ -169,7 +188,7 @@ class ServedReply:
                 if isinstance(event, Started):  # Its replica ended before the first token; another replica starts anew.
                     continue
                 if isinstance(event, Failed):
-                    raise ApiError(event.status, event.message)
+                    raise event.as_error()
                 if isinstance(event, Token):
                     reason = event.finish_reason or reason
                     delta = self._reader.add(event)
@@ -258,7 +277,7 @@ class Service:
             return ServedReply(opened, events, first, timer)
         timer.cancel()
         if isinstance(first, Failed):
-            raise ApiError(first.status, first.message, retry_after_s=first.retry_after_s)
+            raise first.as_error()
         assert isinstance(first, Ended), first
         raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
 

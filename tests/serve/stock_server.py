@@ -13,6 +13,7 @@ from runner.serve.options import ServeOptions
 
 def stock_answer(path, body, steps, *, machine, initial_state="normal", tool_parser=None, prompt_tokens, cached_tokens):
     """The status and body of the answer to POST `path`, of a server with the options' defaults."""
+    options = {**vars(ServeOptions()), "max_tokens": 512}
     context = GenerationContext(
         has_tool_calling=True, has_thinking=True, tool_parser=tool_parser, text_sm=machine, initial_state=initial_state,
         prompt=[0] * prompt_tokens, prompt_cache_count=cached_tokens,
@@ -22,7 +23,7 @@ def stock_answer(path, body, steps, *, machine, initial_state="normal", tool_par
     handler = _Handler()
     handler.path, handler.headers, handler.rfile = path, {"Content-Length": len(raw)}, io.BytesIO(raw)
     handler.response_generator = Namespace(
-        cli_args=Namespace(**vars(ServeOptions())), generate=lambda *_, **__: (context, iter(responses))
+        cli_args=Namespace(**options), generate=lambda *_, **__: (context, iter(responses))
     )
     handler.do_POST()
     return handler.status, handler.wfile.getvalue().decode()

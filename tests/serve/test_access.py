@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from runner.serve.app import guard, make_app
 from runner.serve.metrics import Watch
-from runner.serve.middleware import KeyFileError, Keyring
+from runner.serve.middleware import REFUSALS_LOGGED, REFUSALS_S, KeyFileError, Keyring, Refusals
 from runner.serve.options import ServeOptions
 from runner.serve.scheduler import Scheduler
 
@@ -196,6 +196,32 @@ def test_every_request_is_counted_under_its_route(serve: Serve) -> None:
         client.get(path, headers=headers)
     client.get("/nowhere", headers=bearer(ANN))
     assert counted == [("/v1/models", 200), ("other", 401), ("/v1/broken", 500), ("other", 401), ("other", 404)]
+
+
+def test_every_refused_request_has_a_line_that_says_whose_it_was_and_why(serve: Serve, caplog) -> None:
+    client = serve(tenants=True)
+    client.get("/v1/models", headers=bearer(ANN))
+    client.get("/v1/models")
+    client.delete("/v1/models", headers=bearer(ANN))
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("middleware")] == [
+        "refused GET /v1/models of 127.0.0.1: 401, no valid key; wanted one in Authorization: Bearer or in x-api-key.",
+        "refused DELETE /v1/models of ann: 405, Method Not Allowed: DELETE /v1/models",
+    ]
+
+
+def test_lines_about_refused_requests_are_bounded_in_rate(caplog) -> None:
+    now_s = 0.0
+    refusals = Refusals(lambda: now_s)
+    scope = {"method": "GET", "path": "/a\nb", "client": ("10.0.0.1", 1), "state": {}}
+    for _ in range(REFUSALS_LOGGED + 7):
+        refusals.log(scope, 404, "x" * 500)
+    assert len(caplog.records) == REFUSALS_LOGGED
+    assert caplog.records[0].getMessage().startswith(r"refused GET /a\nb of 10.0.0.1: 404, xxx")
+    assert len(caplog.records[0].getMessage()) < 300
+    now_s = REFUSALS_S
+    refusals.log(scope, 404, "x")
+    assert caplog.records[-2].getMessage() == "7 more requests were refused"
+    assert len(caplog.records) == REFUSALS_LOGGED + 2
 
 
 @pytest.mark.parametrize(

@@ -195,3 +195,15 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
     assert full.value.response.headers["retry-after"] == "7"
     with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
         run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
+
+
+def test_a_cut_tool_call_is_a_block_with_the_arguments_that_came() -> None:
+    runs = ScriptedRuns(
+        said(calls=[("write", '{"path": "a.txt", "text": "Once up')], finish="length"), outcome="length"
+    )
+    whole = post(runs, BODY).json()
+    block = whole["content"][0]
+    assert (block["type"], block["input"]) == ("tool_use", {"path": "a.txt", "text": "Once up"})
+    assert whole["stop_reason"] == "max_tokens"
+    written = [event["delta"]["partial_json"] for event in events_of(runs) if event["type"] == "content_block_delta"]
+    assert "".join(written) == '{"path": "a.txt", "text": "Once up'

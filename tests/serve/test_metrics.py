@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixcache import PrefixCache
 from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import Event, EventKind
-from runner.serve.metrics import LISTED_REQUESTS, LONGEST_TEXT, Watch, in_a_line
+from runner.serve.metrics import LISTED_REQUESTS, Watch, in_a_line
 from runner.serve.request import ModelNames
+from runner.text import LONGEST_TEXT
 from tests.serve.watched import Watched, record
 
 STORE = "radixcache_store_"

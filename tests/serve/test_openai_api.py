@@ -37,6 +37,20 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
     assert (done, rest) == ("data: [DONE]", "")
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream):
+    with scripted_client(ScriptedRuns(said("x"), Failed.of(ApiError.of_length(9, 8)))) as client:
+        answer = client.post(path, json={**BODIES[path], "stream": stream})
+    error = json.loads(answer.text.split("data: ")[-2] if stream and path == CHAT else answer.text.split("data: ")[-1])
+    if path == CHAT:
+        assert (error["error"]["code"], error["error"]["param"]) == ("context_length_exceeded", "messages")
+        assert error["error"]["message"].startswith("This model's maximum context length is 8 tokens. However, your ")
+    else:
+        wanted = {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 8 maximum"}
+        assert error == {"type": "error", "error": wanted}
+
+
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
     runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), PrefillProgress(20, PROMPT_TOKENS), said("x", finish="stop"))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
 from runner.serve.request import Ended, OpenRequest, Started, Token
-from runner.serve.service import ReplyReader
+from runner.serve.service import Delta, ReplyReader
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 from tests.serve.stock_server import stock_answer
@@ -137,3 +137,29 @@ def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_stop_
     read = reading()
     assert read.add(Token("a ST", 1, 0.0, (), None)).text == "a "
     assert read.finish().text == "ST"
+
+
+CUT = '{"name": "write", "arguments": {"path": "a.txt", "text": "Once up'
+
+
+@pytest.mark.parametrize("finish", ["length", None], ids=["max_tokens", "cancelled"])
+def test_a_tool_call_that_is_cut_off_is_given_as_far_as_it_came(finish):
+    read = reading(lambda text, _: json.loads(text))
+    assert read.add(Token(f"So: <call>{CUT}", 1, 0.0, (), finish)).tool_calls == ()
+    (call,) = read.finish().tool_calls
+    assert call["function"] == {"name": "write", "arguments": '{"path": "a.txt", "text": "Once up'}
+
+
+@pytest.mark.parametrize("text", ["<function=write>\n<parameter=pa", '{"name": "wri', '{"arguments": {}, "name": "f"'])
+def test_a_cut_call_without_a_name_and_arguments_in_json_is_text(text):
+    read = reading(lambda text, _: json.loads(text))
+    read.add(Token(f"<call>{text}", 1, 0.0, (), "length"))
+    delta = read.finish()
+    assert (delta.text, delta.tool_calls) == (text, ())
+
+
+def test_a_broken_call_of_a_reply_that_ended_by_itself_is_no_call_and_no_text():
+    read = reading(lambda text, _: json.loads(text))
+    read.add(Token(f"<call>{CUT}", 1, 0.0, (), None))
+    read.add(Token("", 2, 0.0, (), "stop"))
+    assert read.finish() == Delta("", "", (), ())

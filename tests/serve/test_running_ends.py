@@ -108,7 +108,11 @@ def test_a_second_stop_shortens_the_time() -> None:
         ({"prompt": ""}, 400, "the prompt has no tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Only 'text' content type"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, 400, "the prompt cannot be made: TypeError"),
-        ({"prompt": "x" * 40_000}, 400, "the prompt has 40000 tokens; the model's context length is 32768 tokens."),
+        (
+            {"prompt": "x" * 40_000},
+            400,
+            "maximum context length is 32768 tokens. However, your mess",
+        ),
         ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than the 256 tokens there are."),
         (
             {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.6},
@@ -137,7 +141,47 @@ def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_an
         bad = Waiting(thread, prompt=LONG).failure
         assert bad.status == 400
         assert bad.message.endswith("tokens does not fit the budget of 600000 bytes.")
+        assert bad.code == "context_length_exceeded"
+        assert str(bad.anthropic_message).startswith("prompt is too long: ")
         assert Waiting(thread, prompt="short").record.completion_tokens > 0
+
+
+def test_a_reply_without_a_limit_goes_on_to_the_end_of_the_context_and_reserves_no_room_for_all_of_it(monkeypatch):
+    context_length = 700
+    monkeypatch.setattr("runner.models.load._context_length", lambda config: context_length)
+    with running() as thread:
+        free = Waiting(thread, max_tokens=None, logit_bias={1: -1e6})
+        beyond = Waiting(thread, max_tokens=5000, logit_bias={1: -1e6})
+        short = Waiting(thread, max_tokens=3)
+        assert short.record.completion_tokens == 3
+        for each in (free, beyond):
+            record = each.record
+            assert (record.outcome, record.prompt_tokens + record.completion_tokens) == ("length", context_length)
+        full = Waiting(thread, prompt="x" * context_length, max_tokens=None)
+        assert full.record.completion_tokens == 1
+        error = Waiting(thread, prompt="x" * (context_length + 1)).failure.as_error()
+    assert error.in_openai_form()["error"] == {
+        "message": "This model's maximum context length is 700 tokens. However, your messages resulted in 701 tokens. "
+        "Please reduce the length of the messages.",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+    anthropic = {"type": "invalid_request_error", "message": "prompt is too long: 701 tokens > 700 maximum"}
+    assert error.in_anthropic_form() == {"type": "error", "error": anthropic}
+
+
+def test_many_replies_without_a_limit_run_together_in_a_budget_that_has_no_room_for_their_longest() -> None:
+    with running(budget_bytes=16 << 20) as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [Waiting(thread, max_tokens=None, prompt=prompt, logit_bias={1: -1e6}) for prompt in PROMPTS[:4]]
+        held.set()
+        for waiting in asked:
+            waiting.until(Token)
+        for waiting in asked:
+            waiting.opened.cancel()
+        assert all(waiting.record.outcome == "cancelled" for waiting in asked)
 
 
 def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:

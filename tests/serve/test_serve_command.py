@@ -121,7 +121,11 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
     ours = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
     assert theirs.keys() <= ours.keys()
     # The first has no effect; the second cannot be honoured, as what is shared is quantized from the start.
-    assert {name for name in theirs if ours[name] != theirs[name]} == {"prompt_cache_size", "quantized_kv_start"}
+    assert {name for name in theirs if ours[name] != theirs[name]} == {
+        "max_tokens",
+        "prompt_cache_size",
+        "quantized_kv_start",
+    }
 
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:

@@ -54,7 +54,7 @@ class Replica:
                 is_over = isinstance(some[-1], Ended | Failed)
                 yield some
         except ApiError as error:
-            yield [Failed(error.status, error.message, retry_after_s=error.retry_after_s)]
+            yield [Failed.of(error)]
         finally:
             timer.cancel()
             opened.cancel()
