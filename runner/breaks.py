@@ -35,20 +35,20 @@ from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
 from runner.text import plural, shortened
 
 COMPARED_PROMPTS = 16  # earlier prompts with which each prompt is compared for short spans that differ
-OPENING = "opening of the reply"  # role of the text behind the last message
+OPENING = "start of the reply"  # role of the text behind the last message
 BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters of text shown before a divergence, and after it of either prompt
 NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
 #: Reasons for which a stored token is lost.
 MEMORY_REASONS = {
-    Reason.EVICTED: "evicted before it was asked for again",
+    Reason.EVICTED: "evicted before a later request needed it",
     Reason.NO_CHECKPOINT: "stored, but the model's layers have no checkpoint there",
     Reason.QUARANTINED: "quarantined",
     Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another session",
-    Reason.OFF_GRID: "stored, but not made on the prefill grid",
+    Reason.OFF_GRID: "stored, but not prefilled in whole chunks",
 }
 REASONS = {
-    Reason.NEVER_STORED: "not stored as the prompt has it",
-    Reason.DIVERGED: "it differs from the stored one, and what follows is the same",
+    Reason.NEVER_STORED: "not stored with this text",
+    Reason.DIVERGED: "differs from the stored text, and the text after it is the same",
     **MEMORY_REASONS,
 }
 
@@ -254,12 +254,12 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
     if report.breaks:
         lines += ["", f"{'tokens lost':>11}  {'of prompts':>10}  {'requests':>8}  where, and why"]
     else:
-        lines.append("Nothing was lost: what could be reused was.")
+        lines.append("Nothing was lost: everything that could be reused was reused.")
     for each in report.breaks[:top]:
         lines += _break_lines(each, total)
     if rest := report.breaks[top:]:
         lost = sum(each.lost_tokens for each in rest)
-        lines.append(f"{lost:>11,}  {lost / total:>10.1%}  {'':>8}  {len(rest)} more; see --top")
+        lines.append(f"{lost:>11,}  {lost / total:>10.1%}  {'':>8}  {len(rest)} more breaks; see --top")
     for span in report.hints[:SHOWN_HINTS]:
         requests = plural(span.requests, "request")
         lines += ["", f"hint, in {requests}, {span.lost_tokens:,} tokens lost: {span.hint}"]
@@ -276,7 +276,7 @@ def _break_lines(each: Break, total: int) -> list[str]:
         return [*lines, f"{margin}  {shortened(str(gap), 100)}"]
     return [
         *lines,
-        f"{margin}  behind  {gap.before_text[-BEFORE_CHARS:]!r}",
+        f"{margin}  after   {gap.before_text[-BEFORE_CHARS:]!r}",
         f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
         f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
     ]
@@ -289,11 +289,11 @@ def _where(each: Break) -> str:
     named = ", ".join(str(index) for index, _ in often[:NAMED_MESSAGES])
     more = f" and {len(often) - NAMED_MESSAGES} more" if len(often) > NAMED_MESSAGES else ""
     noun = "messages" if len(often) > 1 else "message"
-    beyond = " and on" if each.piece == "memory" else ""
+    beyond = " and later" if each.piece == "memory" else ""
     return f"{each.role} {noun} {named}{more}{beyond}"
 
 
 def _why(each: Break) -> str:
     if each.piece == "template" and each.reason == Reason.DIVERGED:
-        return "the messages are the same, the template writes them otherwise"
+        return "the messages are the same, but the template renders them differently"
     return REASONS[each.reason]

@@ -129,7 +129,7 @@ def radixcache(
     verbose: Annotated[
         # Eager: read before --version, wherever it stands.
         bool,
-        typer.Option("--verbose", is_eager=True, help="With --version: add packages, system and device, for an issue."),
+        typer.Option("--verbose", is_eager=True, help="With --version: add packages, system and device."),
     ] = False,
 ) -> None:
     """A prefix cache for MLX language models, and tools that show what it saves."""

@@ -126,14 +126,16 @@ class Explanation:
     @property
     def _reading(self) -> str:
         if self.read_tokens == self.disk_tokens:
-            return "begin() reads what is missing, if there is room"
+            return "begin() reads the missing tokens, if the budget has room"
         slower = "slower to read than to prefill"
         return f"begin() reads up to {self.read_tokens:,}; the rest is {slower}" if self.is_read else slower
 
     def __str__(self) -> str:
         share = self.resumable_tokens / self.prompt_tokens
         resumed = f"{self.resumable_tokens:,} of {self.prompt_tokens:,} tokens resumed ({share:.1%})"
-        lines = [f"{resumed}, {self.matched_tokens:,} matched; the rest costs {self.cost:,.4g} {self.cost_unit}."]
+        lines = [
+            f"{resumed}, {self.matched_tokens:,} matched; prefilling the rest costs {self.cost:,.4g} {self.cost_unit}."
+        ]
         for layers, start in self.windows:
             whose = "1 layer" if layers == 1 else f"{layers} layers"
             lines.append(f"  resumes at {self.resumable_tokens:,}: the window of {whose} is stored from {start:,} on")
@@ -286,12 +288,12 @@ _WORDS = {
     Reason.NEVER_STORED: "never stored",
     Reason.DIVERGED: "diverged at {gap.start:,} from a stored path",
     Reason.EVICTED: "evicted at tick {gap.tick}",
-    Reason.QUARANTINED: "quarantined: found wrong, and not stored again",
+    Reason.QUARANTINED: "quarantined: verify found wrong state here",
     Reason.NO_CHECKPOINT: "stored, but no checkpoint between {gap.start:,} and {gap.end:,}",
-    Reason.WINDOW_GAP: "stored, but not the whole window at any offset between {gap.start:,} and {gap.end:,}",
+    Reason.WINDOW_GAP: "stored, but no offset between {gap.start:,} and {gap.end:,} has a whole window",
     Reason.LIVE_ELSEWHERE: "stored, but only in the live buffers of another thread's session",
-    Reason.OFF_GRID: "stored, but not made on the prefill grid",
-    Reason.LAST_TOKEN: "stored; the last token is evaluated for its logits",
+    Reason.OFF_GRID: "stored, but not prefilled in whole chunks of step_size tokens",
+    Reason.LAST_TOKEN: "stored, but evaluated again for its logits",
 }
 
 
@@ -299,10 +301,10 @@ def _in_words(gap: Gap) -> str:
     if gap.checkpoint is not None:
         return f"the checkpoint at {gap.checkpoint:,} was evicted at tick {gap.tick}"
     if gap.reason is Reason.QUARANTINED and gap.tick is not None:
-        return f"found wrong and taken out at tick {gap.tick}"
+        return f"found wrong by verify and removed at tick {gap.tick}"
     words = _WORDS[gap.reason].format(gap=gap)
     if gap.reason is Reason.DIVERGED:
-        behind = "" if gap.before_text is None else f" behind {gap.before_text!r}"
+        behind = "" if gap.before_text is None else f", after {gap.before_text!r}"
         words += f"{behind}: {both_words(gap.stored_text, gap.stored, gap.asked_text, gap.asked)}"
     return words
 

@@ -75,12 +75,12 @@ class Hint:
     def __str__(self) -> str:
         where = f"tokens {self.start} to {self.end - 1} change"
         if self.end - self.start < 2:
-            where = f"{'what stands before ' if self.end == self.start else ''}token {self.start} changes"
+            where = f"{'the text before ' if self.end == self.start else ''}token {self.start} changes"
         often = "every request" if self.values == self.requests else f"{self.values} of {self.requests} requests"
         shown = both_words(self.other_text, self.other, self.asked_text, self.asked)
         return (
-            f"{where} in {often} ({shown}); everything behind is recomputed, though {self.tokens:,} tokens of it are "
-            "the same. What changes belongs behind what does not."
+            f"{where} in {often} ({shown}). All later tokens are recomputed, although {self.tokens:,} of them are the "
+            "same. Move the text that changes behind the text that does not."
         )
 
 

@@ -10,6 +10,7 @@ from typer import Option
 
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
+from runner.commands.outputs import require
 from runner.commands.simulate import DISK_MIB_PER_S, PREFILL_TOKENS_PER_S, DiskMibPerS, disk_plan, run_grid
 from runner.files import read_json
 from runner.text import GIB, MIB
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 MOST_JOBS = 4
 #: Samples with fewer requests finish before other processes have started.
 SOON_REQUESTS = 1_000
-INTERRUPTED = "Interrupted: policies were not compared. These are LRU's figures."
+INTERRUPTED = "Interrupted: policies were not compared. These are the figures of LRU."
 
 
 class Comparison(NamedTuple):
@@ -44,41 +45,45 @@ class Comparison(NamedTuple):
 def advise(
     context: typer.Context,
     options: TraceOptions,
-    budget_gib: Annotated[float | None, Option(help="Your budget, in GiB.")] = None,
-    capacity_blocks: Annotated[int | None, Option(help="Your budget, in blocks.")] = None,
-    prefill_tokens_per_s: Annotated[float | None, Option(help="Speed of your model, for seconds saved.")] = None,
-    disk_gib: Annotated[float | None, Option(help="A disk in GiB.  [default: ten times the budget]")] = None,
+    budget_gib: Annotated[float | None, Option(help="Your budget in GiB; needs bytes per token.")] = None,
+    capacity_blocks: Annotated[int | None, Option(help="Your budget in blocks.")] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None, Option(help="Your model's prefill speed, to show time saved.")
+    ] = None,
+    disk_gib: Annotated[
+        float | None, Option(help="Disk below memory, in GiB.  [default: ten times the budget, or room for all]")
+    ] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    simulation: Annotated[Path | None, Option(help="Take the rows of `radixcache simulate --json`.")] = None,
-    jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1, for long traces up to 4]")] = None,
-    full: Annotated[bool, Option("--full", help="Simulate all policies and the optimum on the whole trace.")] = False,
+    simulation: Annotated[Path | None, Option(help="File of `simulate --json`, instead of simulating.")] = None,
+    jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; up to 4 for long traces]")] = None,
+    full: Annotated[bool, Option("--full", help="Simulate every policy, and the optimum, on the whole trace.")] = False,
     sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
-    json_file: Annotated[Path | None, Option("--json", help="Write the figures to this file.")] = None,
-    html_file: Annotated[Path | None, Option("--html", help="Write the report as a page of its own.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the figures to this JSON file.")] = None,
+    html_file: Annotated[Path | None, Option("--html", help="Write the report to this HTML file.")] = None,
 ) -> None:
-    """Say which budget and policy to take.
+    """Recommend a budget and a policy for a trace.
 
-    What can be saved at all, the budgets worth having, the best policy at yours, and a line to paste.
+    Shows how much prefill a cache can save, which budgets are worth having, the best policy at your budget, and a line
+    of Python to paste.
     """
-    outputs.require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
-    outputs.require(
-        budget_gib is None or capacity_blocks is None, "give --budget-gib or --capacity-blocks; wanted only one."
+    require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
+    require(
+        budget_gib is None or capacity_blocks is None,
+        "--budget-gib and --capacity-blocks exclude each other. Leave one out.",
     )
-    outputs.require_positive(
-        budget_gib=budget_gib, capacity_blocks=capacity_blocks, prefill_tokens_per_s=prefill_tokens_per_s
-    )
-    outputs.require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
-    outputs.require(
+    outputs.require_positive(budget_gib=budget_gib, capacity_blocks=capacity_blocks, disk_gib=disk_gib)
+    outputs.require_positive(disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
+    require(
         disk_gib is None or (simulation is None and (budget_gib or capacity_blocks) is not None),
-        "--disk-gib goes with --budget-gib or --capacity-blocks, and without --simulation.",
+        "--disk-gib needs --budget-gib or --capacity-blocks, and excludes --simulation.",
     )
     outputs.require_counts(jobs=jobs)
     results = outputs.Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
-    # Without bytes per token, blocks are counted.
+    # Without bytes per token, capacities are in blocks.
     sizes = options.model_bytes if options.model_bytes is not None and options.model_bytes.token_bytes > 0 else None
-    outputs.require(
+    require(
         budget_gib is None or sizes is not None,
-        "--budget-gib needs bytes per token: give --model-config of a model with any.",
+        "--budget-gib needs bytes per token; give --bytes-per-token, or --model-config of a model with attention.",
     )
     speeds = (disk_mib_per_s * MIB, prefill_tokens_per_s or PREFILL_TOKENS_PER_S)
     disk = disk_plan("--disk-gib", disk_gib, *speeds, sizes)
@@ -101,7 +106,7 @@ def advise(
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
     own_blocks = None if advice.own is None else advice.own.capacity_blocks
-    outputs.require(
+    require(
         own_blocks is None or own_blocks > 0,
         f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
@@ -115,8 +120,10 @@ def advise(
         try:
             best = best_policy(compared.rows, trace=trace.name, capacity_blocks=own_blocks)
         except (KeyError, TypeError, ValueError) as error:
-            raise outputs.UsageError(f"{simulation}: not the rows of a simulation ({error!r}).") from error
-        outputs.require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
+            raise outputs.UsageError(
+                f"{simulation}: a row is wrong ({error!r}); wanted rows of radixcache simulate --json."
+            ) from error
+        require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
     results.show(policy_text(advice, best, compared.notes))
     document = advice_document(
         advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
@@ -206,5 +213,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     document = read_json(path, "rows of radixcache simulate", outputs.UsageError)
     rows: list[dict[str, Any]] | None = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise outputs.UsageError(f"{path}: has no list of rows; wanted rows of radixcache simulate.")
+        raise outputs.UsageError(f"{path}: has no list of rows; wanted a file of radixcache simulate --json.")
     return rows

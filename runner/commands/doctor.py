@@ -40,7 +40,7 @@ Verdict = tuple[str, str]
 def doctor() -> None:
     """Check the installation: packages, extras, device, memory, disk, Redis.
 
-    Exits with 1 if a line says problem. What is missing is needed only for what its line names.
+    Exits with 1 if a line says `problem`. A line that says `missing` names the feature that it is needed for.
     """
     verdicts = list(_verdicts())
     for subject, (mark, text) in verdicts:
@@ -116,7 +116,7 @@ def _device() -> Verdict:
     except (ImportError, RuntimeError) as error:
         return PROBLEM, f"{type(error).__name__}: {error}: pip install --force-reinstall {PACKAGE}"
     if name == "CPU" and sys.platform == "linux" and shutil.which("nvidia-smi"):
-        return MISSING, f"CPU, beside an NVIDIA GPU: pip install '{PACKAGE}[cuda]' to use the GPU"
+        return MISSING, f"CPU; to use the NVIDIA GPU of this machine: pip install '{PACKAGE}[cuda]'"
     return OK, name
 
 
@@ -128,8 +128,8 @@ def _memory() -> Verdict:
     budget_bytes, source = default_budget_bytes(None)
     found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.available < DEMO_WHEEL.folder_bytes:
-        return PROBLEM, f"{found}; the demo model takes {DEMO_WHEEL.folder_bytes / GIB:.1f} GiB: end other programs"
-    return OK, f"{found}; budget of a cache by default {budget_bytes / GIB:.1f} GiB, {source}"
+        return PROBLEM, f"{found}; the demo model needs {DEMO_WHEEL.folder_bytes / GIB:.1f} GiB: end other programs"
+    return OK, f"{found}; default budget of a cache {budget_bytes / GIB:.1f} GiB, {source}"
 
 
 def _disk() -> Verdict:
@@ -139,9 +139,9 @@ def _disk() -> Verdict:
     parent = next(each for each in (home, *home.absolute().parents) if each.exists())
     found = f"{shutil.disk_usage(parent).free / GIB:,.1f} GiB free for {home}"
     if Path(home, "models", DEMO_WHEEL.folder_name).is_dir():
-        return OK, f"{found}; the demo model is there"
+        return OK, f"{found}; the demo model is already there"
     wanted_bytes = 2 * DEMO_WHEEL.wheel_bytes + DEMO_WHEEL.folder_bytes
-    needs = f"the demo model, which is fetched when first used, needs {wanted_bytes / MIB:,.0f} MiB"
+    needs = f"the demo model, which is downloaded on first use, needs {wanted_bytes / MIB:,.0f} MiB"
     if shutil.disk_usage(parent).free < wanted_bytes:
         return PROBLEM, f"{found}; {needs}: make room, or name another folder with RADIXCACHE_HOME"
     if not os.access(parent, os.W_OK):
@@ -156,9 +156,12 @@ def _redis(url: str) -> Verdict:
 
         Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S).ping()
     except ImportError:
-        return PROBLEM, f"RADIXCACHE_REDIS is set, without its client: pip install '{PACKAGE}[redis]'"
+        return (
+            PROBLEM,
+            f"RADIXCACHE_REDIS is set, but the package redis is not installed: pip install '{PACKAGE}[redis]'",
+        )
     except (RedisError, OSError) as error:
         return PROBLEM, f"the server of RADIXCACHE_REDIS does not answer ({type(error).__name__})"
     except ValueError:
-        return PROBLEM, "RADIXCACHE_REDIS is no URL; wanted redis://HOST:PORT/NUMBER"
+        return PROBLEM, "RADIXCACHE_REDIS is not a URL; wanted redis://HOST:PORT/NUMBER"
     return OK, "the server of RADIXCACHE_REDIS answers"

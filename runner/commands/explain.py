@@ -4,10 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Context, Option
 
 from runner.commands import outputs
-from runner.commands.inputs import load_outline, read_chosen, scheduled_requests
+from runner.commands.inputs import SkipBad, load_outline, read_chosen, scheduled_requests
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 def explain(
-    context: typer.Context,
-    file: Annotated[list[Path], typer.Argument(help="Files of conversations, as for replay; several are read as one.")],
-    model: Annotated[str, typer.Option(help="demo, tiny, tiny:KIND, a folder, or a hub id; no weights.")] = "demo",
-    users: Annotated[int | None, typer.Option(help="Take only the first so many users.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the schedule, as for replay.")] = 0,
-    requests: Annotated[int | None, typer.Option(help="Requests to explain at most.  [default: all]")] = None,
-    budget_mib: Annotated[float | None, typer.Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
-    policy: Annotated[str, typer.Option(help="What the cache evicts first.")] = "lru",
-    top: Annotated[int, typer.Option(help="Breaks to show; the one with most lost tokens is first.")] = 10,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and count, bad records.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    context: Context,
+    file: Annotated[list[Path], Argument(help="Files of conversations, as for replay; read as one.")],
+    model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder or hub id, without weights.")] = "demo",
+    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None,
+    seed: Annotated[int, Option(help="Seed of the schedule, as for replay.")] = 0,
+    requests: Annotated[int | None, Option(help="Explain at most N requests.  [default: all]")] = None,
+    budget_mib: Annotated[float | None, Option(help="Budget of the cache, in MiB.  [default: no limit]")] = None,
+    policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru",
+    top: Annotated[int, Option(help="Breaks to show, most lost tokens first.")] = 10,
+    skip_bad: SkipBad = False,
+    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")] = None,
 ) -> None:
-    """Say what breaks the prefix of conversations.
+    """Show what breaks the prefix of conversations.
 
-    Messages and template pieces, ranked by tokens lost. The requests are rendered and run through the cache as in
-    replay, with sizes in place of layer state: the model computes nothing, and its weights are not loaded. A token is
-    lost if an earlier request evaluated it and this one has to evaluate it again.
+    Lists messages and template pieces by the tokens that they lose. A token is lost if an earlier request evaluated it
+    and a later request has to evaluate it again. The requests are rendered and run through the cache as in replay, with
+    sizes in place of layer state: no model runs, and no weights are loaded.
     """
     outputs.require_counts(users=users, requests=requests, top=top)
     budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
@@ -41,7 +41,7 @@ def explain(
     conversations = read_chosen(file, skip_bad)
     if unanswered := sum(not each.replies_recorded for each in conversations):
         noun = "conversation has" if unanswered == 1 else "conversations have"
-        outputs.say(f"note: {unanswered} {noun} no replies recorded; a short one stands in for each.")
+        outputs.say(f"note: {unanswered} {noun} no recorded replies; a short text is used for each reply.")
     outline, lines = load_outline(model), ProgressLines()
 
     from runner.breaks import breaks_text, find_breaks, with_replies
@@ -60,7 +60,7 @@ def explain(
             on_progress=lambda done: lines.tell(lambda: f"{done:,} of {len(scheduled):,} requests"),
         )
     if skipped:
-        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {outline.name}.")
+        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: they do not fit {outline.name}.")
     results.show(breaks_text(report, top=top))
     document = {
         **asdict(report),
@@ -86,6 +86,8 @@ def _layout(outline: "ModelOutline") -> "SizedLayout":
     try:
         sizes = model_bytes(outline.config)
     except ModelConfigError as error:
-        outputs.say(f"note: {outline.name}: {error} Explained as a model with full attention alone, 1 byte per token.")
+        outputs.say(
+            f"note: {outline.name}: {error} Explained as a model with full attention only, at 1 byte per token."
+        )
         return SizedLayout(1)
     return SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows)

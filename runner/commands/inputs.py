@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 # Input formats for --help. click keeps the line breaks after \b.
 CONVERSATIONS = """
 \b
-Conversations are JSON, or JSONL with one per line; id and tools may stand beside the messages:
+Conversations are JSON, or JSONL with one per line; id and tools are optional keys:
 {"user": "ann", "messages": [{"role": "user", "content": "Hello"}]}
 {"user": "ben", "messages": [{"role": "user", "content": "Hi"}]}
 
-Also ShareGPT, tau-bench, mt-bench, SGD, SWE-agent's .traj and InterCode's logs, and folders with all below them; - is
-stdin.
+Files of ShareGPT, tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too. A folder means all files below
+it; - is stdin.
 """
 
 TRACES = """
 \b
-Traces are JSONL, a request per line, equal ids for equal prefixes:
+Traces are JSONL, a request per line, with equal ids for equal prefixes:
 {"timestamp": 0, "input_length": 900, "output_length": 80, "hash_ids": [1, 2]}
 {"timestamp": 3000, "input_length": 950, "output_length": 95, "hash_ids": [1, 3]}
 
-Also a coding agent's sessions, what PrefixCache(trace=FILE) recorded, what radixcache synth makes, conversations with
---model, and folders with all below them; - is stdin.
+Sessions of coding agents, files of PrefixCache(trace=FILE) and radixcache synth, and conversations (with --model) work
+too. A folder means all files below it; - is stdin.
 """
+
+SkipBad = Annotated[bool, Option("--skip-bad", help="Skip and count records that cannot be read or do not fit.")]
 
 
 def given_files(paths: Sequence[Path]) -> list[Path]:
@@ -106,10 +108,14 @@ def load_outline(spec: str) -> ModelOutline:
 class SizeOptions:
     """Options for the bytes of a model; a field is an option."""
 
-    model_config: Annotated[Path | None, Option(help="A model's config.json (or its folder), for sizes.")] = None
-    bytes_per_token: Annotated[float | None, Option(help="Bytes of cache per token, without --model-config.")] = None
-    bytes_per_checkpoint: Annotated[float | None, Option(help="Bytes of windows and states per checkpoint.")] = None
-    kv_bits: Annotated[int | None, Option(help="Bits per element of quantized keys and values.")] = None
+    model_config: Annotated[Path | None, Option(help="config.json of a model, or its folder, for sizes in bytes.")] = (
+        None
+    )
+    bytes_per_token: Annotated[float | None, Option(help="Bytes of cache per token, instead of --model-config.")] = None
+    bytes_per_checkpoint: Annotated[
+        float | None, Option(help="With --bytes-per-token: bytes of windows and recurrent state per checkpoint.")
+    ] = None
+    kv_bits: Annotated[int | None, Option(help="With --model-config: bits of quantized keys and values.")] = None
     kv_group_size: Annotated[int, Option(help="With --kv-bits: elements per group.")] = 64
 
     def load(self) -> ModelBytes | None:
@@ -119,7 +125,7 @@ class SizeOptions:
         for option, value in (("--bytes-per-token", token), ("--bytes-per-checkpoint", checkpoint)):
             require(value is None or 0 <= value < float("inf"), f"{option} is {value}; wanted 0 or more.")
         only_one = self.model_config is None or token is None
-        require(only_one, "give --model-config or --bytes-per-token; wanted only one.")
+        require(only_one, "--model-config and --bytes-per-token exclude each other. Leave one out.")
         require(checkpoint is None or token is not None, "--bytes-per-checkpoint needs --bytes-per-token.")
         if token is not None:
             sizes = ModelBytes("the model", round(token), round(checkpoint or 0), (), "its dtype")
@@ -139,11 +145,11 @@ class TraceOptions(SizeOptions):
     """The options of all commands over traces."""
 
     trace: Annotated[list[Path], Argument(help="Trace files or folders; several make one trace.", show_default=False)]
-    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False
-    seed: Annotated[int, Option(help="Seed of arrivals that are not recorded, and of samples.")] = 0
-    sessions_per_hour: Annotated[float, Option(help="Rate at which sessions begin, for data without it.")] = 30.0
-    model: Annotated[str | None, Option(help="Tokenizer for conversations: demo, tiny, a folder, a hub id.")] = None
-    block_tokens: Annotated[int | None, Option(help="Tokens per block of conversations, or of Mooncake hashes.")] = None
+    skip_bad: SkipBad = False
+    seed: Annotated[int, Option(help="Seed of samples, and of arrival times that are not recorded.")] = 0
+    sessions_per_hour: Annotated[float, Option(help="Sessions that begin per hour, if times are not recorded.")] = 30.0
+    model: Annotated[str | None, Option(help="Tokenizer for conversations: demo, tiny, a folder or hub id.")] = None
+    block_tokens: Annotated[int | None, Option(help="Tokens per block.  [default: 64; 512 in Mooncake's files]")] = None
 
     @property
     def inputs(self) -> list[Path]:
@@ -168,7 +174,7 @@ class TraceOptions(SizeOptions):
         if trace.skipped:
             say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
         if trace.is_timing_synthetic:
-            say("note: arrival times are synthetic, at least in part.")
+            say("note: some or all arrival times are synthetic.")
         return trace
 
     @cached_property

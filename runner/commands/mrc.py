@@ -17,19 +17,18 @@ def mrc(
     context: typer.Context,
     options: TraceOptions,
     sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
-    json_file: Annotated[Path | None, Option("--json", help="Write the curve to this file.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the curve to this JSON file.")] = None,
     plot_file: Annotated[Path | None, Option("--plot", help="Draw the curve (.png, .svg or .pdf).")] = None,
 ) -> None:
-    """LRU hit ratios at all capacities, in one pass.
+    """Compute LRU hit ratios at all capacities, in one pass.
 
-    Exact for whole blocks and a cache that evicts leaves first; with --sample an estimate and its standard error.
+    The ratios are exact for whole blocks and a cache that evicts leaves first. With --sample they are estimates, with
+    their standard error.
     """
     require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
     outputs = Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
     sizes = options.model_bytes
-    require(
-        sizes is None or sizes.token_bytes > 0, f"{sizes}: blocks have no size of their own; use radixcache simulate."
-    )
+    require(sizes is None or sizes.token_bytes > 0, f"{sizes}: a block takes 0 bytes; use radixcache simulate.")
     from runner.files import json_bytes
     from runner.picture import picture_format
     from runner.simulate.curve import CURVE_COUNTS, curve_document, curve_picture, curve_table, lru_curve
@@ -39,9 +38,9 @@ def mrc(
         curve = lru_curve(trace, sample_rate=sample, seed=options.seed)
     block_bytes = None if sizes is None else sizes.token_bytes * trace.block_tokens
     if sizes is not None and sizes.checkpoint_bytes:
-        say(f"note: {sizes}; the checkpoints are not in the GiB below, radixcache simulate counts them.")
+        say(f"note: {sizes}; the GiB below leave checkpoints out. radixcache simulate counts them.")
     if math.isnan(curve.block_error_at(1) or 0.0):
-        say("note: the sample is too small to tell its error; follow more of the blocks.")
+        say("note: the sample is too small for a standard error; raise --sample.")
     outputs.show(
         curve_table(curve, trace, block_bytes),
         f"{trace.name}: {plural(len(trace.requests), 'request')}, {curve.block_refs:,} block references,"

@@ -68,7 +68,10 @@ def require(holds: bool, message: str) -> None:
 def require_positive(**given: float | None) -> None:
     """Refuse values of options that are not above 0, or above `MOST`. A keyword is an option's name."""
     for name, value in given.items():
-        require(value is None or 0 < value <= MOST, f"--{name.replace('_', '-')} is {value}; wanted more than 0.")
+        require(
+            value is None or 0 < value <= MOST,
+            f"--{name.replace('_', '-')} is {value}; wanted more than 0, at most {MOST:g}.",
+        )
 
 
 def require_counts(**given: int | None) -> None:
@@ -88,7 +91,7 @@ def require_view_file(path: Path) -> str:
     ending = path.suffix.lower()
     require(
         ending in VIEW_ENDINGS,
-        f"{path}: ends in {path.suffix or 'nothing'!r}; wanted one of {', '.join(VIEW_ENDINGS)}.",
+        f"{path}: the ending is {path.suffix!r}; wanted one of {', '.join(VIEW_ENDINGS)}.",
     )
     return VIEW_ENDINGS[ending]
 
@@ -142,7 +145,7 @@ class Outputs:
                 continue
             for given in inputs:
                 if given is not None and _holds(given, path):
-                    raise UsageError(f"{option} {path} is read as well, and would be overwritten. Name another file.")
+                    raise UsageError(f"{option} {path} is also an input, and would be overwritten. Name another file.")
             if path.suffix and endings:
                 require(path.suffix.lower() in endings, f"{option} {path}: wanted {', '.join(endings)}.")
             try:

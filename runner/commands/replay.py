@@ -12,7 +12,8 @@ from typer import Option
 
 import runner
 from runner.commands import outputs
-from runner.commands.inputs import load_model, read_chosen, scheduled_requests, with_options
+from runner.commands.inputs import SkipBad, load_model, read_chosen, scheduled_requests, with_options
+from runner.commands.outputs import require
 from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
 from runner.text import GIB, MIB, plural
 
@@ -33,23 +34,23 @@ class ReplayArguments:
     """The options of the command; a field is an option."""
 
     cache: Annotated[str, Option(help="Caches to compare, in this order, separated by commas.")] = ",".join(CACHE_NAMES)
-    conversations: Annotated[list[Path] | None, Option(help="File of conversations; repeat it for more.")] = None
-    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be replayed.")] = False
-    model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = "demo"
-    policy: Annotated[str, Option(help="What the radix cache evicts first.")] = "lru"
+    conversations: Annotated[list[Path] | None, Option(help="Conversations; repeatable.  [default: built-in]")] = None
+    skip_bad: SkipBad = False
+    model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format or a hub id.")] = "demo"
+    policy: Annotated[str, Option(help="Policy of the radix cache: a name, or my.module:Class.")] = "lru"
     full: Annotated[bool, Option("--full", help="Replay all built-in conversations.")] = False
-    users: Annotated[int | None, Option(help="Take only the first so many users.  [default: all]")] = None
-    seed: Annotated[int, Option(help="Seed of the schedule: the same seed, the same requests.")] = 0
-    requests: Annotated[int, Option(help="Requests to replay at most.")] = 24
-    budget_mib: Annotated[float | None, Option(help="MiB of each cache.  [default: 64; in full 128]")] = None
-    max_tokens: Annotated[int | None, Option(help="Tokens of a reply.  [default: 4; in full 8]")] = None
-    recorded: Annotated[bool, Option("--recorded", help="One token per reply, then the recorded reply.")] = False
+    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None
+    seed: Annotated[int, Option(help="Seed of the schedule; equal seeds give equal requests.")] = 0
+    requests: Annotated[int, Option(help="Replay at most N requests.")] = 24
+    budget_mib: Annotated[float | None, Option(help="Budget of each cache, in MiB.  [default: 64; 128 in full]")] = None
+    max_tokens: Annotated[int | None, Option(help="Tokens per reply.  [default: 4; 8 in full]")] = None
+    recorded: Annotated[bool, Option("--recorded", help="Generate 1 token, then feed the recorded reply.")] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
-    parallel: Annotated[int | None, Option(help="Serve so many users at a time.")] = None
-    exact: Annotated[bool, Option("--exact", help="Resume at multiples of --step-size: equal bits.")] = False
-    disk: Annotated[Path | None, Option(help="Folder where radix stores its state, also for later replays.")] = None
-    disk_gib: Annotated[float, Option(help="GiB that the folder may take.", min=0.001)] = 32
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None
+    parallel: Annotated[int | None, Option(help="Serve N users together; --cache radix, mlx-lm or both.")] = None
+    exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size, for equal bits.")] = False
+    disk: Annotated[Path | None, Option(help="Folder where radix keeps state, also for later replays.")] = None
+    disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
+    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")] = None
     plot_file: Annotated[Path | None, Option("--plot", help="Draw TTFT and bytes (.png, .svg or .pdf).")] = None
     dump_tree: Annotated[bool, Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False
     tree_file: Annotated[Path | None, Option("--tree", help="Write radix's tree (.html, .svg, .txt or .json).")] = None
@@ -63,11 +64,11 @@ class ReplayArguments:
 def replay(context: typer.Context, options: ReplayArguments) -> None:
     """Serve conversations through several caches.
 
-    The requests of several users are interleaved by a seeded schedule and rendered with the model's own chat template.
-    The caches take turns, request by request, and their answers are compared with those computed without a cache.
+    A seeded schedule interleaves the requests of several users. The model's own chat template renders them. The caches
+    take turns, request by request, and each answer is compared with the answer computed without a cache.
 
-    By default three users of the built-in conversations are served, with short replies: about a minute on 2 cores.
-    --full, --users, --parallel and --conversations replay in full: everything that is chosen, with longer replies.
+    By default, three users of the built-in conversations get short replies: about a minute on 2 cores. --full, --users,
+    --parallel and --conversations replay in full: all chosen conversations, with longer replies.
     """
     caches, settings = _checked(context, options)
     tree_format = (
@@ -106,13 +107,13 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     caches, step_size = _cache_names(options.cache), options.step_size
     if options.parallel is not None:
         caches = caches if outputs.is_given(context, "cache") else ["radix"]
-        outputs.require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
-        several = f"--parallel serves users from {' or '.join(TOGETHER)}; --cache has {','.join(caches)}."
-        outputs.require(set(caches) <= set(TOGETHER), f"{several} Leave one of them out.")
-        known = "--parallel generates replies, and --recorded feeds known ones."
-        outputs.require(not options.recorded, f"{known} Leave one of them out.")
-        bits = "--exact compares bits, which differ with the number of users in a forward pass."
-        outputs.require(not options.exact, f"{bits} Leave it or --parallel out.")
+        require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
+        several = f"--parallel works with the caches {' and '.join(TOGETHER)}; --cache has {','.join(caches)}."
+        require(set(caches) <= set(TOGETHER), f"{several} Leave one option out.")
+        known = "--parallel generates replies, and --recorded feeds recorded replies."
+        require(not options.recorded, f"{known} Leave one option out.")
+        bits = "--exact promises equal bits, and bits depend on the number of users in a forward pass."
+        require(not options.exact, f"{bits} Leave one option out.")
         if not outputs.is_given(context, "step_size"):
             from runner.engine.engine import PARALLEL_STEP_SIZE
 
@@ -123,12 +124,12 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     outputs.require_counts(users=options.users, requests=options.requests, max_tokens=max_tokens, step_size=step_size)
     budget_bytes = outputs.bytes_of(budget_mib if options.budget_mib is None else options.budget_mib)
     disk, is_alone, has_radix = options.disk, options.parallel is None, "radix" in caches
-    outputs.require(disk is None or is_alone, "--disk goes with one request at a time. Leave it or --parallel out.")
-    outputs.require(disk is None or has_radix, "--disk is for the radix cache; wanted radix among --cache.")
-    outputs.require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
-    only_radix = "shows the radix cache; wanted radix among --cache."
-    outputs.require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
-    outputs.require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
+    require(disk is None or is_alone, "--disk works with one request at a time. Leave --disk or --parallel out.")
+    require(disk is None or has_radix, "--disk is for the radix cache; add radix to --cache.")
+    require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
+    only_radix = "shows the radix cache; add radix to --cache."
+    require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
+    require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
     return caches, ReplayOptions(
         budget_bytes=budget_bytes,
         policy=options.policy,
@@ -146,9 +147,9 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
 def _cache_names(listed: str) -> list[str]:
     """Split and check --cache; a cache named twice runs once."""
     names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    outputs.require(bool(names), f"--cache names no cache; wanted some of {', '.join(CACHE_NAMES)}.")
+    require(bool(names), f"--cache names no cache. Known: {', '.join(CACHE_NAMES)}.")
     for name in names:
-        outputs.require(name in CACHE_NAMES, f"--cache has {name!r}; wanted some of {', '.join(CACHE_NAMES)}.")
+        require(name in CACHE_NAMES, f"--cache has {name!r}. Known: {', '.join(CACHE_NAMES)}.")
     return names
 
 
@@ -172,7 +173,7 @@ def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[Loaded
         outputs.say("interrupted: nothing had finished.")
         raise typer.Exit(outputs.EXIT_INTERRUPTED) from None
     if skipped := script.skipped_requests:
-        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: not fit for {loaded.name}.")
+        outputs.say(f"note: {skipped} of {plural(len(scheduled), 'request')} skipped: they do not fit {loaded.name}.")
     return loaded, script
 
 
@@ -204,8 +205,8 @@ def _run(
         broken_off = typer.Exit(outputs.EXIT_INTERRUPTED)
     except BudgetFullError as error:
         broken_off = outputs.UsageError(
-            f"--budget-mib is {options.budget_bytes / MIB:g}; one of the requests takes "
-            f"{(error.held_bytes + error.wanted_bytes) / MIB:,.1f} MiB. Give more."
+            f"--budget-mib is {options.budget_bytes / MIB:g}; one request needs "
+            f"{(error.held_bytes + error.wanted_bytes) / MIB:,.1f} MiB. Give a larger budget."
         )
     except PolicyError as error:
         broken_off = outputs.UsageError(f"--policy: {error}")

@@ -29,13 +29,15 @@ KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 def serve(
     options: ServeOptions,
     *,
-    allowed_origins: Annotated[str, Option(help="Whose pages may read replies, separated by commas.")] = "*",
+    allowed_origins: Annotated[str, Option(help="Web origins that may read replies, separated by commas.")] = "*",
     chat_template_args: Annotated[str, Option(help="JSON object of arguments for the chat template.")] = "{}",
     log_level: Annotated[str, Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
-    budget_gib: Annotated[float | None, Option(help="Bytes of all caches together, in GiB.", min=0)] = None,
-    prompt_cache_bytes: Annotated[str | None, Option(help="Or as 8GB.  [default: a quarter of what is free]")] = None,
+    budget_gib: Annotated[float | None, Option(help="Budget of all caches together, in GiB.", min=0)] = None,
+    prompt_cache_bytes: Annotated[
+        str | None, Option(help="The same budget, as bytes, 500MB or 8GB.  [default: a quarter of the free memory]")
+    ] = None,
     prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
-    namespace_by: Annotated[str, Option(help="key: no prefix is shared between API keys; none: all share.")] = "none",
+    namespace_by: Annotated[str, Option(help="key: API keys share no prefixes; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
     """Serve models to clients of OpenAI's and Anthropic's APIs.
@@ -48,17 +50,17 @@ def serve(
         require(not isinstance(value, float) or math.isfinite(value), f"{option} is {value}; wanted a finite number.")
     require(log_level.upper() in LOG_LEVELS, f"--log-level is {log_level!r}; wanted one of {', '.join(LOG_LEVELS)}.")
     require(namespace_by in ("key", "none"), f"--namespace-by is {namespace_by!r}; wanted key or none.")
-    require(not pipeline, "--pipeline splits a model over machines; radixcache serve has one. Leave it out.")
+    require(not pipeline, "--pipeline splits a model over machines; radixcache serve uses one machine. Leave it out.")
     require(
         budget_gib is None or prompt_cache_bytes is None,
-        "--budget-gib and --prompt-cache-bytes are the same budget. Leave one of them out.",
+        "--budget-gib and --prompt-cache-bytes are the same budget. Leave one out.",
     )
     require_policy(options.policy)
-    with usage_errors(ValueError, prefix="--chat-template-args is no JSON: "):
+    with usage_errors(ValueError, prefix="--chat-template-args is not JSON: "):
         template_args = json.loads(chat_template_args)
     require(isinstance(template_args, dict), f"--chat-template-args is {chat_template_args}; wanted a JSON object.")
     if prompt_cache_size is not None:
-        say("note: --prompt-cache-size has no effect; --prompt-cache-bytes bounds what is kept.")
+        say("note: --prompt-cache-size has no effect; --prompt-cache-bytes limits the cache.")
     options = replace(
         options,
         allowed_origins=tuple(allowed_origins.split(",")),
@@ -84,7 +86,7 @@ def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> i
         try:
             budget_bytes = parse_size(prompt_cache_bytes)
         except (KeyError, ArithmeticError) as error:
-            wanted = "wanted bytes, or 500MB, or 8GB."
+            wanted = "wanted a number of bytes, or a size such as 500MB or 8GB."
             raise UsageError(f"--prompt-cache-bytes is {prompt_cache_bytes!r}; {wanted}") from error
     require(budget_bytes is None or budget_bytes > 0, "the budget is 0 bytes; wanted more than 0.")
     return budget_bytes
@@ -97,10 +99,10 @@ def _require_compatible(options: ServeOptions) -> None:
         is_known = number is None or number in known
         require(is_known, f"{option} is {number}; wanted one of {', '.join(map(str, known))}.")
     for option, value in (("--adapter-path", options.adapter_path), ("--draft-model", options.draft_model)):
-        require(value is None or options.model is not None, f"{option} goes with a model; give --model too.")
+        require(value is None or options.model is not None, f"{option} needs --model.")
     require(
         options.namespace_by == "none" or options.api_keys is not None,
-        "--namespace-by key tells requests apart by their keys; give --api-keys too.",
+        "--namespace-by key needs --api-keys.",
     )
 
 

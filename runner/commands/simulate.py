@@ -19,6 +19,7 @@ from typer import Option
 from radixcache.errors import PolicyError
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
+from runner.commands.outputs import require
 from runner.text import GIB, MIB, ProgressLines
 
 if TYPE_CHECKING:
@@ -38,54 +39,53 @@ MOST_REPLICAS = 1024
 FOR_REPLICAS = ("router", "shared_gib", "shared_gbit_per_s", "decode_tokens_per_s")
 FOR_ONE_CACHE = {"disk_gib": "--disk-gib", "plot_file": "--plot"}
 
-DiskMibPerS = Annotated[float, Option(help="How fast the disk reads.")]
+DiskMibPerS = Annotated[float, Option(help="Read speed of the disk, in MiB/s.")]
 
 
 @with_options(TraceOptions)
 def simulate(
     context: typer.Context,
     options: TraceOptions,
-    policy: Annotated[str, Option(help="Policies or my.module:Class, by commas; all: every one.")] = "lru,fifo,belady",
-    capacity_blocks: Annotated[str | None, Option(help="Capacities in blocks, by commas.", show_default=False)] = None,
-    budget_gib: Annotated[str | None, Option(help="Budgets in GiB, by commas; needs the bytes of a model.")] = None,
-    disk_gib: Annotated[float | None, Option(help="A disk below memory, in GiB; needs the bytes of a model.")] = None,
+    policy: Annotated[
+        str, Option(help="Policies, separated by commas: names or my.module:Class; all: every policy, and belady.")
+    ] = "lru,fifo,belady",
+    capacity_blocks: Annotated[str | None, Option(help="Capacities in blocks, separated by commas.")] = None,
+    budget_gib: Annotated[str | None, Option(help="Budgets in GiB, separated by commas.")] = None,
+    disk_gib: Annotated[float | None, Option(help="Disk below memory, in GiB.")] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    disk_write_on: Annotated[WriteOn, Option(help="When state is written to the disk.")] = "eviction",
-    prefill_tokens_per_s: Annotated[float, Option(help="Prefill; slower disks are not read.")] = PREFILL_TOKENS_PER_S,
-    replicas: Annotated[str | None, Option(help="Numbers of replicas, by commas; each has the budget.")] = None,
-    router: Annotated[str, Option(help="With --replicas: routers before them, separated by commas.")] = ROUTERS,
-    shared_gib: Annotated[float | None, Option(help="With --replicas: a tier behind all, in GiB.")] = None,
-    shared_gbit_per_s: Annotated[float, Option(help="With --shared-gib: speed of each link.")] = SHARED_GBIT_PER_S,
-    decode_tokens_per_s: Annotated[float, Option(help="With --replicas: speed of decoding.")] = DECODE_TOKENS_PER_S,
-    separate: Annotated[bool, Option("--separate", help="Treat each file or folder as a trace of its own.")] = False,
-    jobs: Annotated[int, Option(help="Processes to simulate in.")] = 1,
-    ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster; auto finds or starts one.")] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write all rows to this file.")] = None,
-    plot_file: Annotated[Path | None, Option("--plot", help="Draw ratio over capacity (.png, .svg or .pdf).")] = None,
+    disk_write_on: Annotated[WriteOn, Option(help="When to write state to the disk.")] = "eviction",
+    prefill_tokens_per_s: Annotated[
+        float, Option(help="Prefill speed; a slower disk or network is not read.")
+    ] = PREFILL_TOKENS_PER_S,
+    replicas: Annotated[str | None, Option(help="Comma-separated replica counts; each replica has the budget.")] = None,
+    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ROUTERS,
+    shared_gib: Annotated[float | None, Option(help="With --replicas: a store that all replicas share.")] = None,
+    shared_gbit_per_s: Annotated[float, Option(help="With --shared-gib: link speed of a replica.")] = SHARED_GBIT_PER_S,
+    decode_tokens_per_s: Annotated[float, Option(help="With --replicas: decoding speed.")] = DECODE_TOKENS_PER_S,
+    separate: Annotated[bool, Option("--separate", help="Treat each file or folder as a separate trace.")] = False,
+    jobs: Annotated[int, Option(help="Processes to use.")] = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster to use; auto finds or starts one.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write all rows to this JSON file.")] = None,
+    plot_file: Annotated[Path | None, Option("--plot", help="Draw hit ratio by capacity (.png, .svg or .pdf).")] = None,
 ) -> None:
     """Simulate eviction policies on traces, or routers before several replicas.
 
-    The simulator is the cache of a server: tree, budget and policies are the deployed ones, and only state is replaced
-    by its size. `belady` and `belady-bypass` know the future: no policy can do better if all blocks weigh the same.
-    With --replicas requests come by their arrival times, the deployed router decides, and --policy is lru by default.
+    The simulator runs the tree, budget and policies of the server, with sizes in place of layer state. `belady` and
+    `belady-bypass` know the future: no policy beats them if all blocks have the same size. With --replicas, requests
+    arrive at their recorded times, the router of the server chooses a replica, and --policy is lru by default.
+    --budget-gib, --disk-gib and --shared-gib need --model-config or --bytes-per-token.
     """
     outputs.require_counts(jobs=jobs)
-    outputs.require(
-        ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'."
-    )
+    require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
     results = outputs.Outputs({"--json": json_file, "--plot": plot_file}, options.inputs)
     for name in FOR_REPLICAS if replicas is None else ():
         option = "--" + name.replace("_", "-")
-        outputs.require(not outputs.is_given(context, name), f"{option} is for replicas; say how many with --replicas.")
+        require(not outputs.is_given(context, name), f"{option} needs --replicas.")
     for name, option in FOR_ONE_CACHE.items() if replicas is not None else ():
-        outputs.require(
-            not outputs.is_given(context, name), f"{option} is for one cache; wanted it without --replicas."
-        )
-    outputs.require_positive(
-        disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s
-    )
+        require(not outputs.is_given(context, name), f"{option} is for one cache. Leave it or --replicas out.")
+    outputs.require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
     outputs.require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
-    outputs.require_positive(decode_tokens_per_s=decode_tokens_per_s)
+    outputs.require_positive(prefill_tokens_per_s=prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s)
     sizes = options.model_bytes
     if replicas is None:
         disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
@@ -95,7 +95,7 @@ def simulate(
 
         counts, routers = _replica_counts(replicas), list(dict.fromkeys(_words(router, "router")))
         for name in routers:
-            outputs.require(name in KNOWN, f"--router: no router {name!r}; known: {', '.join(KNOWN)}.")
+            require(name in KNOWN, f"--router: router {name!r} is not known. Known: {', '.join(KNOWN)}.")
         read_bytes_per_s = shared_gbit_per_s * 1e9 / 8
         disk = disk_plan("--shared-gib", shared_gib, read_bytes_per_s, prefill_tokens_per_s, sizes, "close")
         policies = _policies(policy if outputs.is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
@@ -169,7 +169,9 @@ def run_grid(
         cause = getattr(error, "cause", error)
         return rows, outputs.UsageError(f"--policy: policy {cause.policy}: {cause.hook}() {cause.reason}.")
     except BrokenProcessPool:
-        return rows, outputs.UsageError("a process of --jobs was killed, perhaps for its memory; take fewer of them.")
+        return rows, outputs.UsageError(
+            "a process of --jobs was killed, perhaps because memory ran out. Use fewer jobs."
+        )
     except ConnectionError as error:
         return rows, outputs.UsageError(f"--ray {ray}: no cluster answers ({error}).")
     return rows, None
@@ -177,7 +179,7 @@ def run_grid(
 
 def _separate(options: TraceOptions) -> list[Trace]:
     paths = options.trace
-    outputs.require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each once.")
+    require(len(set(paths)) == len(paths), "--separate: a path was given twice; wanted each path once.")
     traces = [options.read(path) for path in paths]
     names = [trace.name for trace in traces]
     return [
@@ -199,7 +201,7 @@ def disk_plan(
 
     if gib is None:
         return None
-    outputs.require(sizes is not None, f"{option} needs --model-config or --bytes-per-token.")
+    require(sizes is not None, f"{option} needs --model-config or --bytes-per-token.")
     return DiskPlan(max(1, int(gib * GIB)), read_bytes_per_s, prefill_tokens_per_s, write_on)
 
 
@@ -207,11 +209,11 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
     from policies import OFFLINE_POLICIES, POLICIES
 
     names = _words(listed, "policy")
-    defined = "--policy: belady-bypass is defined"
+    defined = "--policy: belady-bypass works only"
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     if "belady-bypass" in names:
-        outputs.require(not has_checkpoints, f"{defined} without checkpoints alone, and there are some ({sizes}).")
-        outputs.require(disk is None, f"{defined} for memory alone, and there is a disk.")
+        require(not has_checkpoints, f"{defined} without checkpoints; {sizes}.")
+        require(disk is None, f"{defined} without a disk.")
     if "all" in names:
         bypasses = disk is None and not has_checkpoints
         bounds = [name for name in sorted(OFFLINE_POLICIES) if name != "belady-bypass" or bypasses]
@@ -220,7 +222,7 @@ def _policies(listed: str, sizes: ModelBytes | None, disk: DiskPlan | None, *, i
         if name not in OFFLINE_POLICIES:
             outputs.require_policy(name)
         else:
-            outputs.require(not is_routed, f"--policy: {name} knows the future of one cache; not with --replicas.")
+            require(not is_routed, f"--policy: {name} knows the future of one cache. Leave it or --replicas out.")
     return list(dict.fromkeys(names))
 
 
@@ -228,13 +230,13 @@ def _replica_counts(listed: str) -> list[int]:
     words = [word.strip() for word in listed.split(",")]
     for word in words:
         is_count = word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REPLICAS
-        outputs.require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
+        require(is_count, f"--replicas has {word!r}; wanted whole numbers from 1 to {MOST_REPLICAS:,}.")
     return list(dict.fromkeys(map(int, words)))
 
 
 def _words(listed: str, noun: str) -> list[str]:
     words = [word.strip() for word in listed.split(",") if word.strip()]
-    outputs.require(bool(words), f"--{noun} names no {noun}.")
+    require(bool(words), f"--{noun} names no {noun}.")
     return words
 
 
@@ -242,18 +244,19 @@ def _capacities(
     capacity_blocks: str | None, budget_gib: str | None, sizes: ModelBytes | None
 ) -> list[tuple[int | None, int | None]]:
     """Pairs of blocks and bytes, one of them None."""
-    outputs.require(
-        capacity_blocks is None or budget_gib is None, "give --capacity-blocks or --budget-gib; wanted only one."
+    require(
+        capacity_blocks is None or budget_gib is None,
+        "--capacity-blocks and --budget-gib exclude each other. Leave one out.",
     )
     if capacity_blocks is not None:
         blocks = _numbers(capacity_blocks, "--capacity-blocks")
         are_whole, has_size = all(each == int(each) for each in blocks), sizes is None or sizes.token_bytes > 0
-        outputs.require(are_whole, f"--capacity-blocks is {capacity_blocks}; wanted whole numbers.")
-        outputs.require(has_size, f"{sizes}: blocks have no size of their own; give --budget-gib.")
+        require(are_whole, f"--capacity-blocks is {capacity_blocks}; wanted whole numbers.")
+        require(has_size, f"{sizes}: a block takes 0 bytes; give --budget-gib.")
         return [(int(each), None) for each in dict.fromkeys(blocks)]
     if budget_gib is None:
         raise outputs.UsageError("give --capacity-blocks or --budget-gib.")
-    outputs.require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
+    require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
     budgets = [max(1, int(each * GIB)) for each in _numbers(budget_gib, "--budget-gib")]
     return [(None, each) for each in dict.fromkeys(budgets)]
 
@@ -265,9 +268,9 @@ def _numbers(listed: str, option: str) -> list[float]:
             value = float(text)
         except ValueError:
             value = 0.0
-        outputs.require(
+        require(
             0 < value <= outputs.MOST,
-            f"{option} has {text.strip()!r}; wanted numbers above 0, {outputs.MOST:g} at most.",
+            f"{option} has {text.strip()!r}; wanted numbers above 0, at most {outputs.MOST:g}.",
         )
         numbers.append(value)
     return numbers

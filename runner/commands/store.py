@@ -15,7 +15,7 @@ from runner.text import MIB, plural, table_of_figures
 if TYPE_CHECKING:
     from radixcache.stores.files import StoredFile
 
-store = typer.Typer(name="store", help="List, check and tidy prefixes that are kept on disk.")
+store = typer.Typer(name="store", help="List, check and clean up prefixes on disk.")
 
 Folder = Annotated[Path, Argument(metavar="PATH", help="The folder that was given as --disk.")]
 DAY_S = 24 * 60 * 60
@@ -23,7 +23,7 @@ DAY_S = 24 * 60 * 60
 
 @store.command("ls")
 def list_all(path: Folder) -> None:
-    """List the files by model and namespace. A model has several lines if weights or settings differ."""
+    """List the files by model and namespace. A model has several lines if its weights or settings differ."""
     groups: dict[tuple[str, str, str], list[StoredFile]] = defaultdict(list)
     for file in _scan(path):
         identity = file.head.identity
@@ -41,9 +41,13 @@ def list_all(path: Folder) -> None:
 
 @store.command()
 def verify(
-    path: Folder, secret_file: Annotated[Path | None, Option(help="File with the secret that it was made with.")] = None
+    path: Folder,
+    secret_file: Annotated[Path | None, Option(help="File with the secret that the store was made with.")] = None,
 ) -> None:
-    """Read every file and check it. Exit 1: some are damaged; they are named, and prefixes behind them not found."""
+    """Read and check every file. If files are damaged, name them and exit with 1.
+
+    The cache does not find prefixes that continue from a damaged file.
+    """
     from rich.console import Console
     from rich.progress import track
 
@@ -68,9 +72,9 @@ def verify(
 def gc(
     path: Folder,
     model: Annotated[str | None, Option(help="Remove the files of this model, as `ls` names it.")] = None,
-    unused_days: Annotated[float | None, Option(help="Remove files not used for so many days.", min=0)] = None,
+    unused_days: Annotated[float | None, Option(help="Remove files that were not used for N days.", min=0)] = None,
 ) -> None:
-    """Remove files that no prefix leads to, those that the options name, and all that follows them."""
+    """Remove files that no prefix reaches, files that the options select, and all files that continue from them."""
     from radixcache.stores.files import remove
 
     files = sorted(_scan(path), key=lambda file: (file.head.start, file.head.kind))

@@ -9,7 +9,16 @@ import typer
 from typer import Argument, Option
 
 from runner.commands import outputs
-from runner.commands.inputs import SizeOptions, given_files, load_outline, read_chosen, scheduled_requests, with_options
+from runner.commands.inputs import (
+    SizeOptions,
+    SkipBad,
+    given_files,
+    load_outline,
+    read_chosen,
+    scheduled_requests,
+    with_options,
+)
+from runner.commands.outputs import require
 from runner.text import plural
 
 if TYPE_CHECKING:
@@ -27,29 +36,29 @@ def tree(
         list[Path] | None,
         Argument(
             metavar="[CONVERSATIONS...]",
-            help="Conversations as for replay (default: a built-in set), or a tree that was saved as .json.",
+            help="Conversations as for replay (default: a built-in set), or a tree saved as .json.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, Option("--out", help="Write it to this .html, .svg, .txt or .json.")] = None,
+    out: Annotated[Path | None, Option("--out", help="Write the tree to a .html, .svg, .txt or .json file.")] = None,
     format_name: Annotated[
-        str, Option("--format", help=f"To print: {', '.join(outputs.VIEW_ENDINGS.values())}.")
+        str, Option("--format", help=f"Format to print: {', '.join(outputs.VIEW_ENDINGS.values())}.")
     ] = "text",
-    max_nodes: Annotated[int | None, Option(help="Nodes to show.  [default: 200, on a page 50,000]")] = None,
+    max_nodes: Annotated[int | None, Option(help="Most nodes to show.  [default: 200; 50,000 in .html]")] = None,
     model: Annotated[str, Option(help="Tokenizer and sizes: demo, tiny, tiny:KIND, a folder or hub id.")] = "demo",
-    budget_mib: Annotated[float | None, Option(help="Byte budget, in MiB.  [default: no limit]")] = None,
-    policy: Annotated[str, Option(help="What is evicted first.")] = "lru",
-    users: Annotated[int | None, Option(help="Take only the first so many users.  [default: all]")] = None,
-    seed: Annotated[int, Option(help="Seed of the schedule: the same seed, the same requests.")] = 0,
-    requests: Annotated[int | None, Option(help="Requests to serve at most.  [default: all]")] = None,
-    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out, and count, what cannot be read.")] = False,
+    budget_mib: Annotated[float | None, Option(help="Budget of the cache, in MiB.  [default: no limit]")] = None,
+    policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru",
+    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None,
+    seed: Annotated[int, Option(help="Seed of the schedule; equal seeds give equal requests.")] = 0,
+    requests: Annotated[int | None, Option(help="Serve at most N requests.  [default: all]")] = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Show the prefix tree of conversations.
 
-    No model runs. Their requests are interleaved, rendered and served as replay does with --recorded, by the same
-    cache; only the layers' state is replaced by its size.
+    No model runs. The requests are interleaved, rendered and served as in `replay --recorded`, by the same cache, with
+    sizes in place of layer state.
     """
-    outputs.require(
+    require(
         format_name in outputs.VIEW_ENDINGS.values(),
         f"--format is {format_name!r}; wanted {', '.join(outputs.VIEW_ENDINGS.values())}.",
     )
@@ -57,9 +66,9 @@ def tree(
     budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
     if out is not None and out != outputs.STDOUT:
         ending = outputs.require_view_file(out)
-        outputs.require(
+        require(
             not outputs.is_given(context, "format_name") or format_name == ending,
-            f"--format {format_name} against the ending of --out {out}; leave --format out.",
+            f"--format {format_name} does not match --out {out}. Leave --format out.",
         )
         format_name = ending
     results = outputs.Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(model)])

@@ -166,7 +166,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
 def make_router(name: str, seed: int = 0) -> Router:
     """A router by its name. ValueError: no router has that name."""
     if name not in ROUTERS:
-        raise ValueError(f"no router {name!r}; known: {', '.join(ROUTERS)}.")
+        raise ValueError(f"router {name!r} is not known. Known: {', '.join(ROUTERS)}.")
     return ROUTERS[name](seed)
 
 

@@ -17,68 +17,68 @@ from runner.routing.routers import make_router
 class ServeOptions:
     """Every option of `radixcache serve`. `runner.commands.serve` makes the fields that have no Option."""
 
-    model: Annotated[str | None, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format, or a hub id.")] = None
+    model: Annotated[str | None, Option(help="demo, tiny, tiny:KIND, folder, hub id; requests may name others.")] = None
     adapter_path: Annotated[str | None, Option(help="Folder of adapter weights for the model.")] = None
-    host: Annotated[str, Option(help="Address to listen at; by default only this machine.")] = "127.0.0.1"
-    port: Annotated[int, Option(help="Port to listen at; 0 takes a free one, and says which.", min=0, max=65535)] = 8080
+    host: Annotated[str, Option(help="Address to listen at; the default serves only this machine.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen at; 0 takes a free port and prints it.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
     draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
-    num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model drafts at a time.", min=1, max=64)] = 3
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code of a tokenizer or a model.")] = (
-        False
-    )
+    num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model proposes at a time.", min=1, max=64)] = 3
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a model.")] = False
     log_level: str = "INFO"
-    chat_template: Annotated[str, Option(help="A chat template instead of the tokenizer's own.")] = ""
+    chat_template: Annotated[str, Option(help="Chat template to use instead of the tokenizer's own.")] = ""
     use_default_chat_template: Annotated[
         bool, Option("--use-default-chat-template", help="Use the default template if the tokenizer has none.")
     ] = False
-    temp: Annotated[float, Option(help="Temperature where a request names none.", min=0)] = 0.0
-    top_p: Annotated[float, Option(help="Top-p where a request names none.", min=0, max=1)] = 1.0
-    top_k: Annotated[int, Option(help="Top-k where a request names none; 0 switches it off.", min=0)] = 0
-    min_p: Annotated[float, Option(help="Min-p where a request names none; 0 switches it off.", min=0, max=1)] = 0.0
+    temp: Annotated[float, Option(help="Temperature, if a request sets none.", min=0)] = 0.0
+    top_p: Annotated[float, Option(help="Top-p, if a request sets none.", min=0, max=1)] = 1.0
+    top_k: Annotated[int, Option(help="Top-k, if a request sets none; 0 switches it off.", min=0)] = 0
+    min_p: Annotated[float, Option(help="Min-p, if a request sets none; 0 switches it off.", min=0, max=1)] = 0.0
     max_tokens: Annotated[
         int | None,
-        Option(help="Most tokens of a reply, where a request names no number.  [default: to the context's end]", min=1),
+        Option(help="Most tokens of a reply, if a request sets no limit.  [default: to the context's end]", min=1),
     ] = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
-    prompt_concurrency: Annotated[int, Option(help="Most prompts that are evaluated together.", min=1)] = 8
-    prefill_step_size: Annotated[int, Option(help="Tokens of a prompt that are evaluated at a time.", min=1)] = 2048
-    kv_bits: Annotated[int | None, Option(help="Bits of quantized KV; one request at a time.", min=2, max=8)] = None
+    prompt_concurrency: Annotated[int, Option(help="Most prompts that are prefilled together.", min=1)] = 8
+    prefill_step_size: Annotated[int, Option(help="Prompt tokens per chunk of prefill.", min=1)] = 2048
+    kv_bits: Annotated[int | None, Option(help="Quantize KV to N bits; one request at a time.", min=2, max=8)] = None
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
-    quantized_kv_start: Annotated[int, Option(help="Position in tokens from which on they are quantized.", min=0)] = 0
+    quantized_kv_start: Annotated[int, Option(help="First token that is quantized; with --kv-bits only 0.", min=0)] = 0
     budget_bytes: int | None = None
-    policy: Annotated[str, Option(help="What the cache evicts first.")] = "lru"
-    live_slots: Annotated[int, Option(help="Conversations whose state stays in place between requests.", min=1)] = 1
+    policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru"
+    live_slots: Annotated[int, Option(help="Conversations whose state stays in live buffers.", min=1)] = 1
     verify: Annotated[float, Option(help="Share of replies to compare with a run without cache.", min=0, max=1)] = 0.0
-    exact: Annotated[bool, Option("--exact", help="Reuse only what gives the same bits, one request at a time.")] = (
-        False
-    )
-    disk: Annotated[Path | None, Option(help="Folder that keeps prefixes over restarts, unencrypted.")] = None
-    disk_gib: Annotated[float, Option(help="GiB that it may take.", min=0.001)] = 32
+    exact: Annotated[bool, Option("--exact", help="Reuse only state with equal bits; one request at a time.")] = False
+    disk: Annotated[Path | None, Option(help="Folder that keeps prefixes across restarts, unencrypted.")] = None
+    disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
     redis: Annotated[
         str | None,
         Option(
-            metavar="URL", envvar="RADIXCACHE_REDIS", show_default=False, help="Redis or Valkey for shared prefixes."
+            metavar="URL",
+            envvar="RADIXCACHE_REDIS",
+            show_default=False,
+            help="Redis or Valkey server through which machines share prefixes, unencrypted.",
         ),
     ] = field(default=None, repr=False)
-    context: Annotated[int | None, Option(help="Most tokens of a conversation; longer ones are shifted.", min=1)] = None
-    warm: Annotated[Path | None, Option(help="File of system prompts or conversations to pin at start.")] = None
-    trace: Annotated[Path | None, Option(help="File for the requests' shapes, for radixcache simulate.")] = None
-    replicas: Annotated[int | None, Option(help="Processes, each with a model and a cache, on Ray Serve.", min=1)] = (
+    context: Annotated[int | None, Option(help="Most tokens of a conversation; drops the oldest turns.", min=1)] = None
+    warm: Annotated[Path | None, Option(help="File of system prompts or conversations to prefill and pin.")] = None
+    trace: Annotated[Path | None, Option(help="Record lengths and block hashes of requests here, for simulate.")] = None
+    replicas: Annotated[int | None, Option(help="Processes on Ray Serve, each with a model and a cache.", min=1)] = None
+    router: Annotated[str | None, Option(help="Routing: prefix, hash, round-robin or random.  [default: prefix]")] = (
         None
     )
-    router: Annotated[str | None, Option(help="Choice of replica: prefix (default), hash, round-robin or random.")] = (
-        None
-    )
-    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster; without it Ray is started here.")] = None
-    api_keys: Annotated[Path | None, Option(help="File with a name and a key a line: every request needs one.")] = None
-    admin_key_file: Annotated[Path | None, Option(help="File with the name and key for /metrics and /cache.")] = None
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster; without it, Ray starts here.")] = None
+    api_keys: Annotated[Path | None, Option(help="File with a name and a key per line; requests need a key.")] = None
+    admin_key_file: Annotated[
+        Path | None,
+        Option(help="File with a name and the key for /metrics and /cache; without it, both answer only this machine."),
+    ] = None
     namespace_by: Literal["key", "none"] = "none"
-    max_body_mib: Annotated[float, Option(help="Most MiB of a request's body.", min=0.001)] = 32
-    max_waiting: Annotated[int, Option(help="Most requests that wait; others are told to come back.", min=0)] = 256
-    request_timeout_s: Annotated[float, Option(help="Seconds after which a reply ends with what it has.", min=1)] = 600
-    drain_s: Annotated[float, Option(help="Seconds that running replies get when the server is to end.", min=0)] = 10
+    max_body_mib: Annotated[float, Option(help="Largest request body, in MiB.", min=0.001)] = 32
+    max_waiting: Annotated[int, Option(help="Most requests that wait; further requests get HTTP 429.", min=0)] = 256
+    request_timeout_s: Annotated[float, Option(help="Seconds after which a reply is cut off.", min=1)] = 600
+    drain_s: Annotated[float, Option(help="Seconds that running replies may take at shutdown.", min=0)] = 10
     show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False
 
 
@@ -88,21 +88,21 @@ def require_compatible(options: ServeOptions) -> None:
     for name in ("kv_bits", "draft_model", "exact", "verify"):
         if options.context is not None and getattr(options, name):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--context and {option} contradict each other: requests that run alone are not shifted.")
+            raise ValueError(f"--context does not work with {option}, which runs requests alone. Leave one out.")
     if options.kv_bits is not None and options.quantized_kv_start:
         raise ValueError(
-            f"--quantized-kv-start {options.quantized_kv_start} cannot be honoured: keys and values that are shared "
-            "between prompts are quantized from the first token on. Leave it out."
+            f"--quantized-kv-start is {options.quantized_kv_start}; wanted 0: keys and values that prompts share are "
+            "quantized from the first token on."
         )
     for name, value in (("--router", options.router), ("--ray", options.ray)):
         if value is not None and options.replicas is None:
-            raise ValueError(f"{name} is for replicas; say how many with --replicas.")
+            raise ValueError(f"{name} needs --replicas.")
     if options.replicas is not None and options.model is None:
-        raise ValueError("--replicas needs --model: where a request goes is found out with its tokenizer.")
+        raise ValueError("--replicas needs --model: the router uses the model's tokenizer.")
     if options.replicas is not None and options.trace is not None:
-        raise ValueError("--trace is written by one cache, and --replicas have one each. Leave one of them out.")
+        raise ValueError("--trace records one cache, and each replica has its own. Leave --trace or --replicas out.")
     if options.router is not None:
         make_router(options.router)
     for name, file in (("--warm", options.warm), ("--trace", options.trace)):
         if file is not None and options.model is None:
-            raise ValueError(f"{name} is for the model that the server starts with; name it with --model.")
+            raise ValueError(f"{name} is for the model that the server starts with; give --model.")

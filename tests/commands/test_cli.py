@@ -116,7 +116,7 @@ def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tm
     assert code == 2
     assert "1 user at a time was given 4 tokens" in stdout
     assert stderr.splitlines()[-2] == "interrupted: 1 of 2 requests had finished."
-    wanted = r"error: --budget-mib is 2; one of the requests takes \d+\.\d MiB\. Give more\."
+    wanted = r"error: --budget-mib is 2; one request needs \d+\.\d MiB\. Give a larger budget\."
     assert re.fullmatch(wanted, last_line(stderr))
     written = json.loads(out.read_text())
     assert (written["interrupted"], len(written["runs"][0]["rows"])) == (True, 1)

@@ -57,7 +57,7 @@ def test_a_sound_installation_is_ok(command: Command, install: Callable[..., Non
     code, out, err = command("doctor")
     assert (code, err) == (0, "")
     assert marks(out) == dict.fromkeys(("packages", "MLX", "BLAS", "memory", "disk"), "ok")
-    assert re.search(r"8.0 of 16.0 GiB available; budget of a cache by default \d+\.\d GiB, a quarter of ", out)
+    assert re.search(r"8.0 of 16.0 GiB available; default budget of a cache \d+\.\d GiB, a quarter of ", out)
 
 
 def test_an_extra_that_is_missing_is_named_with_what_installs_it_and_is_no_failure(

@@ -55,7 +55,7 @@ def test_a_date_in_the_system_prompt_is_the_dearest_break_and_a_hint() -> None:
     (span,) = report.hints
     assert span.lost_tokens >= 3 * len(SYSTEM)
     text = breaks_text(report)
-    assert "system message 0: it differs from the stored one" in text
+    assert "system message 0: differs from the stored text" in text
     assert "changes in every request" in text
 
 
@@ -72,7 +72,7 @@ def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_templat
     worst = report.breaks[0]
     assert (worst.role, worst.piece, worst.reason) == ("assistant", "template", "diverged")
     assert sorted(worst.messages) == [2, 4]
-    assert "the template writes them otherwise" in breaks_text(report)
+    assert "the template renders them differently" in breaks_text(report)
 
 
 def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:

@@ -22,19 +22,19 @@ mrc TRACE --block-tokens 64 | small.jsonl:1: hash_ids has
 mrc OWN --block-tokens 32 | says itself how long its blocks are; leave --block-tokens out
 mrc TRACE --plot x.bmp | --plot x.bmp: wanted .png, .svg, .pdf.
 mrc TRACE --model-config none.json | none.json: cannot be read
-mrc TRACE --model-config x --bytes-per-token 3 | wanted only one.
+mrc TRACE --model-config x --bytes-per-token 3 | exclude each other. Leave one out.
 mrc TRACE --bytes-per-token 0 | 0 bytes per token; wanted more than 0.
-mrc TRACE --bytes-per-token 0 --bytes-per-checkpoint 5 | blocks have no size of their own; use radixcache simulate.
+mrc TRACE --bytes-per-token 0 --bytes-per-checkpoint 5 | a block takes 0 bytes; use radixcache simulate.
 mrc TRACE --bytes-per-token -1 | --bytes-per-token is -1.0; wanted 0 or more.
 mrc TRACE --bytes-per-checkpoint 5 | --bytes-per-checkpoint needs --bytes-per-token.
 mrc TRACE --kv-bits 4 | --kv-bits needs --model-config.
 advise TRACE --budget-gib 1 | --budget-gib needs bytes per token
-advise TRACE --prefill-tokens-per-s 0 | --prefill-tokens-per-s is 0.0; wanted more than 0.
+advise TRACE --prefill-tokens-per-s 0 | --prefill-tokens-per-s is 0.0; wanted more than 0,
 advise TRACE --bytes-per-token 100 --budget-gib 1e-6 | --budget-gib is 1e-06; wanted at least a block of 51200 bytes.
 advise TRACE --bytes-per-token 1 --budget-gib 1e305 | --budget-gib is 1e+305; wanted
 advise TRACE --capacity-blocks 3 --disk-gib 1 | --disk-gib needs --model-config or
-advise TRACE --bytes-per-token 2048 --disk-gib 1 | --disk-gib goes with --budget-gib or --capacity-blocks, and
-advise TRACE --capacity-blocks 3 --disk-mib-per-s 0 | --disk-mib-per-s is 0.0; wanted more than 0.
+advise TRACE --bytes-per-token 2048 --disk-gib 1 | --disk-gib needs --budget-gib or --capacity-blocks, and
+advise TRACE --capacity-blocks 3 --disk-mib-per-s 0 | --disk-mib-per-s is 0.0; wanted more than 0, at most 1e+15.
 advise TRACE --html x.pdf | --html x.pdf: wanted .html, .htm.
 synth nowhere/x.jsonl | nowhere/x.jsonl: cannot be written
 synth x.jsonl --requests 0 | requests is 0; wanted 1 or more.
@@ -45,24 +45,24 @@ simulate TRACE --capacity-blocks 1.5 | wanted whole numbers
 simulate TRACE --budget-gib 1 | --budget-gib needs --model-config or --bytes-per-token
 simulate TRACE --budget-gib 1e305 --bytes-per-token 1 | --budget-gib has '1e305'; wanted numbers above 0
 simulate TRACE FIVE --policy nothing | policy 'nothing' is not known
-simulate TRACE FIVE --bytes-per-token 0 --bytes-per-checkpoint 5 | no size of their own
+simulate TRACE FIVE --bytes-per-token 0 --bytes-per-checkpoint 5 | a block takes 0 bytes
 simulate TRACE FIVE --separate TRACE | --separate: a path was given twice
 simulate TRACE FIVE --jobs 0 | --jobs is 0; wanted at least 1
-simulate TRACE SIZED --disk-gib nan | --disk-gib is nan; wanted more than 0.
-simulate TRACE SIZED --disk-mib-per-s -1 | --disk-mib-per-s is -1.0; wanted more than 0.
-simulate TRACE SIZED --prefill-tokens-per-s 0 | --prefill-tokens-per-s is 0.0; wanted more than 0.
+simulate TRACE SIZED --disk-gib nan | --disk-gib is nan; wanted more than 0,
+simulate TRACE SIZED --disk-mib-per-s -1 | --disk-mib-per-s is -1.0; wanted more than 0,
+simulate TRACE SIZED --prefill-tokens-per-s 0 | --prefill-tokens-per-s is 0.0; wanted more than 0,
 simulate TRACE FIVE --disk-gib 1 | --disk-gib needs --model-config or --bytes-per-token.
-simulate TRACE SIZED --disk-gib 1 --policy belady-bypass | belady-bypass is defined for memory alone
-simulate TRACE SIZED --bytes-per-checkpoint 1 --policy belady-bypass | belady-bypass is defined without checkpoints
+simulate TRACE SIZED --disk-gib 1 --policy belady-bypass | belady-bypass works only without a disk.
+simulate TRACE SIZED --bytes-per-checkpoint 1 --policy belady-bypass | belady-bypass works only without checkpoints
 simulate TRACE FIVE --replicas 2,x | --replicas has 'x'; wanted whole numbers from 1 to 1,024.
 simulate TRACE FIVE --replicas 0 | --replicas has '0'; wanted whole numbers from 1 to 1,024.
-simulate TRACE FIVE --router hash | --router is for replicas; say how many with --replicas.
-simulate TRACE FIVE --replicas 2 --router best | --router: no router 'best'; known: random, round-robin, hash,
+simulate TRACE FIVE --router hash | --router needs --replicas.
+simulate TRACE FIVE --replicas 2 --router best | --router: router 'best' is not known. Known: random, round-robin, hash,
 simulate TRACE FIVE --replicas 2 --shared-gib 2 | --shared-gib needs --model-config or --bytes-per-token.
-simulate TRACE FIVE --replicas 2 --disk-gib 2 | --disk-gib is for one cache; wanted it without --replicas.
+simulate TRACE FIVE --replicas 2 --disk-gib 2 | --disk-gib is for one cache. Leave it or --replicas out.
 simulate TRACE FIVE --replicas 2 --policy belady-bypass | --policy: belady-bypass knows the future of one cache
-simulate TRACE FIVE --replicas 2 --decode-tokens-per-s 0 | --decode-tokens-per-s is 0.0; wanted more than 0.
-replay TALKS --cache none,redis | --cache has 'redis'; wanted some of none, single, mlx-lm, radix.
+simulate TRACE FIVE --replicas 2 --decode-tokens-per-s 0 | --decode-tokens-per-s is 0.0; wanted more than 0,
+replay TALKS --cache none,redis | --cache has 'redis'. Known: none, single, mlx-lm, radix.
 replay TALKS --cache , | --cache names no cache
 replay TALKS --policy best | --policy: policy 'best' is not known. Known:
 replay TALKS --users 0 | --users is 0; wanted at least 1.
@@ -71,9 +71,9 @@ replay TALKS --requests 0 | --requests is 0; wanted at least 1.
 replay TALKS --max-tokens 0 | --max-tokens is 0; wanted at least 1.
 replay TALKS --step-size -1 | --step-size is -1; wanted at least 1.
 replay TALKS --parallel 0 | --parallel is 0; wanted at least 1.
-replay TALKS --parallel 2 --cache none,radix | --parallel serves users from radix or mlx-lm
-replay TALKS --parallel 2 --recorded | --parallel generates replies, and --recorded feeds known ones.
-replay TALKS --parallel 2 --exact | --exact compares bits
+replay TALKS --parallel 2 --cache none,radix | --parallel works with the caches radix and mlx-lm
+replay TALKS --parallel 2 --recorded | --parallel generates replies, and --recorded feeds recorded replies.
+replay TALKS --parallel 2 --exact | --exact promises equal bits
 replay TALKS --parallel 2 --model tiny:llama4 | llama4: a layer's ChunkedKVCache cannot be one row among others.
 replay TALKS --budget-mib 0 | --budget-mib is 0; wanted more than 0.
 replay TALKS --budget-mib nan | --budget-mib is nan; wanted more than 0.
@@ -83,24 +83,24 @@ replay --conversations /nowhere/talk.jsonl | /nowhere/talk.jsonl: cannot be read
 replay TALKS --json /nowhere/out.json | /nowhere/out.json: cannot be written (No such file or directory)
 replay TALKS --plot / | /: cannot be written (is a folder
 replay TALKS --plot x.gif | --plot x.gif: wanted .png, .svg, .pdf.
-replay TALKS --cache none --dump-tree | --dump-tree shows the radix cache; wanted radix among --cache
+replay TALKS --cache none --dump-tree | --dump-tree shows the radix cache; add radix to --cache
 replay TALKS --seed soon | '--seed'
 replay TALKS --no-such-option | --no-such-option
 replay TALKS surplus | surplus
-replay TALKS --tree out.pdf | out.pdf: ends in '.pdf'; wanted one of .txt, .svg, .html, .json.
+replay TALKS --tree out.pdf | out.pdf: the ending is '.pdf'; wanted one of .txt, .svg, .html, .json.
 replay TALKS --tree /nowhere/out.svg | /nowhere/out.svg: cannot be written (No such file or directory)
-replay TALKS --tree out.svg --cache none | --tree out.svg shows the radix cache; wanted radix among
+replay TALKS --tree out.svg --cache none | --tree out.svg shows the radix cache; add radix to
 replay TALKS --disk x --cache none | --disk is for the radix cache
-replay TALKS --disk x --parallel 2 --cache radix | Leave it or --parallel out.
+replay TALKS --disk x --parallel 2 --cache radix | Leave --disk or --parallel out.
 replay TALKS --disk x --disk-gib inf | --disk-gib is inf
 replay TALKS --disk small.jsonl --cache radix | cannot be used as a store
 tree PATH --format png | --format is 'png'; wanted text, svg, html, json.
-tree PATH --format json --out x.svg | --format json against the ending of --out x.svg
+tree PATH --format json --out x.svg | --format json does not match --out x.svg
 tree PATH --max-nodes 0 | --max-nodes is 0; wanted at least 1.
 tree PATH --users 9 | users is 9; wanted 1 to 2
 tree PATH --model-config /nowhere/config.json | /nowhere/config.json: cannot be read
 tree PATH --kv-bits 7 | kv_bits is 7
-tree PATH --out tree.png | tree.png: ends in '.png'; wanted one of .txt, .svg, .html, .json.
+tree PATH --out tree.png | tree.png: the ending is '.png'; wanted one of .txt, .svg, .html, .json.
 tree PATH --out /nowhere/tree.svg | /nowhere/tree.svg: cannot be written (No such file or directory)
 explain PATH --top 0 | --top is 0; wanted at least 1.
 explain PATH --model /nowhere/at/all | no such folder

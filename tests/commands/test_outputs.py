@@ -47,7 +47,7 @@ def test_an_output_is_not_an_input(command: Command, tmp_path: Path, name: str, 
     for output in (path, tmp_path / "." / path.name, link, hard):
         code, out, err = command(name, path, option, output)
         assert (code, out) == (2, "")
-        assert err.startswith(f"error: {option} {output} is read as well, and would be overwritten.")
+        assert err.startswith(f"error: {option} {output} is also an input, and would be overwritten.")
         assert path.read_text() == "not even a trace\n"
 
 
@@ -69,7 +69,7 @@ def test_so_it_is_with_every_other_input(command: Command, tmp_path: Path, trace
         before = {path: path.read_bytes() for path in (config, inside, saved, talks, trace)}
         code, out, err = command(*arguments)
         assert (code, out) == (2, ""), arguments
-        assert "is read as well, and would be overwritten" in err, arguments
+        assert "is also an input, and would be overwritten" in err, arguments
         assert {path: path.read_bytes() for path in before} == before
 
 
@@ -86,7 +86,7 @@ def test_synth_does_not_write_over_a_file_unless_it_is_told_to(command: Command,
     path = tmp_path / "thesis.txt"
     path.write_text("everything")
     code, out, err = command("synth", path, "--requests", 5)
-    assert (code, out, err) == (2, "", f"error: {path}: is there already; --force writes over it.\n")
+    assert (code, out, err) == (2, "", f"error: {path}: exists already; --force overwrites it.\n")
     assert path.read_text() == "everything"
     assert command("synth", path, "--requests", 5, "--force")[0] == 0
     assert path.read_bytes().startswith(b'{"format":"radixcache-trace"')

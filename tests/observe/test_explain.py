@@ -214,7 +214,7 @@ def test_a_hint_names_the_span_and_what_it_costs() -> None:
     assert (hint.asked_text, hint.other_text) == ("30", "24")
     assert len(rules) <= hint.tokens <= len(rules) + 5
     assert "tokens 13 to 14 change in every request" in str(found)
-    assert "everything behind is recomputed" in str(found)
+    assert "All later tokens are recomputed" in str(found)
     assert cache.explain(TOKENIZER.encode("Today is the 30.")).hints == ()
 
 

@@ -138,7 +138,7 @@ def test_hash_moves_only_requests_of_a_forgotten_replica_and_keeps_a_session_tog
 
 
 def test_an_unknown_router_and_a_block_of_no_token_are_refused() -> None:
-    with pytest.raises(ValueError, match="no router 'best'; known: random, round-robin, hash, prefix"):
+    with pytest.raises(ValueError, match=r"router 'best' is not known\. Known: random, round-robin, hash, prefix"):
         make_router("best")
     with pytest.raises(ValueError, match="block_tokens is 0; wanted at least 1"):
         chain_digests(np.arange(4), ROOT, 0)

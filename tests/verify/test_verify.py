@@ -318,7 +318,7 @@ def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_
     explained = cache.explain(PROMPT_A)
     assert explained.matched_tokens == 20
     assert {gap.reason for gap in explained.gaps} == {Reason.QUARANTINED}
-    assert "found wrong and taken out at tick 3" in str(explained)
+    assert "found wrong by verify and removed at tick 3" in str(explained)
     # The slot is as good as any other afterwards.
     with cache.begin([*PROMPT_A, 1, 3]) as session:
         assert session.cached_tokens == 20
