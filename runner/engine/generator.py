@@ -25,7 +25,7 @@ Any thread may use `submit`, `wait` and a Ticket; one thread iterates and closes
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +35,7 @@ from radixcache.lock import uninterrupted
 from radixcache.settings import require_count
 from radixcache.tokens import checked_prompt, require_namespace, vocabulary_size
 from runner.engine.engine import PARALLEL_STEP_SIZE, AdmissionQueue, Engine
-from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, StopTokens, compile_mode
+from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, compile_mode
 from runner.engine.sequence import FREE_SHARE, ContextWindow, LogitsProcessor, Outline, Ticket, TokenSequence
 
 DEFAULT_MAX_ROWS = 16
@@ -109,7 +109,8 @@ class ParallelGenerator:
         keep: int | None = None,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
-        stop_tokens: StopTokens | None = None,
+        stop_tokens: Collection[int] | None = None,
+        stop_words: Sequence[str] = (),
         cuts_characters: bool = True,
         namespace: str | None = None,
         reserve: int | None = None,
@@ -126,7 +127,7 @@ class ParallelGenerator:
                 the system prompt if there is one.
             sampler, on_progress, arrived_at_s: as for `runner.engine.replies.generate`.
             logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
-            stop_tokens, cuts_characters: as for `runner.engine.replies.Reply`.
+            stop_tokens, stop_words, cuts_characters: as for `runner.engine.replies.Reply`.
             namespace: default: the generator's.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
@@ -146,6 +147,7 @@ class ParallelGenerator:
             self._tokenizer,
             max_tokens=max_tokens,
             stop_tokens=stop_tokens,
+            stop_words=stop_words,
             prompt_tokens=len(ids),
             arrived_at_s=arrived_at_s,
             cuts_characters=cuts_characters,

@@ -8,6 +8,7 @@ Invariants, each with a test:
   Y1  The joined texts of all pieces are a prefix of the decoded reply. No piece ends inside a UTF-8 character, unless
       the caller asks for that.
   Y2  The last piece, and no other, carries the completion.
+  Y3  The text ends before the first stop word in it, however that was cut into tokens, and no piece has a part of it.
   PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token.
   PL2  The run records every token that it was stepped with. So it always knows what its caches hold.
   PL3  MLX's compiled mode is what it was before, also if the generator is closed early or the model raises.
@@ -36,7 +37,6 @@ REPLACEMENT_CHARACTER = "\ufffd"  # what an unfinished character decodes to
 
 DoneReason = Literal["stop", "length", "cancelled", "error"]
 Sampler = Callable[[mx.array], mx.array]
-StopTokens = Collection[int] | Callable[[int], bool]
 ProgressCallback = Callable[[int, int], None]  # called with the offset reached and the length of the prompt
 
 
@@ -75,8 +75,9 @@ class Completion:
 class Piece(NamedTuple):
     """One token of the reply, with the text it completes; the last piece carries the completion.
 
-    An unfinished character comes with a later piece, and a stop token has no text. The last piece of a cancelled or
-    failed request may have no token. `logprobs` are (V,), float32; `logprob` is the token's own, if known.
+    An unfinished character, and text that may be the beginning of a stop word, come with a later piece. A stop token
+    has no text. The last piece of a cancelled or failed request may have no token. `logprobs` are (V,), float32;
+    `logprob` is the token's own, if known. `stop_word`: the one that ended the reply.
     """
 
     text: str
@@ -84,13 +85,36 @@ class Piece(NamedTuple):
     logprobs: mx.array | None = None
     logprob: float | None = None
     completion: Completion | None = None
+    stop_word: str | None = None
+
+
+class StopWords:
+    """Finds stop words in the text of one reply. Holds text back that may be the beginning of one."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self._words, self._held = words, ""
+        self._longest = max(map(len, words), default=0)
+
+    def add(self, text: str, *, is_last: bool = False) -> tuple[str, str | None]:
+        """Return the text to show, and the stop word before which it ends: the first to end, the longest of these."""
+        text = self._held + text
+        ends = [(at + len(word), -len(word), word) for word in self._words if (at := text.find(word)) >= 0]
+        if ends:
+            end, length, word = min(ends)
+            self._held = ""
+            return text[: end + length], word
+        starts = range(max(0, len(text) - self._longest + 1), len(text))
+        tails = (text[start:] for start in starts) if not is_last else ()
+        self._held = next((tail for tail in tails if any(word.startswith(tail) for word in self._words)), "")
+        return text.removesuffix(self._held), None
 
 
 class Reply:
     """Turns the sampled tokens of one request into pieces. ValueError: max_tokens is below 1.
 
     Args:
-        stop_tokens: ids that end the reply, or a function called with each token, in order. Default: the tokenizer's.
+        stop_tokens: ids that end the reply. Default: the tokenizer's.
+        stop_words: texts that end the reply.
         cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
         arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
     """
@@ -100,7 +124,8 @@ class Reply:
         tokenizer: Any,
         max_tokens: int,
         *,
-        stop_tokens: StopTokens | None,
+        stop_tokens: Collection[int] | None,
+        stop_words: Collection[str] = (),
         prompt_tokens: int,
         arrived_at_s: float | None = None,
         cuts_characters: bool = True,
@@ -108,8 +133,8 @@ class Reply:
         self.max_tokens = require_count("max_tokens", max_tokens, "tokens")
         self.cached_tokens = self.shifted_tokens = self.omitted_tokens = 0
         self.tokens: list[int] = []
-        stop_tokens = tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
-        self._is_stop = stop_tokens if callable(stop_tokens) else frozenset(stop_tokens).__contains__
+        self._stop_tokens = frozenset(tokenizer.eos_token_ids if stop_tokens is None else stop_tokens)
+        self._stop_words = StopWords(stop_words)
         self._prompt_tokens = prompt_tokens
         self._detokenizer, self._cuts_characters = tokenizer.detokenizer, cuts_characters
         self._started_s = time.perf_counter()
@@ -133,30 +158,34 @@ class Reply:
         self._last_s = time.perf_counter()
         if self._first_s is None:
             self._first_s = self._last_s
-        if self._is_stop(token):
-            return Piece(self._last_text(), token, logprobs, logprob, self._complete("stop"))
-        self._detokenizer.add_token(token)
-        segment = str(self._detokenizer.last_segment)
-        reason: DoneReason | None = "length" if self.left == 0 else "cancelled" if cancelled() else None
-        if reason is None:
-            return Piece(segment, token, logprobs, logprob)
-        return Piece(segment + self._last_text(), token, logprobs, logprob, self._complete(reason))
+        reason: DoneReason | None = "stop"
+        text, stop_word = "", None
+        if token not in self._stop_tokens:
+            self._detokenizer.add_token(token)
+            text, stop_word = self._stop_words.add(str(self._detokenizer.last_segment))
+            if stop_word is None:
+                reason = "length" if self.left == 0 else "cancelled" if cancelled() else None
+        if reason is not None and stop_word is None:
+            last, stop_word = self._last_text()
+            text, reason = text + last, reason if stop_word is None else "stop"
+        return Piece(text, token, logprobs, logprob, None if reason is None else self._complete(reason), stop_word)
 
     def end(self, reason: DoneReason, *, note: str | None = None, error: Exception | None = None) -> Piece:
         try:
-            text = self._last_text() if self.tokens else ""
+            text, stop_word = self._last_text() if self.tokens else ("", None)
         except Exception:
             # The error that ends the reply may be that its text cannot be decoded.
             if reason != "error":
                 raise
-            text = ""
-        return Piece(text, completion=self._complete(reason, note, error))
+            text, stop_word = "", None
+        return Piece(text, completion=self._complete(reason, note, error), stop_word=stop_word)
 
-    def _last_text(self) -> str:
-        """The text that the detokenizer held back."""
+    def _last_text(self) -> tuple[str, str | None]:
+        """The text that detokenizer and stop words held back, and the stop word that it ends before."""
         self._detokenizer.finalize()
-        segment = str(self._detokenizer.last_segment)
-        return segment.rstrip(REPLACEMENT_CHARACTER) if self._cuts_characters else segment
+        text = str(self._detokenizer.last_segment)
+        text = text.rstrip(REPLACEMENT_CHARACTER) if self._cuts_characters else text
+        return self._stop_words.add(text, is_last=True)
 
     def _complete(self, reason: DoneReason, note: str | None = None, error: Exception | None = None) -> Completion:
         first_s = self._first_s

@@ -155,7 +155,10 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Ended:
+    """The reply is over. `text`: its last, where no token ended it."""
+
     record: RequestRecord
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,11 +232,11 @@ class OpenRequest:
         self.tokens.append(token.id)
         self.put(token)
 
-    def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None) -> None:
+    def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None, text: str = "") -> None:
         """Put Ended, unless the request has ended."""
         if not self.is_over:
             self._close(outcome, note)
-            self.put(Ended(self.record))
+            self.put(Ended(self.record, text))
 
     def fail(self, status: int, message: str, note: str | None = None) -> None:
         """Put Failed, unless the request has ended. `note` is for the record; default: the message."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import numpy as np
 from radixcache import PrefixCache, stream_generate
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Piece, Sampler
+from runner.engine.replies import Piece, Sampler, StopWords
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
@@ -44,14 +44,13 @@ SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
 class _Prepared(NamedTuple):
-    """A request that is ready to run. `is_stop` must see each token once; `is_alone`: nothing runs beside it."""
+    """A request that is ready to run. `is_alone`: nothing runs beside it."""
 
     opened: OpenRequest
     prompt: RenderedPrompt
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor]
     max_tokens: int
-    is_stop: Callable[[int], bool]
     is_alone: bool
 
 
@@ -74,6 +73,7 @@ class ServedModel:
     ) -> None:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
+        keep_first_space(self.tokenizer)
         self.model: Any = loaded.model
         self.draft_model: Any = draft
         self.context_length = loaded.context_length
@@ -147,15 +147,13 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        stop_words = list(request.stop_words)
-        machine = mlx_lm_border.make_text_state_machine(tokenizer, stop_words)
+        machine = mlx_lm_border.make_text_state_machine(tokenizer)
         formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
         reader = ReplyReader(machine, prompt.initial_state, formatter)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
-        is_stop = mlx_lm_border.make_stop_sequences(tokenizer, stop_words).matcher().advance
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
-        self._queue.append(_Prepared(opened, prompt, sampler, processors, max_tokens, is_stop, is_alone))
+        self._queue.append(_Prepared(opened, prompt, sampler, processors, max_tokens, is_alone))
         self._advance()
         if not opened.is_over:
             opened.record.prompt_tokens = prompt_tokens
@@ -179,19 +177,18 @@ class ServedModel:
         record.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
 
     def _add_token(
-        self, opened: OpenRequest, text: str, id: int, logprob: float, logprobs: Any, reason: FinishReason | None
+        self,
+        opened: OpenRequest,
+        text: str,
+        id: int,
+        logprob: float,
+        logprobs: Any,
+        reason: FinishReason | None,
+        stop_word: str | None,
     ) -> None:
         """Put a sampled token. `logprobs` (V,) are those of all tokens, evaluated."""
         likeliest = mlx_lm_border.top_logprobs(logprobs, opened.request.top_logprobs, self.tokenizer)
-        stop_word = self._stop_word(opened, id) if reason == "stop" else None
         opened.add(Token(text, id, logprob, likeliest, reason, stop_word))
-
-    def _stop_word(self, opened: OpenRequest, last: int) -> str | None:
-        """The longest stop word that the reply ends with."""
-        tokens, encode = [*opened.tokens, last], self.tokenizer.encode
-        words = [(encode(word, add_special_tokens=False), word) for word in opened.request.stop_words]
-        ends = [(len(ids), word) for ids, word in words if ids == tokens[-len(ids) :]]
-        return max(ends, default=(0, None), key=lambda end: end[0])[1]
 
     def _new_generator(self) -> ParallelGenerator:
         options = self._options
@@ -215,7 +212,7 @@ class ServedModel:
                 marks=prompt.marks,
                 sampler=prepared.sampler,
                 logits_processors=prepared.logits_processors,
-                stop_tokens=prepared.is_stop,
+                stop_words=opened.request.stop_words,
                 cuts_characters=False,
                 namespace=opened.request.namespace,
                 reserve=RESERVE_TOKENS,
@@ -255,7 +252,7 @@ class ServedModel:
             reason: FinishReason | None = ended if ended == "stop" or ended == "length" else None
             assert piece.logprob is not None, ticket
             try:
-                self._add_token(opened, piece.text, piece.token, piece.logprob, piece.logprobs, reason)
+                self._add_token(opened, piece.text, piece.token, piece.logprob, piece.logprobs, reason, piece.stop_word)
             except Exception as error:
                 ticket.cancel()
                 opened.fail_with(error)
@@ -266,7 +263,7 @@ class ServedModel:
         if done.done_reason == "error":
             opened.fail_with(done.error)
         else:
-            opened.end(done.done_reason, done.note)
+            opened.end(done.done_reason, done.note, piece.text if piece.token is None else "")
 
     def _step_alone(self, opened: OpenRequest, steps: Iterator[None]) -> None:
         try:
@@ -305,19 +302,34 @@ class ServedModel:
             num_draft_tokens=opened.request.num_draft_tokens,
         )
         outcome: FinishReason | None = None
+        stop_words = StopWords(opened.request.stop_words)
         with closing(replies):
             try:
                 for each in replies:
                     opened.record.cached_tokens = each.cached_tokens
-                    outcome = "stop" if prepared.is_stop(each.token) else each.finish_reason
+                    is_last = each.finish_reason is not None or opened.is_cancelled
+                    text, stop_word = stop_words.add(each.text, is_last=is_last)
+                    outcome = each.finish_reason if stop_word is None else "stop"
                     logprob = each.logprobs[each.token].item()
-                    self._add_token(opened, each.text, each.token, logprob, each.logprobs, outcome)
-                    if outcome is not None or opened.is_cancelled:
+                    self._add_token(opened, text, each.token, logprob, each.logprobs, outcome, stop_word)
+                    if outcome is not None or is_last:
                         break
                     yield
             except _CancelledError:
                 pass
         opened.end(outcome or "cancelled")
+
+
+def keep_first_space(tokenizer: Any) -> None:
+    """Have the text of replies begin with the space that their first token begins with, which mlx-lm leaves out.
+
+    A reply that comes back in the next turn must be the same tokens, or it is prefilled again.
+    """
+    detokenizer = tokenizer._detokenizer  # each reply gets a copy
+    if isinstance(detokenizer, mlx_lm_border.SPMStreamingDetokenizer):
+        detokenizer.trim_space = False
+    elif isinstance(detokenizer, mlx_lm_border.BPEStreamingDetokenizer):
+        detokenizer._maybe_trim_space = str
 
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:

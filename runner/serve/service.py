@@ -76,7 +76,7 @@ class Delta:
 class ReplyReader:
     """Splits one reply into text, reasoning and tool calls, as mlx_lm.server does. Holds no array.
 
-    mlx-lm's TextStateMachine strips control sequences and stop words, and gives each piece of text a state. The rest
+    mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
     call is complete when the state is normal again, or at the end. Made on the generation thread, used by the loop.
     """
@@ -94,20 +94,17 @@ class ReplyReader:
     def add(self, token: Token) -> Delta:
         """Read one token's text. The result is empty while a tool call is written."""
         self._is_over, self._is_cut = token.finish_reason is not None, token.finish_reason != "stop"
-        if token.finish_reason == "stop":
-            self._state, current = self._machine.discard(self._state)
-            self._collect(current, "")
-        else:
-            self._state, segments = self._machine.split(self._state, token.text)
-            for current, text in segments:
-                self._collect(current, text)
-        if token.finish_reason == "length":
+        # As in mlx_lm.server, a character that a stop token leaves unfinished is no text.
+        is_ended = token.finish_reason == "stop" and token.stop_word is None
+        self._read(token.text.rstrip("\ufffd") if is_ended else token.text)
+        if self._is_over:
             self._flush()
         return Delta("", "", (), (token,)) if self._current == "tool" else self._take(token)
 
-    def finish(self) -> Delta:
-        """Return text that was held back, and an unclosed tool call; a call that was cut off as far as it came."""
+    def finish(self, text: str = "") -> Delta:
+        """Return the last text, text that was held back, and an unclosed tool call; a cut call as far as it came."""
         if not self._is_over:  # cancelled
+            self._read(text)
             self._flush()
         if self._current == "tool" and self._tool_text:
             self._tool_texts.append(self._tool_text)
@@ -116,6 +113,11 @@ class ReplyReader:
             call = cut_call(self._tool_text)
             return replace(delta, tool_calls=(call,)) if call else replace(delta, text=delta.text + self._tool_text)
         return delta
+
+    def _read(self, text: str) -> None:
+        self._state, segments = self._machine.split(self._state, text)
+        for current, part in segments:
+            self._collect(current, part)
 
     def _flush(self) -> None:
         self._state, held_back, current = self._machine.flush(self._state)
@@ -194,7 +196,7 @@ class ServedReply:
                     delta = self._reader.add(event)
                 else:
                     assert isinstance(event, Ended), event
-                    delta = self._reader.finish()
+                    delta = self._reader.finish(event.text)
                     self.record = event.record
                     self.finish_reason = reason if event.record.outcome == "stop" else "length"
                 self.has_tool_calls |= bool(delta.tool_calls)

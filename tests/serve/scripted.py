@@ -47,7 +47,7 @@ class ScriptedReading:
         assert delta.tokens == (step,)
         return delta
 
-    def finish(self) -> Delta:
+    def finish(self, text: str) -> Delta:
         return self._flushed
 
 

@@ -21,12 +21,12 @@ from tests.serve.stock_server import stock_answer
 
 #: As mlx_lm.generate.make_text_state_machine makes it for a model that thinks, calls tools and has channels.
 TRANSITIONS = {
-    "normal": [("<think>", "reasoning"), ("<call>", "tool"), ("<other>", "other"), ("STOP", "normal")],
-    "reasoning": [("</think>", "normal"), ("<call>", "tool"), ("STOP", "reasoning")],
-    "tool": [("</call>", "normal"), ("STOP", "tool")],
+    "normal": [("<think>", "reasoning"), ("<call>", "tool"), ("<other>", "other")],
+    "reasoning": [("</think>", "normal"), ("<call>", "tool")],
+    "tool": [("</call>", "normal")],
     "other": [("</other>", "normal"), ("<call>", "tool")],
 }
-PIECES = ("<think>", "</think>", "<call>", "</call>", "<other>", "</other>", "STOP", "<", "ST", "a", "b c", "é", "")
+PIECES = ("<think>", "</think>", "<call>", "</call>", "<other>", "</other>", "<", "<c", "a", "b c", "é", "")
 
 
 def parse_tool_call(text: str, _tools: Any) -> Any:
@@ -101,7 +101,8 @@ ROUTES = {CHAT: {"messages": [USER]}, TEXT: {"prompt": "?"}}
 def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
     runs: SpokenRuns, client: TestClient, texts, cuts, finish, initial_state, path, more
 ):
-    whole = "".join(texts)
+    # At a stop token, mlx_lm.server drops text that may be the beginning of a control sequence: here there is none.
+    whole = "".join(texts) + "." * (finish == "stop")
     ends = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
     pieces = [whole[start:end] for start, end in itertools.pairwise(ends)] or [""]
     runs.tokens, runs.initial_state = steps_of(pieces, finish), initial_state
@@ -133,10 +134,10 @@ def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
     assert [call["function"]["name"] for call in delta.tool_calls] == ["good"]
 
 
-def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_stop_word():
+def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_control_sequence():
     read = reading()
-    assert read.add(Token("a ST", 1, 0.0, (), None)).text == "a "
-    assert read.finish().text == "ST"
+    assert read.add(Token("a <th", 1, 0.0, (), None)).text == "a "
+    assert read.finish("i").text == "<thi"
 
 
 CUT = '{"name": "write", "arguments": {"path": "a.txt", "text": "Once up'
@@ -163,3 +164,10 @@ def test_a_broken_call_of_a_reply_that_ended_by_itself_is_no_call_and_no_text():
     read.add(Token(f"<call>{CUT}", 1, 0.0, (), None))
     read.add(Token("", 2, 0.0, (), "stop"))
     assert read.finish() == Delta("", "", (), ())
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_reply_that_is_over_keeps_what_could_have_become_a_control_sequence(reason):
+    read = reading()
+    assert read.add(Token("a <th", 1, 0.0, (), None)).text == "a "
+    assert read.add(Token("i", 2, 0.0, (), reason)).text == "<thi"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +25,6 @@ from runner.serve.request import (
     Token,
 )
 from runner.serve.scheduler import Scheduler
-from runner.serve.served_model import ServedModel
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, noting, running
 
 
@@ -119,13 +117,6 @@ def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Sche
     assert waiting.tokens[-2:] == tokens[5:7]
     assert [step.finish_reason for step in waiting.sampled] == [*[None] * (len(waiting.tokens) - 1), "stop"]
     assert [step.stop_word for step in waiting.sampled][-1] == word
-
-
-def test_of_two_stop_words_that_end_a_reply_the_longer_is_named() -> None:
-    opened = OpenRequest(Request(ModelNames(), 8, stop_words=["b", "ab"]), lambda _: None)
-    opened.tokens = [ord("a")]
-    served = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda word, add_special_tokens: [*word.encode()]))
-    assert ServedModel._stop_word(served, opened, ord("b")) == "ab"
 
 
 def test_the_queue_time_of_a_record_is_in_milliseconds_since_arrival() -> None:

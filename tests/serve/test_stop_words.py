@@ -1,0 +1,80 @@
+"""A stop word ends a reply where its text appears, however that was cut into tokens, and no part of it is shown."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.engine.replies import StopWords
+from runner.serve.scheduler import Scheduler
+from tests.serve.jobs import Waiting
+from tests.serve.talking_model import saying
+
+WORDS = st.text("ab", min_size=1, max_size=4)
+
+
+def expected(text: str, words: list[str]) -> tuple[str, str | None]:
+    """What is to be shown, found by reading character by character, and the stop word."""
+    for end in range(1, len(text) + 1):
+        ending = [word for word in words if text[:end].endswith(word)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(text=st.text("abc", max_size=30), words=st.lists(WORDS, max_size=4), cuts=st.lists(st.integers(0, 30)))
+def test_what_is_shown_does_not_depend_on_how_the_text_was_cut(text: str, words: list[str], cuts: list[int]) -> None:
+    wanted, word = expected(text, words)
+    ends = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
+    found, shown = StopWords(words), ""
+    for index, piece in enumerate([*pieces, ""]):
+        more, said = found.add(piece, is_last=index == len(pieces))
+        shown += more
+        assert wanted.startswith(shown), "a part of a stop word was shown"
+        if said is not None:
+            break
+    assert (shown, said) == (wanted, word)
+
+
+@given(text=st.text("abc", max_size=20), words=st.lists(WORDS, max_size=4))
+def test_only_text_that_may_be_the_beginning_of_a_stop_word_is_held_back(text: str, words: list[str]) -> None:
+    wanted, word = expected(text, words)
+    if word is None:
+        shown, _ = StopWords(words).add(text)
+        held = wanted.removeprefix(shown)
+        assert not held or any(each.startswith(held) and each != held for each in words)
+
+
+def say(thread: Scheduler, text: str, **asked: Any) -> Waiting:
+    """A reply that is the text, a token for each character."""
+    fields = saying(text)
+    bias = {int(token): each for token, each in fields.pop("logit_bias").items()}
+    return Waiting(thread, prompt="0", logit_bias=bias, **fields, **asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "word"),
+    [
+        (["cd"], "ab", "cd"),
+        (["x", "cdef", "cd"], "ab", "cd"),
+        (["d", "bcd"], "a", "bcd"),
+        (["defg"], "abcdef", None),
+        (["a"], "", "a"),
+    ],
+)
+def test_a_reply_ends_before_a_stop_word(either: Scheduler, words: list[str], text: str, word: str | None) -> None:
+    reply = say(either, "abcdef", stop_words=words)
+    last = reply.sampled[-1]
+    assert (reply.text, last.stop_word, last.finish_reason) == (text, word, "stop" if word else "length")
+    assert len(reply.tokens) == reply.record.completion_tokens == len(text) + len(word or "")
+    assert all(text.startswith("".join(token.text for token in reply.sampled[:end])) for end in range(7))
+
+
+def test_a_reply_that_begins_with_a_space_keeps_it(either: Scheduler) -> None:
+    assert say(either, " ab").text == " ab"
