@@ -115,7 +115,7 @@ def _print_version(context: typer.Context, is_asked: bool) -> None:
     if not is_asked:
         return
     if context.params["verbose"]:
-        from runner.commands.version import version_report
+        from runner.commands.doctor import version_report
 
         print(version_report())
     else:

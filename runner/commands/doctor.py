@@ -1,4 +1,4 @@
-"""`radixcache doctor`: what is installed, what is missing, and what to do about it. Loads no model, needs no network.
+"""`radixcache doctor` and `--version --verbose`: what is installed, what is missing, and what to do about it.
 
 Requirements and extras come from the metadata of the installed package, so this file has no list of packages.
 """
@@ -6,6 +6,7 @@ Requirements and extras come from the metadata of the installed package, so this
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from packaging.requirements import Requirement
 import runner
 from runner.blas import blas_name
 from runner.commands.outputs import EXIT_CHECK_FAILED
-from runner.commands.version import device_name, without_home
+from runner.origin import machine, versions
 from runner.text import GIB, MIB
 
 OK, MISSING, PROBLEM = "ok", "missing", "problem"
@@ -165,3 +166,43 @@ def _redis(url: str) -> Verdict:
     except ValueError:
         return PROBLEM, "RADIXCACHE_REDIS is not a URL; wanted redis://HOST:PORT/NUMBER"
     return OK, "the server of RADIXCACHE_REDIS answers"
+
+
+def version_report() -> str:
+    """One `name  value` line each, to be pasted into an issue."""
+    about = machine()
+    rows = {
+        **versions(),
+        "system": _system(),
+        "machine": f"{platform.machine()}, {about['processor']}",
+        "CPUs": about["logical_cores"],
+        "memory": f"{about['memory_bytes'] / GIB:.1f} GiB",
+        "MLX device": without_home(_device()[1]),
+        "BLAS": blas_name(),
+    }
+    return "\n".join(f"{name:<12}  {value}" for name, value in rows.items())
+
+
+def device_name() -> str:
+    """The back end that MLX computes with, and its device. Raises what `import mlx.core` raises."""
+    import mlx.core as mx
+
+    about = mx.device_info()
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "CPU"
+    return f"{'CUDA' if mx.cuda.is_available() else 'Metal'}, {about.get('device_name', 'device without a name')}"
+
+
+def without_home(text: object) -> str:
+    """A text on one line with ~ for the home folder."""
+    return " ".join(str(text).replace(str(Path.home()), "~").split())
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        name = ""
+    return f"{platform.system()} {platform.release()}" + (f", {name}" if name else "")
