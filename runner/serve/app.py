@@ -1,4 +1,4 @@
-"""The application: the routes of all APIs (openai.py, anthropic.py, admin.py), and around them middleware.py."""
+"""The application: the routes (openai.py, responses.py, anthropic.py, admin.py), and around them middleware.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_res
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError
+from runner.serve.responses import responses_routes
 from runner.serve.service import ReplyBackend, Service
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def assemble_app(
     app = FastAPI(title="radixcache", version=__version__, responses={"4XX": wrong, 503: gone}, **hidden)
     service = Service(backend, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
+    app.include_router(responses_routes(service, options))
     app.include_router(anthropic_routes(service, options))
     app.include_router(cache)
     return guard(app, options, count)

@@ -1,4 +1,4 @@
-"""The routes of both APIs before a scripted generation thread, with errors as the whole server writes them."""
+"""The routes of all APIs before a scripted generation thread, with errors as the whole server writes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from runner.serve.middleware import Frame
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
+from runner.serve.responses import RESPONSES, responses_routes
 from runner.serve.service import ReplyBackend, Service
 
-__all__ = ["BODIES", "CHAT", "MESSAGES", "TEXT", "USER", "scripted_app", "scripted_client"]
+__all__ = ["BODIES", "CHAT", "MESSAGES", "RESPONSES", "TEXT", "USER", "scripted_app", "scripted_client"]
 
 USER = {"role": "user", "content": "?"}
 #: A body that each API takes.
-BODIES = {CHAT: {"messages": [USER]}, MESSAGES: {"model": "claude-x", "max_tokens": 16, "messages": [USER]}}
+BODIES = {
+    CHAT: {"messages": [USER]},
+    RESPONSES: {"model": "m", "input": [USER]},
+    MESSAGES: {"model": "claude-x", "max_tokens": 16, "messages": [USER]},
+}
 
 
 def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
     app, service, chosen = FastAPI(), Service(runs, timeout_s=timeout_s), options or ServeOptions()
     app.include_router(openai_routes(service, chosen))
+    app.include_router(responses_routes(service, chosen))
     app.include_router(anthropic_routes(service, chosen))
     app.add_middleware(Frame, allowed_origins=(), count=lambda route, status: None)
     return app

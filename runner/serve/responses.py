@@ -1,0 +1,663 @@
+"""OpenAI's Responses API: bodies, their translation to chats, replies, conversations to go on with. Never imports MLX.
+
+    ResponsesBody     what the client sent, checked; becomes a Request by way of ChatBody
+    ResponseDraft     the reply, whole or as events
+    ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
+    responses_routes  POST /v1/responses
+
+`messages_of` turns items into messages in the form of chats, which chat templates take:
+
+    message                           ->  a message of its role
+    reasoning                         ->  reasoning_content of the assistant's message
+    function_call, custom_tool_call   ->  tool_calls of the assistant's message
+    their outputs                     ->  a message of its own, role "tool"
+
+Successive items of the assistant become one message, because one reply wrote them. The prompt of the next turn then
+begins with the tokens of this turn and its reply. Tools and items that only OpenAI's own servers can run or read are
+left out of the prompt, with a line in the log. `null` means the same as no field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from runner.serve.bodies import MAX_MESSAGES, Checked, Share, Temperature, Tokens, body_schema
+from runner.serve.openai import ChatBody
+from runner.serve.options import ServeOptions
+from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
+from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event
+from runner.text import shortened
+
+logger = logging.getLogger(__name__)
+
+RESPONSES = "/v1/responses"
+MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
+#: Codex gives up on a stream without events for 300 s, and does not count comments.
+KEEPALIVE_S = 30
+#: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
+_SEAL = "radixcache:"
+
+
+class TextPart(Checked):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class Refusal(Checked):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImagePart(Checked):
+    type: Literal["input_image"]
+    image_url: str
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Part: TypeAlias = Annotated[TextPart | Refusal | ImagePart, Field(discriminator="type")]
+Parts: TypeAlias = Annotated[list[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
+
+
+class MessageItem(Checked):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class ReasoningItem(Checked):
+    """Reasoning as this server or another one wrote it. What another one has encrypted is left out."""
+
+    type: Literal["reasoning"]
+    summary: list[TextPart] | None = None
+    content: list[TextPart] | None = None
+    encrypted_content: str | None = None
+
+    def text(self) -> str:
+        sealed = self.encrypted_content or ""
+        if not self.content and sealed.startswith(_SEAL):
+            return sealed.removeprefix(_SEAL)
+        return "\n".join(part.text for part in self.content or self.summary or ())
+
+
+class FunctionCall(Checked):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CustomToolCall(Checked):
+    """A call of a custom tool, which takes text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input})
+
+
+class CallOutput(Checked):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Parts
+
+
+class Foreign(Checked):
+    """An item or a tool that only OpenAI's own servers have, such as a web search."""
+
+    type: str
+    name: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}" if isinstance(self.name, str) else self.type
+
+
+_ITEM_KINDS = {
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+}  # fmt: skip
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) and kind in _ITEM_KINDS else "foreign"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CustomToolCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_item_kind),
+]
+
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def _as_items(content: Any) -> Any:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
+    """Messages in the form of chats, without foreign items."""
+    known = [item for item in items if not isinstance(item, Foreign)]
+    for is_reply, run in groupby(known, key=_is_of_reply):
+        if is_reply:
+            yield _assistant_message([*run])
+            continue
+        for item in run:
+            if isinstance(item, CallOutput):
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content_of(item.output)}
+            elif isinstance(item, MessageItem):
+                yield {"role": item.role, "content": _content_of(item.content)}
+
+
+def _is_of_reply(item: Item) -> bool:
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return isinstance(item, ReasoningItem | FunctionCall | CustomToolCall)
+
+
+def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
+    parts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
+    message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts)}
+    thoughts = [item.text() for item in items if isinstance(item, ReasoningItem)]
+    if thought := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = thought
+    if calls := [item for item in items if isinstance(item, FunctionCall | CustomToolCall)]:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _content_of(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    texts = [part for part in parts if not isinstance(part, ImagePart)]
+    if len(texts) == len(parts):
+        return _text_of(texts)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": _text_of([part])}
+        for part in parts
+    ]
+
+
+def _text_of(parts: Iterable[TextPart | Refusal]) -> str:
+    return "\n".join(
+        part.refusal if isinstance(part, Refusal) else part.text for part in parts if not isinstance(part, ImagePart)
+    )
+
+
+class FunctionTool(Checked):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {"name": self.name, "description": self.description or "", "parameters": parameters}
+
+
+class CustomFormat(Checked):
+    type: Literal["text", "grammar"]
+    syntax: str = ""
+    definition: str = ""
+
+
+class CustomTool(Checked):
+    """A tool that takes text. The model sees a function with one string argument."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        text: dict[str, Any] = {"type": "string"}
+        if self.format is not None and self.format.type == "grammar":
+            text["description"] = f"Text of this {self.format.syntax} grammar:\n{self.format.definition}"
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return {"name": self.name, "description": self.description or "", "parameters": parameters}
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return kind if kind in ("function", "custom") else "foreign"
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_tool_kind),
+]
+
+
+class NamedTool(Checked):
+    type: Literal["function", "custom"]
+    name: str
+
+    def in_chats(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Checked):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class TextFormat(Checked):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Checked):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Checked):
+    effort: Annotated[str, Field(max_length=100)] | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(Checked):
+    """The body of POST /v1/responses. Fields that it does not name are those of a chat: `top_k`, `seed` and so on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = DEFAULT
+    input: Annotated[
+        list[Item], Field(min_length=1, max_length=MAX_MESSAGES),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
+    ]  # fmt: skip
+    previous_response_id: str | None = None
+    instructions: str | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
+    parallel_tool_calls: bool = True
+    max_output_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    stream: bool = False
+    store: bool = True
+    include: list[str] = Field(default_factory=list)
+    metadata: dict[str, str] = Field(default_factory=dict)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    prompt_cache_key: str | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    background: Literal[False] = False
+    conversation: None = None
+    prompt: None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        return cls.checked({name: value for name, value in body.items() if value is not None})
+
+    def request(self, options: ServeOptions, namespace: str, past: Sequence[Item] = ()) -> Request:
+        """The Request for a reply to the items of `past` and of this body. ApiError: a field is wrong."""
+        if foreign := sorted({str(part) for part in (*self.tools, *self.input) if isinstance(part, Foreign)}):
+            logger.info(
+                "left out of a prompt, as only OpenAI's servers have it: %s", shortened(", ".join(foreign), 200)
+            )
+        turns = [*past, *self.input]
+        if self.instructions:
+            turns.insert(0, MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
+        functions = [tool.as_function() for tool in self.tools if not isinstance(tool, Foreign)]
+        chat = {
+            **(self.model_extra or {}),
+            **self.model_dump(include={"model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key"}),
+            "messages": [*messages_of(turns)],
+            "max_tokens": self.max_output_tokens,
+            "tools": [{"type": "function", "function": function} for function in functions],
+            "tool_choice": self._tool_choice(),
+            "response_format": self._response_format(),
+            "reasoning_effort": self.reasoning.effort,
+        }
+        return ChatBody.read(chat, options).request(namespace)
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            allowed = {"mode": choice.mode, "tools": [tool.in_chats() for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        return choice.in_chats() if isinstance(choice, NamedTool) else choice
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = self.text.format
+        if wanted is None or wanted.type != "json_schema":
+            return None if wanted is None else {"type": wanted.type}
+        schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
+        return {"type": "json_schema", "json_schema": schema}
+
+
+#: Fields of a body that its response repeats, with their values where the body lacks them.
+_REPEATED: dict[str, Any] = {
+    "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None, "safety_identifier": None,
+    "service_tier": "default", "store": True, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
+    "truncation": "disabled", "user": None,
+}  # fmt: skip
+
+
+def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> dict[str, Any]:
+    """The response object to a body, without output."""
+
+    def given(name: str, default: Any) -> Any:
+        return default if body.get(name) is None else body[name]
+
+    return {
+        "id": f"resp_{id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": given("model", DEFAULT),
+        "output": [],
+        "usage": None,
+        "reasoning": {"effort": None, "summary": None, **given("reasoning", {})},
+        "temperature": given("temperature", options.temp),
+        "top_p": given("top_p", options.top_p),
+        "text": {"format": {"type": "text"}, **given("text", {})},
+        **{name: given(name, default) for name, default in _REPEATED.items()},
+    }
+
+
+Events: TypeAlias = Iterator[dict[str, Any]]
+
+
+class ResponseDraft:
+    """Writes one reply. At most one item is open, and it is the last one of the output.
+
+    First created and in_progress; for each item output_item.added, its deltas, output_item.done; then completed,
+    incomplete or failed. Events hold parts of the response itself, so write each before the next one is asked for.
+    `on_end` gets the response before its last event.
+    """
+
+    def __init__(
+        self,
+        reply: ServedReply,
+        response: dict[str, Any],
+        *,
+        custom_tools: Sequence[str] = (),
+        is_sealed: bool = False,
+        on_end: Callable[[dict[str, Any]], None] = lambda response: None,
+    ) -> None:
+        self.response = response
+        self._reply, self._custom_tools, self._is_sealed, self._on_end = reply, custom_tools, is_sealed, on_end
+        self._output: list[dict[str, Any]] = response["output"]
+        self._is_open = False
+        self._blank = ""
+        self._event_count = self._reasoning_tokens = self._silent_tokens = 0
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._events():
+            pass
+        return self.response
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events, with comments during prefill. A failure is the last of them."""
+        try:
+            async for event in self._events():
+                if isinstance(event, PrefillProgress):
+                    yield f": keepalive {event.done_tokens}/{event.prompt_tokens}\n\n"
+                else:
+                    yield server_sent_event(event, event["type"])
+        except ApiError as error:
+            yield self.failed(error)
+
+    def failed(self, error: ApiError) -> str:
+        kind = {429: "rate_limit_exceeded"}.get(
+            error.status, "server_error" if error.status >= 500 else "invalid_prompt"
+        )
+        failure = {"code": error.code or kind, "message": error.message}
+        self.response |= {"status": "failed", "error": failure}
+        event = self._event("failed", response=self.response)
+        return server_sent_event(event, event["type"])
+
+    async def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
+        yield self._event("created", response=self.response)
+        yield self._event("in_progress", response=self.response)
+        told_s = time.monotonic()
+        async for part in self._reply:
+            if isinstance(part, Delta):
+                for event in self._add(part):
+                    yield event
+                continue
+            yield part
+            if time.monotonic() - told_s >= KEEPALIVE_S:
+                told_s = time.monotonic()
+                yield self._event("in_progress", response=self.response)
+        for event in self._end():
+            yield event
+
+    def _add(self, delta: Delta) -> Events:
+        self._count_reasoning(delta)
+        if delta.reasoning:
+            yield from self._write("reasoning", delta.reasoning)
+        # White space alone is no item: models write it between reasoning, calls and text.
+        text, self._blank = self._blank + delta.text, ""
+        if text.strip() or (text and self._is_writing("message")):
+            yield from self._write("message", text)
+        else:
+            self._blank = text
+        for call in delta.tool_calls:
+            yield from self._call(call)
+
+    def _count_reasoning(self, delta: Delta) -> None:
+        # A token whose text is held back belongs to what comes next.
+        self._silent_tokens += len(delta.tokens)
+        if delta.reasoning:
+            self._reasoning_tokens += self._silent_tokens
+        if delta.reasoning or delta.text or delta.tool_calls:
+            self._silent_tokens = 0
+
+    def _end(self) -> Events:
+        record = self._reply.record
+        assert record is not None
+        status = "incomplete" if self._reply.finish_reason == "length" else "completed"
+        yield from self._close(status)
+        self.response |= {
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": record.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": record.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": record.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+                "total_tokens": record.prompt_tokens + record.completion_tokens,
+            },
+        }
+        self._on_end(self.response)
+        yield self._event(status, response=self.response)
+
+    def _is_writing(self, kind: str) -> bool:
+        return self._is_open and self._output[-1]["type"] == kind
+
+    def _write(self, kind: str, text: str) -> Events:
+        if not self._is_writing(kind):
+            yield from self._close()
+            if kind == "message":
+                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                yield from self._open("msg", {"type": kind, "role": "assistant", "content": []})
+            else:
+                part = {"type": "reasoning_text", "text": ""}
+                yield from self._open("rs", {"type": kind, "summary": [], "content": []})
+            self._output[-1]["content"].append(part)
+            yield self._item_event("content_part.added", content_index=0, part=part)
+        part = self._output[-1]["content"][0]
+        part["text"] += text
+        yield self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **_logprobs(part))
+
+    def _call(self, call: dict[str, Any]) -> Events:
+        function = call["function"]
+        item = {"call_id": call["id"], "name": function["name"]}
+        yield from self._close()
+        if function["name"] in self._custom_tools:
+            kind, field, value = "custom_tool_call_input", "input", _text_input(function["arguments"])
+            yield from self._open("ctc", {"type": "custom_tool_call", **item, "input": ""})
+        else:
+            kind, field, value = "function_call_arguments", "arguments", function["arguments"]
+            yield from self._open("fc", {"type": "function_call", **item, "arguments": ""})
+        self._output[-1][field] = value
+        yield self._item_event(f"{kind}.delta", delta=value)
+        yield self._item_event(f"{kind}.done", **{field: value})
+        if self._reply.finish_reason is None:  # else _end closes it
+            yield from self._close()
+
+    def _open(self, prefix: str, item: dict[str, Any]) -> Events:
+        self._is_open, self._blank = True, ""
+        id = f"{prefix}_{self._reply.id}_{len(self._output)}"
+        self._output.append({"id": id, "status": "in_progress", **item})
+        yield self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _close(self, status: str = "completed") -> Events:
+        if not self._is_open:
+            return
+        self._is_open, item = False, self._output[-1]
+        if "content" in item:
+            part = item["content"][0]
+            text = {"text": part["text"], **_logprobs(part)}
+            yield self._item_event(f"{part['type']}.done", content_index=0, **text)
+            yield self._item_event("content_part.done", content_index=0, part=part)
+            if item["type"] == "reasoning" and self._is_sealed:
+                item["encrypted_content"] = _SEAL + part["text"]
+        item["status"] = status
+        yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        at = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return self._event(kind, **at, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": f"response.{kind}", "sequence_number": self._event_count, **fields}
+        self._event_count += 1
+        return event
+
+
+def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+
+
+def _text_input(arguments: str) -> str:
+    """The text for a custom tool: `input` of the arguments, or all of them if a model wrote something else."""
+    with suppress(ValueError):
+        found = json.loads(arguments)
+        if isinstance(found, dict) and isinstance(found.get("input"), str):
+            text: str = found["input"]
+            return text
+    return arguments
+
+
+class ResponseMemory:
+    """The newest conversations, for requests that go on with one of their owner's. Only the event loop uses it.
+
+    A conversation is the JSON of the items of each request and its reply. Later conversations share these pieces, so
+    the sum of all lengths is at least what they take.
+    """
+
+    def __init__(self) -> None:
+        self._conversations: dict[tuple[str, str], tuple[bytes, ...]] = {}
+        self._bytes = 0
+
+    def put(self, owner: str, id: str, conversation: tuple[bytes, ...]) -> None:
+        if sum(map(len, conversation)) > MAX_STORED_BYTES:
+            return
+        self._conversations[owner, id] = conversation
+        self._bytes += sum(map(len, conversation))
+        while len(self._conversations) > MAX_STORED or self._bytes > MAX_STORED_BYTES:
+            oldest = self._conversations.pop(next(iter(self._conversations)))
+            self._bytes -= sum(map(len, oldest))
+
+    def get(self, owner: str, id: str) -> tuple[bytes, ...]:
+        """The conversation that ends with this response. ApiError: it is not here, or another owner's."""
+        if (conversation := self._conversations.pop((owner, id), None)) is None:
+            message = f"Previous response with id {shortened(id, 80)!r} not found: not of this server, or too old."
+            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+        self._conversations[owner, id] = conversation
+        return conversation
+
+    def resolved(self, owner: str, items: Any) -> Any:
+        """The items of a body, those in place that an `item_reference` names. ApiError: one is not here."""
+
+        @cache
+        def output(response_id: str) -> dict[str, Any]:
+            return {item["id"]: item for item in json.loads(self.get(owner, response_id)[-1]) if "id" in item}
+
+        def resolve(item: Any) -> Any:
+            if not isinstance(item, dict) or item.get("type") != "item_reference":
+                return item
+            try:
+                return output("resp_" + item["id"].split("_")[1])[item["id"]]
+            except (AttributeError, KeyError, IndexError, ApiError) as error:
+                name = shortened(str(item.get("id")), 80)
+                message = f"Item with id {name!r} not found: not of this server, or too old."
+                raise ApiError(404, message, param="input", code="item_not_found") from error
+
+        return [resolve(item) for item in items] if isinstance(items, list) else items
+
+
+def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
+    router, memory = APIRouter(), ResponseMemory()
+
+    @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES))
+    @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES))
+    async def responses(request: HttpRequest) -> Response:
+        given = await read_json(request)
+        owner = str(getattr(getattr(request.state, "tenant", None), "name", ""))
+        given["input"] = memory.resolved(owner, given.get("input"))
+        body = ResponsesBody.read(given)
+        past = () if body.previous_response_id is None else memory.get(owner, body.previous_response_id)
+        items = [item for piece in past for item in json.loads(piece)]
+        asked = body.request(options, namespace_of(request), _ITEMS.validate_python(items))
+        custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]
+
+        def remember(response: dict[str, Any]) -> None:
+            if body.store:
+                fresh = json.dumps([*_as_items(given["input"]), *response["output"]]).encode()
+                memory.put(owner, response["id"], (*past, fresh))
+
+        def writer(reply: ServedReply) -> ResponseDraft:
+            return ResponseDraft(
+                reply,
+                begun_response(reply.id, given, options),
+                custom_tools=custom_tools,
+                is_sealed="reasoning.encrypted_content" in body.include,
+                on_end=remember,
+            )
+
+        return await service.answer(request, asked, writer, stream=body.stream)
+
+    return router

@@ -1,0 +1,239 @@
+"""OpenAI's Responses API: replies and streams, checked by the types of the real client, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from runner.serve import responses
+from runner.serve.options import ServeOptions
+from runner.serve.request import ApiError, Failed, PrefillProgress
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
+from tests.serve.scripted_app import BODIES, RESPONSES, scripted_app, scripted_client
+
+BODY: dict[str, Any] = BODIES[RESPONSES]
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+HELLO = (said("Hel"), said("lo", finish="stop"))
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False},
+    {"type": "custom", "name": "patch"},
+]
+FULL = (
+    said(), said(reasoning="Hm"), said(), said(reasoning="m."), said(), said("\n\n"), said("Let me look."), said("\n"),
+    said(calls=[("f", '{"x": 1}'), ("patch", '{"input": "+a\\n"}')]), said("\n", finish="stop"),
+)  # fmt: skip
+FULL_OUTPUT = [
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hmm."}]},
+    {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "\n\nLet me look.\n", "annotations": [], "logprobs": []}],
+    },
+    {"type": "function_call", "call_id": "call_0", "name": "f", "arguments": '{"x": 1}'},
+    {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": "+a\n"},
+]
+
+
+def whole(runs: ScriptedRuns, **fields: Any) -> dict[str, Any]:
+    with scripted_client(runs) as client:
+        answer = client.post(RESPONSES, json={**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json())
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def events_of(runs: ScriptedRuns, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream: each of the client's types, named and numbered."""
+    with scripted_client(runs) as client:
+        answer = client.post(RESPONSES, json={**BODY, "stream": True, **fields})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for event in answer.text.split("\n\n")[:-1]:
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        assert events[-1]["sequence_number"] == len(events) - 1
+        EVENT.validate_python(events[-1])
+    return events
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    assert all(item["status"] == "completed" for item in output)
+    assert len({item["id"] for item in output}) == len(output)
+    return [{name: value for name, value in item.items() if name not in ("id", "status")} for item in output]
+
+
+def test_a_reply_is_a_response_that_repeats_what_was_asked() -> None:
+    runs = ScriptedRuns(*HELLO)
+    asked = {"instructions": "Be brief.", "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "tools": TOOLS}
+    response = whole(runs, **asked, temperature=0.5, text={"verbosity": "low"}, max_output_tokens=9, store=False)
+    assert response["id"] == f"resp_{runs.opened[0].id}"
+    message = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+    assert without_ids(response["output"]) == [{"type": "message", "role": "assistant", "content": [message]}]
+    assert response["usage"] == {
+        "input_tokens": PROMPT_TOKENS,
+        "input_tokens_details": {"cached_tokens": CACHED_TOKENS, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": PROMPT_TOKENS + 3,
+    }
+    assert response["completed_at"] >= response["created_at"] > 1e9
+    repeated = {
+        **asked, "model": "m", "status": "completed", "error": None, "incomplete_details": None, "temperature": 0.5,
+        "top_p": 1.0, "text": {"format": {"type": "text"}, "verbosity": "low"}, "max_output_tokens": 9,
+        "reasoning": {"effort": "low", "summary": None}, "store": False, "previous_response_id": None,
+        "tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled",
+    }  # fmt: skip
+    assert {name: response[name] for name in repeated} == repeated
+
+
+def test_reasoning_text_and_calls_are_items_and_white_space_between_them_is_none() -> None:
+    response = whole(ScriptedRuns(*FULL), tools=TOOLS)
+    assert without_ids(response["output"]) == FULL_OUTPUT
+    assert response["status"] == "completed"
+    # The mark before the reasoning, and one whose text came later; not the mark behind it.
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_a_stream_of_text_has_the_events_of_the_api_in_their_order() -> None:
+    events = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
+    created, started, added, part_added, *deltas, text_done, part_done, done, completed = events
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert created["response"] == started["response"]
+    assert (created["response"]["status"], created["response"]["output"]) == ("in_progress", [])
+    assert (added["item"]["status"], added["item"]["content"]) == ("in_progress", [])
+    assert part_added["part"]["text"] == ""
+    assert [event["delta"] for event in deltas] == ["Hel", "lo"]
+    assert text_done["text"] == part_done["part"]["text"] == done["item"]["content"][0]["text"] == "Hello"
+    assert {event["item_id"] for event in (part_added, *deltas, text_done, part_done)} == {done["item"]["id"]}
+    assert completed["response"]["output"] == [done["item"]]
+
+
+def test_a_stream_of_all_kinds_of_items_ends_with_what_comes_whole() -> None:
+    events = events_of(ScriptedRuns(*FULL), tools=TOOLS)
+    assert [event["type"].removeprefix("response.") for event in events[2:-1]] == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert without_ids(items) == FULL_OUTPUT
+    response = events[-1]["response"]
+    assert response["output"] == items
+    ended = whole(ScriptedRuns(*FULL), tools=TOOLS)
+    assert response["usage"] == ended["usage"]
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+    assert [event["item"].get("arguments", event["item"].get("input")) for event in added] == [None, None, "", ""]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ScriptedRuns(said("a"), said(finish="length"), outcome="length"),
+        ScriptedRuns(said("a"), outcome="cancelled"),
+        ScriptedRuns(said("a"), said(), outcome="length", flushed=said(calls=[("f", '{"x"')])),
+    ],
+    ids=["length", "cancelled", "call"],
+)
+def test_a_reply_that_was_cut_off_is_incomplete_and_so_is_its_last_item(runs: ScriptedRuns) -> None:
+    events = events_of(runs)
+    assert events[-1]["type"] == "response.incomplete"
+    response = events[-1]["response"]
+    assert (response["status"], response["completed_at"]) == ("incomplete", None)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    *before, last = response["output"]
+    assert last["status"] == "incomplete"
+    assert all(item["status"] == "completed" for item in before)
+
+
+def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
+    events = events_of(ScriptedRuns(said("a"), Failed(500, "the model broke.")))
+    assert events[-1]["type"] == "response.failed"
+    response = events[-1]["response"]
+    assert response["error"] == {"code": "server_error", "message": "the model broke."}
+    assert (response["status"], response["usage"]) == ("failed", None)
+
+
+def test_an_input_that_is_no_json_is_given_whole_to_a_custom_tool() -> None:
+    calls = [("patch", "+a"), ("patch", '{"other": 1}'), ("patch", '["input"]')]
+    response = whole(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
+    assert [item["input"] for item in response["output"]] == ["+a", '{"other": 1}', '["input"]']
+
+
+def test_a_long_prefill_is_told_in_comments_and_now_and_then_in_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = ScriptedRuns(PrefillProgress(8, 20), *HELLO)
+    assert [event["type"] for event in events_of(runs)].count("response.in_progress") == 1
+    with scripted_client(runs) as client:
+        assert ": keepalive 8/20\n\n" in client.post(RESPONSES, json={**BODY, "stream": True}).text
+    monkeypatch.setattr(responses, "KEEPALIVE_S", 0)
+    assert [event["type"] for event in events_of(runs)].count("response.in_progress") == 2
+
+
+def test_reasoning_goes_into_the_field_that_clients_send_back_if_they_ask_for_it() -> None:
+    plain = whole(ScriptedRuns(*FULL))["output"][0]
+    assert "encrypted_content" not in plain
+    events = events_of(ScriptedRuns(*FULL), include=["reasoning.encrypted_content"])
+    reasoning = events[-1]["response"]["output"][0]
+    assert reasoning["content"][0]["text"] == "Hmm."
+    runs = ScriptedRuns(*HELLO)
+    # Codex sends reasoning back without its text.
+    whole(runs, input=[{**reasoning, "content": None}, *BODY["input"]])
+    assert runs.opened[0].request.messages[0] == {"role": "assistant", "content": "", "reasoning_content": "Hmm."}
+
+
+def client_of(runs: ScriptedRuns, options: ServeOptions | None = None) -> openai.AsyncOpenAI:
+    transport = httpx2.ASGITransport(scripted_app(runs, options))
+    http_client = openai.DefaultAsyncHttpxClient(transport=transport)
+    return openai.AsyncOpenAI(api_key="k", base_url="http://test/v1", http_client=http_client, max_retries=0)
+
+
+def test_the_real_client_reads_a_stream_to_the_response_that_comes_whole() -> None:
+    async def read() -> tuple[Any, Any, str]:
+        async with client_of(ScriptedRuns(*FULL)) as client:
+            asked: Any = {"model": "m", "input": "Hi", "tools": TOOLS}
+            text = ""
+            async with client.responses.stream(**asked) as stream:
+                async for event in stream:
+                    if event.type == "response.output_text.delta":
+                        text += event.delta
+                streamed = await stream.get_final_response()
+            return streamed, await client.responses.create(**asked), text
+
+    streamed, ended, text = asyncio.run(read())
+    assert text == ended.output_text == "\n\nLet me look.\n"
+    assert without_ids([item.to_dict() for item in ended.output]) == FULL_OUTPUT
+    parsed = [{**item.to_dict(), "parsed_arguments": None} for item in streamed.output]
+    assert [item["type"] for item in parsed] == [item["type"] for item in FULL_OUTPUT]
+    assert ended.usage is not None
+    assert ended.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
+
+
+def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
+    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
+        async with client_of(runs) as client:
+            await client.responses.create(**{"model": "m", "input": "Hi", **fields})
+
+    with pytest.raises(openai.BadRequestError) as wrong:
+        asyncio.run(ask(ScriptedRuns(), max_output_tokens=0))
+    assert wrong.value.param == "max_output_tokens"
+    with pytest.raises(openai.RateLimitError):
+        asyncio.run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
+    with pytest.raises(openai.NotFoundError, match="no model nowhere/nothing"):
+        asyncio.run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
