@@ -2,7 +2,7 @@
 
 Five nouns carry a request. Each is made from the one before.
 
-    Body      what the client sent, checked field by field     openai.py, anthropic.py
+    Body      what the client sent, checked field by field     openai.py, responses.py, anthropic.py
     Request   what to generate, in the server's terms          this file
     Sequence  its tokens while the engine computes them        runner/engine/sequence.py
     Token     one sampled token                                this file

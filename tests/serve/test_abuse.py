@@ -21,12 +21,14 @@ BUDGET_BYTES = 8 << 20
 #: What MLX may have in use besides weights and caches: what the last requests were evaluated with.
 REST_BYTES = 1 << 20
 USER = {"role": "user", "content": "?"}
-CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 #: A body that each route takes.
 GOOD: dict[str, dict[str, Any]] = {
     "/chat/completions": {"messages": [USER]},
     CHAT: {"messages": [USER]},
     TEXT: {"prompt": "?"},
+    "/responses": {"input": "?"},
+    RESPONSES: {"input": [USER]},
     MESSAGES: {"model": "claude-x", "max_tokens": 2, "messages": [USER]},
     MESSAGES + "/count_tokens": {"model": "claude-x", "messages": [USER]},
     "/cache/explain": {"prompt": "?"},
@@ -152,11 +154,11 @@ class Abuse:
         return self._draws.choice(kinds)()
 
     def _reply(self) -> Attempt:
-        path = self._draws.choice([CHAT, TEXT, MESSAGES])
+        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES])
         return Attempt(path, post(path, self._body(path, self._draws.randint(1, 3))), frozenset([200]))
 
     def _leave(self) -> Attempt:
-        path = self._draws.choice([CHAT, TEXT, MESSAGES])
+        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES])
         sent, read = post(path, self._body(path, 100)), self._draws.choice([0, 1, 200, 1000])
         return Attempt(path, sent, frozenset([200, None]), read, is_reset=self._draws.random() < 0.5)
 
@@ -194,7 +196,10 @@ class Abuse:
     def _body(self, path: str, max_tokens: int) -> bytes:
         draws = self._draws
         text = draws.choice(["Why?", "Why not?", "What else?"]) * draws.randint(1, 8)
-        prompt = {"prompt": text} if path == TEXT else {"messages": [{"role": "user", "content": text}]}
+        prompt = {
+            TEXT: {"prompt": text},
+            RESPONSES: {"input": text, "max_output_tokens": max_tokens},
+        }.get(path, {"messages": [{"role": "user", "content": text}]})
         more = {"max_tokens": max_tokens, "stream": draws.random() < 0.5 or max_tokens > 3}
         return json.dumps({**GOOD[path], **prompt, **more}).encode()
 

@@ -25,7 +25,9 @@ SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you a
 USER = {"role": "user", "content": "What about quince?"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 #: What differs from one request to the next by itself: of log-probabilities the last bits, beside others' decoding.
-OWN = re.compile(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"created": ?\d+|"logprob": [-.e\d]+')
+OWN = re.compile(
+    r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"(created|created_at|completed_at)": ?\d+|"logprob": [-.e\d]+'
+)
 
 
 class Route(NamedTuple):
@@ -50,11 +52,17 @@ MESSAGES = [
     {"model": "claude-x", "max_tokens": 4, "system": SYSTEM["content"], "messages": [USER], "stream": is_streamed}
     for is_streamed in (False, True)
 ]
+RESPONSES = [
+    {"max_output_tokens": 4, "instructions": SYSTEM["content"], "input": [USER], "stream": is_streamed}
+    for is_streamed in (False, True)
+]
 WRONG: list[Any] = [{}, [], {"messages": []}, {"prompt": "x" * 40_000}, {"prompt": "x", "model": "nowhere"}]
 SEEN = [
     Route("POST", "/v1/chat/completions", [*chats(), *chats(seed=3, temperature=1.0), *WRONG]),
     Route("POST", "/chat/completions", chats()),
     Route("POST", "/v1/completions", [{"prompt": "What about quince?", "max_tokens": 4}] * 2 + WRONG),
+    Route("POST", "/v1/responses", [*RESPONSES, *WRONG]),
+    Route("POST", "/responses", RESPONSES),
     Route("POST", "/v1/messages", [*MESSAGES, *WRONG]),
     Route("POST", "/v1/messages/count_tokens", [*MESSAGES, *WRONG]),
     Route("GET", "/v1/models"),
