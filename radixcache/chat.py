@@ -25,9 +25,12 @@ import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+
+from radixcache.turns import Place, Turns
 
 Message = Mapping[str, Any]
 Rendering = str | list[int]
@@ -60,13 +63,13 @@ class ChatTemplate:
         if not self.as_text and not is_python:
             self._kwargs["return_dict"] = False
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> Rendering:
+    def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
         """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""
         rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=generation_prompt,
             tokenize=not self.as_text,
-            **self._kwargs,
+            **{**self._kwargs, **arguments},
         )
         return str(rendered) if self.as_text else [int(token) for token in rendered]
 
@@ -77,6 +80,17 @@ class ChatTemplate:
         except Exception:  # A template may raise anything.
             return None
 
+    def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
+        """Give each turn the nearest role that the template takes; see `Turns`."""
+        return Turns(self._probe, _known_turns(self._tokenizer, self._kwargs.get("chat_template"))).fit(messages)
+
+    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        try:
+            rendering = self.render(messages, messages[-1]["role"] != "assistant", tools=tools)
+            return rendering if isinstance(rendering, str) else str(self._tokenizer.decode(rendering))
+        except Exception:  # A template may raise anything.
+            return None
+
     def encode(self, texts: Sequence[str]) -> Any:
         return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
@@ -84,6 +98,19 @@ class ChatTemplate:
         """Ids and texts of the tokens that never merge with text beside them; white space does not count."""
         added = self._inner.added_tokens_decoder.items()
         return {int(token_id): token.content for token_id, token in added if token.content.strip()}
+
+
+#: What is known of each tokenizer's templates; see `Turns`.
+_KNOWN_TURNS: WeakKeyDictionary[Any, dict[str, dict[str, bool]]] = WeakKeyDictionary()
+
+
+def _known_turns(tokenizer: Any, own_template: Any) -> dict[str, bool]:
+    """What is known of the turns of a template; empty at first."""
+    template = own_template or getattr(tokenizer, "chat_template", None)
+    try:
+        return _KNOWN_TURNS.setdefault(tokenizer, {}).setdefault(str(template), {})
+    except TypeError:  # no weak references to it
+        return {}
 
 
 def _has_stock_renderer(tokenizer: Any) -> bool:
@@ -295,7 +322,8 @@ def chat_tokens(
     """The int32 tokens of `render_chat` without marks: the template runs once. Raises the same errors."""
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
-    _, rendering = choose_form(template, messages, add_generation_prompt)
+    fitted, _ = template.fit([dict(message) for message in messages])
+    _, rendering = choose_form(template, fitted, add_generation_prompt)
     return TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
 
 
@@ -320,10 +348,16 @@ def message_ends(
     """
     _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
-    chosen = choose_form(template, messages, add_generation_prompt)
-    borders = _Borders(template, *chosen)
+    fitted, places = template.fit([dict(message) for message in messages])
+    borders = _Borders(template, *choose_form(template, fitted, add_generation_prompt))
+    last = {place.turn: count for count, place in enumerate(places, 1)}
     text_ends = [
-        borders.message_end(count) if counts is None or count in counts else 0 for count in range(1, len(messages) + 1)
+        0
+        if counts is not None and count not in counts
+        else borders.message_end(place.turn + 1)
+        if last[place.turn] == count
+        else borders.inner_end(place.turn, place.end)
+        for count, place in enumerate(places, 1)
     ]
     tokens, (opening, *ends) = borders.to_tokens([borders.opening_end(text_ends[0]), *text_ends])
     return tokens, opening, ends
@@ -370,6 +404,16 @@ class _Borders:
             end = len(alone)
             self._complete.add(end)
         return min(end, self._lasting)
+
+    def inner_end(self, index: int, end: int | None) -> int:
+        """The end of the first `end` characters of a message's content in the full rendering; 0: not certain."""
+        if end is None:
+            return 0
+        message = self._messages[index]
+        others = [{**message, "content": message["content"][:end] + content} for content in _PROBE_CONTENTS]
+        later = self._messages[index + 1 :]
+        found = [self._template.attempt([*self._messages[:index], other, *later], True) for other in others]
+        return min((common_rendering(self._full, other) for other in found if other is not None), default=0)
 
     def opening_end(self, first_end: int) -> int:
         """The end of all before the first user text, if that is more than the system prompt."""

@@ -34,7 +34,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
-from runner.serve.openai import ChatBody
+from runner.serve.openai import ChatBody, without_billing
 from runner.serve.options import ServeOptions
 from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
 from runner.serve.service import (
@@ -50,8 +50,6 @@ from runner.serve.service import (
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-# A well-known client begins its first system block with this. The block is left out, as it differs in every request.
-_BILLING_HEADER = "x-anthropic-billing-header:"
 
 
 class CacheControl(Checked):
@@ -137,6 +135,18 @@ class AssistantTurn(Checked):
 
 
 Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
+
+
+def _without_billing(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """The turns without billing lines in system texts. A turn that had nothing else is left out."""
+    for turn in turns:
+        if isinstance(turn, SystemTurn):
+            kept = [block.model_copy(update={"text": without_billing(block.text)}) for block in turn.content]
+            blocks = [block for block, given in zip(kept, turn.content, strict=True) if block.text or not given.text]
+            if turn.content and not blocks:
+                continue
+            turn = SystemTurn(role="system", content=blocks)
+        yield turn
 
 
 def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[int]]]:
@@ -241,11 +251,11 @@ class AnthropicPromptBody(Checked):
         return checked
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
-        system = [block for block in self.system if not block.text.startswith(_BILLING_HEADER)]
-        turns = [SystemTurn(role="system", content=system)] if system else []
-        messages, ends = zip(*messages_of([*turns, *self.messages]), strict=True)
-        request = ChatBody.read({"messages": [*messages], **self._openai_fields()}, options).request(namespace)
-        return replace(request, marked_texts=[(index, end) for index, of in enumerate(ends) for end in of])
+        turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
+        found = [*messages_of(_without_billing(turns))]
+        fields = {"messages": [message for message, _ in found], **self._openai_fields()}
+        request = ChatBody.read(fields, options).request(namespace)
+        return replace(request, marked_texts=[(index, end) for index, (_, ends) in enumerate(found) for end in ends])
 
     def _openai_fields(self) -> dict[str, Any]:
         thinking = self.thinking.type

@@ -11,7 +11,7 @@ same as no field. docs/serve-differences.md lists the differences.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -63,6 +63,9 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit fo
 #: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+
+# Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
+_BILLING = "x-anthropic-billing-header:"
 
 # These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -146,8 +149,27 @@ class ChatBody(OpenAIBody):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
-        request = super().request(namespace)
+        request = replace(super().request(namespace), messages=[*_without_billing(self.messages)])
         return replace(request, tools=self.tools or None, chat_template_kwargs=self.chat_template_kwargs or None)
+
+
+def without_billing(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING)) if _BILLING in text else text
+
+
+def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages without billing lines in system texts. A turn that had nothing else is left out."""
+    for message in messages:
+        content = message.get("content")
+        if message["role"] not in ("system", "developer") or _BILLING not in str(content):
+            yield message
+        elif isinstance(content, str):
+            if kept := without_billing(content):
+                yield {**message, "content": kept}
+        elif content:
+            shown = [{**part, "text": without_billing(part["text"])} if "text" in part else part for part in content]
+            if parts := [part for part in shown if part.get("text") != ""]:
+                yield {**message, "content": parts}
 
 
 def _check_message(message: dict[str, Any], at: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from PIL import Image, UnidentifiedImageError
 
-from radixcache.chat import common_rendering, message_ends
+from radixcache.chat import ChatTemplate, common_rendering, message_ends
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 
@@ -74,7 +74,8 @@ def prompt_of(
     tools = list(request.tools) if request.tools else None
     provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
     try:
-        messages = copy.deepcopy(list(request.messages))  # `tokenize` changes them
+        kwargs = {**template_args, **(request.chat_template_kwargs or {})}
+        messages, texts = fitted_messages(request, tokenizer, tools, kwargs)
         completion = mlx_lm_border.CompletionRequest(
             "chat" if is_chat else "text", request.prompt or "", messages, tools, request.role_mapping
         )
@@ -88,13 +89,29 @@ def prompt_of(
         raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
     marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
     if with_marks and is_chat and tokenizer.has_chat_template:
-        kwargs = {**template_args, **(request.chat_template_kwargs or {})}
         # Some templates refuse a part of a conversation. Without a mark, some tokens are prefilled again.
         with suppress(Exception):
             marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
         with suppress(Exception):
-            marks |= _text_marks(tokens, request.marked_texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
+            marks |= _text_marks(tokens, texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
     return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
+
+
+def fitted_messages(
+    request: Request, tokenizer: Any, tools: Any, kwargs: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    """Copies of the messages with the roles that the template takes, and the marked texts in them."""
+    messages, texts = copy.deepcopy(list(request.messages)), list(request.marked_texts)
+    if not messages:
+        return messages, texts
+    if not tokenizer.has_chat_template:  # mlx-lm has a prefix for each role, and none for developers
+        for message in messages:
+            if message["role"] == "developer" and "developer" not in (request.role_mapping or {}):
+                message["role"] = "system"
+        return messages, texts
+    fitted, places = ChatTemplate(tokenizer, tools, kwargs).fit(messages)
+    starts = [(places[index], end) for index, end in texts]
+    return fitted, [(place.turn, place.start + end) for place, end in starts if place.start is not None]
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:

@@ -424,8 +424,8 @@ def test_messages_that_are_none_are_refused_with_one_line(messages: Any, wanted:
 
 
 def test_what_a_template_refuses_and_arguments_of_the_call_are_errors_with_a_reason() -> None:
-    with pytest.raises(ValueError, match=r"refused 2 message\(s\) \(user, user\): roles must alternate"):
-        render_chat(make_tokenizer(MERGED), [TURNS[0], TURNS[0]])
+    with pytest.raises(ValueError, match=r"refused 2 message\(s\) \(assistant, user\): roles must alternate"):
+        render_chat(make_tokenizer(MERGED), [TURNS[1], TURNS[0]])
     with pytest.raises(ValueError, match="tokenize is not an argument of the chat template"):
         render_chat(make_tokenizer(CHATML), TURNS, tokenize=False)
 

@@ -85,6 +85,13 @@ def test_what_a_client_says_of_itself_in_front_of_the_system_prompt_is_no_part_o
     system = [header, {"type": "text", "text": "You are"}, {"type": "text", "text": "brief."}]
     assert asked(system=system).messages[0] == {"role": "system", "content": "You are\nbrief."}
     assert asked(system=[header]).messages == [USER]
+    one = f"{header['text']}\nYou are brief.\nx-anthropic-billing-header: cch=2;\nBe kind.\n"
+    assert asked(system=one).messages[0]["content"] == "You are brief.\nBe kind.\n"
+    marked = [{"type": "text", "text": f"{header['text']}\nYou are", "cache_control": MARK}, system[2]]
+    mine = asked(system=marked, messages=[USER, {"role": "system", "content": [header]}, USER])
+    assert mine.messages == [{"role": "system", "content": "You are\nbrief."}, {**USER, "content": "Hi\nHi"}]
+    assert mine.marked_texts == [(0, len("You are"))]
+    assert asked(messages=[{**USER, "content": one}]).messages[0]["content"] == one, "a question stays as it is"
 
 
 def test_a_marked_text_inside_of_a_message_asks_for_a_checkpoint_where_it_ends() -> None:

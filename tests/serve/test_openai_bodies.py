@@ -62,6 +62,23 @@ def test_a_stop_word_may_stand_alone_and_an_empty_one_is_none(stop, words):
     assert asked_by({"messages": [USER], "stop": stop}).stop_words == words
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2; cch=1f0a9;"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_of_a_system_text_only_the_lines_that_bill_the_client_are_left_out(role):
+    def contents(content):
+        mine = asked_by({"messages": [{"role": role, "content": content}, {"role": "user", "content": BILLING}]})
+        return [message["content"] for message in mine.messages]
+
+    assert contents(f"{BILLING}\nYou are brief.") == ["You are brief.", BILLING]
+    assert contents(f"You are brief.\n{BILLING}\n\nSo {BILLING}") == [f"You are brief.\n\nSo {BILLING}", BILLING]
+    texts = [{"type": "text", "text": text} for text in (BILLING, "You are", f"{BILLING}\nbrief.")]
+    assert contents(texts) == [[{"type": "text", "text": "You are"}, {"type": "text", "text": "brief."}], BILLING]
+    assert contents(BILLING) == contents(texts[:1]) == [BILLING], "a turn that had nothing else is no turn"
+    assert contents(None) == [None, BILLING]
+
+
 def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():
     assert asked_by({"messages": [USER], "temperature": 1e-8}).temperature == 0
     assert asked_by({"messages": [USER], "temperature": 1e-3}).temperature == 1e-3

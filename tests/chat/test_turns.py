@@ -1,0 +1,210 @@
+"""Turns: every text of a conversation reaches the prompt, in place, whatever roles the template takes.
+
+The templates below are written in the manner of the ones that models have: ChatML, Hermes with tools, Qwen3 with
+thinking, a strict one, and Gemma's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from radixcache.chat import message_ends, render_chat
+from runner.serve.prompts import prompt_of
+from runner.serve.request import ModelNames, Request
+from tests.chat.test_chat import make_tokenizer
+
+# Turns of other roles than these three are left out without a word.
+CHATML = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    "# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) or (m.role == 'system' and not loop.first)"
+    " %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}{% for call in m.tool_calls %}"
+    "\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Reasoning stays only behind the last question; a system turn elsewhere is an error; developers are left out.
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if tools %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}# Tools\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{% elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
+    "{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% for call in m.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>{{ value }}</parameter>{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+# The system turn first, then question and reply in turn; contents are trimmed.
+STRICT = (
+    "<s>{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% if messages[0].role == 'system' %}[SYS]{{ messages[0].content | trim }}[/SYS]{% endif %}"
+    "{% for m in rest %}{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }}</s>{% endif %}"
+    "{% endfor %}"
+)
+GEMMA = (
+    "<s>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "hermes": HERMES, "qwen3": QWEN3, "strict": STRICT, "gemma": GEMMA}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Looks.", "parameters": {"type": "object"}}}
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def prompt(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
+    """The prompt of the server, as text."""
+    tokenizer = TokenizerWrapper(make_tokenizer(template))
+    found = prompt_of(Request(ModelNames(), 5, messages=messages, **more), tokenizer, {}, with_marks=True)
+    text: str = tokenizer.decode(found.tokens)
+    return text
+
+
+# Of every kind: what Claude Code, Codex and simpler clients send.
+TALKS = [
+    "system user",
+    "system developer user",
+    "developer user assistant user",
+    "system user assistant system user",
+    "system user system assistant user",
+    "system user assistant user system",
+    "system user call tool system assistant user",
+    "system user call tool user",
+    "system user call tool tool user system assistant developer user",
+    "user user assistant assistant user",
+    "user developer assistant user",
+    "user critic assistant user function assistant user",
+]
+
+
+@pytest.mark.parametrize("with_tools", [False, True], ids=["plain", "tools"])
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_text_is_in_the_prompt_once_and_in_order(name: str, talk: str, with_tools: bool) -> None:
+    messages, contents = [], []
+    for index, role in enumerate(talk.split()):
+        contents.append(f"the {'abcdefghijkl'[index]} text.")
+        calls = {"role": "assistant", "tool_calls": [CALL]} if role == "call" else {}
+        messages.append({**turn(role, contents[-1]), **calls})
+    text = prompt(TEMPLATES[name], messages, tools=[TOOL] if with_tools else None)
+    assert [text.count(content) for content in contents] == [1] * len(contents)
+    assert sorted(contents, key=text.index) == contents
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_that_are_appended_extend_the_prompt(name: str) -> None:
+    roles = ("system", "developer", "user", "assistant", "system", "user", "assistant", "developer", "user")
+    talk = [turn(role, f"the {letter} text.") for role, letter in zip(roles, itertools.count(1), strict=False)]
+    prompts = [prompt(TEMPLATES[name], talk[:count]) for count in (3, 6, 9)]
+    for shorter, longer in itertools.pairwise(prompts):
+        ends = "text." if name in ("strict", "gemma") else "<|im_end|>"  # behind it the next reply is opened
+        assert longer.startswith(shorter[: shorter.rindex(ends)])
+
+
+def test_a_later_system_turn_of_a_strict_template_stands_in_place_as_the_users() -> None:
+    talk = [turn("system", "Be brief."), turn("user", "Hi"), turn("system", "It is late."), turn("assistant", "Ho")]
+    assert prompt(STRICT, [*talk, turn("user", "Bye")]) == (
+        "<s>[SYS]Be brief.[/SYS][INST] Hi\n\nIt is late. [/INST] Ho</s>[INST] Bye [/INST]"
+    )
+    assert "<|im_start|>user\nIt is late.<|im_end|>\n" in prompt(QWEN3, [*talk, turn("user", "Bye")])
+
+
+def test_a_developer_is_the_system_where_the_template_has_no_developers() -> None:
+    talk = [turn("developer", "Be brief."), turn("user", "Hi"), turn("developer", "It is late.")]
+    assert prompt(CHATML, talk) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>system\nIt is late.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    shown = CHATML.replace("'system', ", "'system', 'developer', ")
+    assert prompt(shown, talk).count("<|im_start|>developer\n") == 2, "and stays one where it has them"
+
+
+def test_without_a_system_role_the_system_text_is_in_front_of_the_first_question() -> None:
+    talk = [turn("system", "Be brief."), turn("developer", "In verse."), turn("user", "Hi")]
+    assert prompt(GEMMA, talk) == ("<s><|im_start|>user\nBe brief.\n\nIn verse.\n\nHi<|im_end|>\n<|im_start|>model\n")
+
+
+def test_a_template_that_moves_later_system_texts_to_the_front_does_not_take_them() -> None:
+    moved = (
+        "{% for m in messages if m.role == 'system' %}<s>{{ m.content }}</s>{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    talk = [turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Ho"), turn("system", "It is late.")]
+    assert prompt(moved, [*talk, turn("user", "Bye")]).startswith("<s>Be brief.</s><|im_start|>user\nHi")
+
+
+def test_two_replies_that_become_one_keep_their_calls_and_lists_of_parts_are_joined() -> None:
+    strict_calls = GEMMA.replace("{{ m.content | trim }}", "{{ m.content }}{{ m.tool_calls or '' }}")
+    both = [turn("assistant", "One", tool_calls=[CALL]), turn("assistant", "Two", tool_calls=[CALL])]
+    parts = [{"role": "user", "content": [{"type": "text", "text": each}]} for each in ("Hi", "there")]
+    text = prompt(strict_calls, [*parts, *both, turn("user", "Bye")])
+    assert "user\nHi\n\nthere<|im_end|>" in text
+    assert "One\n\nTwo[{" in text
+    assert text.count("Ulm") == 2
+
+
+def test_a_template_that_shows_no_texts_is_left_alone() -> None:
+    assert prompt("{{ messages | length }}", [turn("system", "a"), turn("developer", "b"), turn("user", "c")]) == "3"
+
+
+def test_a_template_is_asked_once_however_many_conversations_there_are() -> None:
+    tokenizer = make_tokenizer(STRICT)
+    talk = [turn("system", "Be brief."), turn("user", "Hi"), turn("system", "It is late."), turn("critic", "So?")]
+    rendered: list[int] = []
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    counts = []
+    for _ in range(3):
+        rendered.clear()
+        render_chat(tokenizer, talk[:3])
+        counts.append(len(rendered))
+    assert counts[0] > counts[1] == counts[2] < 12
+    render_chat(tokenizer, talk)
+
+
+def test_each_message_has_its_own_end_also_where_several_are_one_turn() -> None:
+    tokenizer = make_tokenizer(GEMMA)
+    talk = [turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Ho"), turn("user", "Bye")]
+    tokens, _, ends = message_ends(tokenizer, talk)
+    texts = [tokenizer.decode(tokens[:end]) for end in ends]
+    assert texts[0].startswith("<s><|im_start|>user\nBe")
+    assert "<s><|im_start|>user\nBe brief.".startswith(texts[0])
+    assert texts[1].endswith("Hi<|im_end|>\n")
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("mapping", [None, {"system": "RULE: ", "developer": "DEV: "}])
+def test_without_a_template_a_developer_has_the_prefix_of_the_system(mapping: dict[str, str] | None) -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer(None))
+    request = Request(ModelNames(), 5, messages=[turn("developer", "Be brief.")], role_mapping=mapping)
+    text = tokenizer.decode(prompt_of(request, tokenizer, {}).tokens)
+    assert text.startswith("DEV: Be brief." if mapping else "ASSISTANT's RULE: Be brief.")
