@@ -1,0 +1,282 @@
+"""Real clients and coding agents against the real server: three questions, each answered with a tool call first.
+
+The clients are installed once, pinned, into the user's cache folder. They and the server run in a network of their own
+without a way out. Where the system does not allow that, proxies point them to a closed port. The model says what a
+question asks for (tests/serve/parrot.py), so the tools are called for real.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.models.demo import FetchError, cache_home, demo_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SESSIONS = Path(__file__).with_name("client_sessions.py")
+PIP = (
+    "anthropic==2.13.0", "langchain-openai==1.7.4", "litellm==1.110.2", "ollama==0.6.3", "openai==3.57.0",
+    "openai-agents==0.24.0", "pydantic-ai-slim[openai]==2.68.0",
+)  # fmt: skip
+NPM = ("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.169.0", "opencode-ai@1.18.33")
+TEMPLATES = ("chatml", "hermes", "qwen3", "strict")
+PORT, GUARD_S = 8801, 120
+#: A command in a network of its own, with nothing but loopback.
+ALONE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+#: Tokens behind which a prompt may stop being what the next prompt begins with: the opening of a reply.
+OPENING = 16
+WORDS = ("marmalade", "quicksand", "tambourine")
+OFFLINE = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+}
+QUIET = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "DISABLE_ERROR_REPORTING": "1",
+    "DISABLE_TELEMETRY": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+}  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def installed(name: str, wanted: Sequence[str], install: Callable[[Path], object]) -> Iterator[Path]:
+    """The folder of installed clients, made by whoever comes first. Skips the test if that fails."""
+    folder = cache_home() / "clients" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mark = folder / ".installed"
+        if not mark.exists() or mark.read_text() != "\n".join(wanted):
+            try:
+                install(folder)
+            except (OSError, subprocess.SubprocessError) as error:
+                pytest.skip(f"cannot be installed: {' '.join(wanted)}: {error}")
+            mark.write_text("\n".join(wanted))
+    yield folder
+
+
+def _pip_install(folder: Path) -> None:
+    venv.create(folder, clear=False, with_pip=True)
+    command = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *PIP]
+    subprocess.run(command, check=True, capture_output=True, timeout=GUARD_S * 2)
+
+
+def _npm_install(folder: Path) -> None:
+    command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *NPM]
+    subprocess.run(command, check=True, capture_output=True, timeout=GUARD_S * 2)
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Path]:
+    with installed("python", PIP, _pip_install) as folder:
+        yield folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def binaries() -> Iterator[Path]:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node and npm are not here")
+    with installed("node", NPM, _npm_install) as folder:
+        yield folder / "node_modules" / ".bin"
+
+
+@dataclass
+class Network:
+    """The servers of all templates, and commands beside them. `is_closed`: nothing else can be reached from there."""
+
+    servers: subprocess.Popen[bytes]
+    output: Path
+    is_closed: bool
+
+    def run(self, command: Sequence[object], **options: Any) -> str:
+        """Run a command; return what it prints."""
+        enter = ["nsenter", "-t", self.servers.pid, "-U", "-n", "--preserve-credentials"] if self.is_closed else []
+        done = subprocess.run(
+            [*map(str, enter), *map(str, command)],
+            capture_output=True, text=True, timeout=GUARD_S, stdin=subprocess.DEVNULL, **options,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.output.read_text()[-4000:]}"
+        return str(done.stdout)
+
+    def ask(self, url: str, method: str = "GET") -> str:
+        code = "import sys, urllib.request as u; print(u.urlopen(u.Request(*sys.argv[1:2], method=sys.argv[2])).read().decode())"
+        return self.run([sys.executable, "-c", code, url, method])
+
+
+def _can_be_closed() -> bool:
+    try:
+        return subprocess.run([*ALONE, "true"], capture_output=True, timeout=GUARD_S).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    try:
+        demo_model_folder()
+    except FetchError as error:
+        pytest.skip(str(error))
+    folder, is_closed = tmp_path_factory.mktemp("parrots"), _can_be_closed()
+    command = [*(ALONE if is_closed else ()), sys.executable, "-m", "tests.serve.parrot", str(folder), str(PORT)]
+    environment = {**os.environ, **OFFLINE, "OPENBLAS_NUM_THREADS": "1"}
+    output = folder / "output"
+    with output.open("wb") as file:
+        servers = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            until_s = time.monotonic() + GUARD_S
+            while output.read_text().count("serving ") < len(TEMPLATES):
+                assert servers.poll() is None and time.monotonic() < until_s, output.read_text()
+                time.sleep(0.1)
+            yield Network(servers, output, is_closed)
+        finally:
+            os.killpg(servers.pid, signal.SIGKILL)
+            servers.wait()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a client is asked to do."""
+
+    network: Network
+    url: str
+    folder: Path  # of its files, with its home in `home`
+    program: Path
+
+    def start(self, *arguments: object, **environment: str) -> str:
+        about = {"HOME": str(self.folder / "home"), "PATH": os.environ["PATH"], **OFFLINE, **QUIET, **environment}
+        return self.network.run([self.program, *arguments], cwd=self.folder, env=about)
+
+    def words(self, question: Callable[[int, str], str]) -> list[str]:
+        """What a client prints for each of three files that it is to read."""
+        found = []
+        for index, word in enumerate(WORDS):
+            file = self.folder / f"{word}.txt"
+            file.write_text(f"[[{word}]]\n")
+            found.append(question(index, str(file)))
+        return found
+
+
+def claude_code(turn: Turn) -> None:
+    def ask(index: int, file: str) -> str:
+        return turn.start(
+            "-p", *(["-c"] if index else []), f'Have a look. <<Read {{"file_path": "{file}"}}>>', "--allowedTools", "Read",
+            ANTHROPIC_BASE_URL=turn.url, ANTHROPIC_API_KEY="dummy",
+        )  # fmt: skip
+
+    assert [text.strip() for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+
+
+def opencode(turn: Turn) -> None:
+    options = {"baseURL": f"{turn.url}/v1", "apiKey": "dummy"}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"default_model": {}}}
+    config = {"provider": {"local": provider}, "model": "local/default_model", "share": "disabled"}
+    (turn.folder / "opencode.json").write_text(json.dumps(config))
+
+    def ask(index: int, file: str) -> str:
+        return turn.start("run", *(["-c"] if index else []), f'Have a look. <<read {{"filePath": "{file}"}}>>')
+
+    assert [text.splitlines()[-1] for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+
+
+def codex(turn: Turn) -> None:
+    provider = f'model_providers.local={{name="local",base_url="{turn.url}/v1",wire_api="responses",env_key="KEY"}}'
+    options = ["-c", provider, "-c", 'model_provider="local"', "-m", "default_model", "--skip-git-repo-check"]
+
+    def ask(index: int, file: str) -> str:
+        command = ["exec", *(["resume", "--last"] if index else []), *options]
+        return turn.start(*command, f'Have a look. <<exec_command {{"cmd": "cat {file}"}}>>', KEY="dummy")
+
+    assert [text.splitlines()[-1] for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+
+
+def python_client(name: str) -> Callable[[Turn], None]:
+    def run(turn: Turn) -> None:
+        assert turn.start(SESSIONS, name, turn.url).split("\n") == ["It says Rome.", "It says Oslo.", "It says Lima.", ""]
+
+    return run
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client. `templates`: those that its session runs on; `waits`: by template, why it fails for now."""
+
+    name: str
+    run: Callable[[Turn], None]
+    program: str = "python"
+    templates: tuple[str, ...] = ("hermes",)
+    waits: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_RESPONSES = dict.fromkeys(TEMPLATES, "there is no POST /v1/responses")
+SYSTEM_TURNS = {"strict": "a system turn behind a question is refused"}
+CLIENTS = (
+    Client("openai_chat", python_client("openai_chat"), templates=TEMPLATES),
+    Client("openai_responses", python_client("openai_responses"), templates=("hermes", "strict"), waits=NO_RESPONSES),
+    Client("anthropic", python_client("anthropic"), templates=TEMPLATES),
+    Client("openai_agents", python_client("openai_agents"), waits=NO_RESPONSES),
+    Client("openai_agents_chat", python_client("openai_agents_chat"), templates=("qwen3",)),
+    Client("pydantic_ai", python_client("pydantic_ai"), templates=("strict",)),
+    Client("langchain", python_client("langchain"), templates=("qwen3",)),
+    Client("litellm", python_client("litellm")),
+    Client("ollama", python_client("ollama"), waits=dict.fromkeys(TEMPLATES, "there is no POST /api/chat")),
+    Client("claude_code", claude_code, "claude", TEMPLATES, SYSTEM_TURNS),
+    Client("codex", codex, "codex", ("hermes", "strict"), NO_RESPONSES),
+    Client("opencode", opencode, "opencode", ("qwen3",)),
+)
+
+
+def cases() -> Iterator[Any]:
+    for client in CLIENTS:
+        for template in client.templates:
+            reason = client.waits.get(template)
+            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            yield pytest.param(client, template, id=f"{client.name}-{template}", marks=marks)
+
+
+@pytest.mark.parametrize(("client", "template"), cases())
+def test_no_request_is_refused_and_each_prompt_is_reused(
+    client: Client, template: str, network: Network, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder: Path = request.getfixturevalue("python" if client.program == "python" else "binaries")
+    url = f"http://127.0.0.1:{PORT + TEMPLATES.index(template)}"
+    (tmp_path / "home").mkdir()
+    network.ask(f"{url}/cache", "DELETE")
+    refused, state = refusals(network, url), json.loads(network.ask(f"{url}/cache/state?tree=false"))
+    before = {row["id"] for row in state["requests"]}
+
+    client.run(Turn(network, url, tmp_path, folder / client.program))
+
+    assert refusals(network, url) == refused
+    state = json.loads(network.ask(f"{url}/cache/state?tree=false"))
+    rows = [row for row in reversed(state["requests"]) if row["id"] not in before]
+    # Titles and the like are asked for beside the session, with short prompts.
+    longest = max(row["prompt_tokens"] for row in rows)
+    session = [(row["prompt_tokens"], row["cached_tokens"]) for row in rows if row["prompt_tokens"] > longest / 5]
+    assert len(session) == 2 * len(WORDS), rows
+    for (earlier_tokens, _), (_, cached_tokens) in pairwise(session):
+        assert cached_tokens >= earlier_tokens - OPENING, session
+
+
+def refusals(network: Network, url: str) -> list[str]:
+    """The counts of HTTP requests that were not answered with success."""
+    lines = network.ask(f"{url}/metrics").splitlines()
+    return [line for line in lines if "http_requests_total{" in line and 'status="2' not in line]
