@@ -219,14 +219,14 @@ class OpenAIReply:
         if logprobs := self._logprobs(delta.tokens):
             choice["logprobs"] = {"content": logprobs}
         if self._is_chat:
-            choice["message"] = {"content": None, **_message(delta, delta.tool_calls)}
+            choice["message"] = {"role": "assistant", "content": None, **_message(delta, delta.tool_calls)}
         else:
             choice["text"] = delta.text
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
-        call_count = 0
+        call_count, role = 0, {"role": "assistant"}
         try:
             async for part in self.reply:
                 if isinstance(part, PrefillProgress):
@@ -235,7 +235,8 @@ class OpenAIReply:
                     calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, call_count)]
                     call_count += len(calls)
                     choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
-                    choice |= {"delta": _message(part, calls)} if self._is_chat else {"text": part.text}
+                    choice |= {"delta": {**role, **_message(part, calls)}} if self._is_chat else {"text": part.text}
+                    role = {}  # OpenAI's client joins the texts of all chunks, this one too
                     yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
             if self.include_usage:
                 usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
@@ -287,7 +288,7 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fields = {"content": delta.text, "reasoning": delta.reasoning, "tool_calls": calls}
-    return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
+    return {name: value for name, value in fields.items() if value}
 
 
 def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:

@@ -60,7 +60,7 @@ TEMPLATES = {
         + _TURN + "{% endif %}{% endfor %}" + _OPENING
     ),
     "hermes": (
-        "{% if tools %}<|im_start|>system\nYou may call a function of <tools>" + _TOOLS + "</tools><|im_end|>\n{% endif %}"
+        "{% if tools %}<|im_start|>system\nFunctions: <tools>" + _TOOLS + "</tools><|im_end|>\n{% endif %}"
         "{% for message in messages %}{% if message.role == 'tool' %}"
         "<|im_start|>tool\n<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n"
         "{% else %}" + _TURN + "{% endif %}{% endfor %}" + _OPENING
@@ -81,7 +81,7 @@ TEMPLATES = {
         + "{% if add_generation_prompt and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     ),
     "strict": (
-        "{% if tools %}<|im_start|>system\n# Tools\n<tools>" + _TOOLS + "\n</tools>\nCall one as <tool_call>\n<function="
+        "{% if tools %}<|im_start|>system\n# Tools\n<tools>" + _TOOLS + "\n</tools>\nA call: <tool_call>\n<function="
         "name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
         "{% if messages[0].role == 'system' %}\n\n{{ messages[0].content }}{% endif %}<|im_end|>\n"
         "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
@@ -127,7 +127,7 @@ def reply_to(request: Request, is_xml: bool) -> str:
         return f"It says {found[1]}." if found else "There is nothing to say."
     name, arguments = asked[1], json.loads(asked[2].replace('\\"', '"'))  # some clients quote the question
     if not is_xml:
-        return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     lines = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
 

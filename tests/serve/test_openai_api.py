@@ -65,6 +65,14 @@ def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_
     assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED_TOKENS}
 
 
+def test_only_the_first_chunk_of_a_stream_has_a_role():
+    with scripted_client(ScriptedRuns(said("a"), said("b"), said("c", finish="stop"))) as client:
+        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
+    deltas = [json.loads(part.removeprefix("data: "))["choices"][0]["delta"] for part in answer.text.split("\n\n")[:-2]]
+    assert deltas[:2] == [{"role": "assistant", "content": "a"}, {"content": "b"}]
+    assert not [delta for delta in deltas[1:] if "role" in delta]
+
+
 def test_tool_calls_of_a_stream_are_numbered_and_end_it():
     calls = ([("f", "{}"), ("g", "{}")], [("h", "{}")])
     runs = ScriptedRuns(said(calls=calls[0]), said(calls=calls[1], finish="stop"))

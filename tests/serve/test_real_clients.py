@@ -116,7 +116,10 @@ class Network:
         return str(done.stdout)
 
     def ask(self, url: str, method: str = "GET") -> str:
-        code = "import sys, urllib.request as u; print(u.urlopen(u.Request(*sys.argv[1:2], method=sys.argv[2])).read().decode())"
+        code = (
+            "import sys, urllib.request as asked\n"
+            "print(asked.urlopen(asked.Request(sys.argv[1], method=sys.argv[2])).read().decode())"
+        )
         return self.run([sys.executable, "-c", code, url, method])
 
 
@@ -138,13 +141,12 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     environment = {**os.environ, **OFFLINE, "OPENBLAS_NUM_THREADS": "1"}
     output = folder / "output"
     with output.open("wb") as file:
-        servers = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        servers = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             until_s = time.monotonic() + GUARD_S
             while output.read_text().count("serving ") < len(TEMPLATES):
-                assert servers.poll() is None and time.monotonic() < until_s, output.read_text()
+                assert servers.poll() is None, output.read_text()
+                assert time.monotonic() < until_s, output.read_text()
                 time.sleep(0.1)
             yield Network(servers, output, is_closed)
         finally:
@@ -178,7 +180,7 @@ class Turn:
 def claude_code(turn: Turn) -> None:
     def ask(index: int, file: str) -> str:
         return turn.start(
-            "-p", *(["-c"] if index else []), f'Have a look. <<Read {{"file_path": "{file}"}}>>', "--allowedTools", "Read",
+            "-p", *(["-c"] if index else []), "--allowedTools=Read", f'Have a look. <<Read {{"file_path": "{file}"}}>>',
             ANTHROPIC_BASE_URL=turn.url, ANTHROPIC_API_KEY="dummy",
         )  # fmt: skip
 
@@ -210,7 +212,12 @@ def codex(turn: Turn) -> None:
 
 def python_client(name: str) -> Callable[[Turn], None]:
     def run(turn: Turn) -> None:
-        assert turn.start(SESSIONS, name, turn.url).split("\n") == ["It says Rome.", "It says Oslo.", "It says Lima.", ""]
+        assert turn.start(SESSIONS, name, turn.url).split("\n") == [
+            "It says Rome.",
+            "It says Oslo.",
+            "It says Lima.",
+            "",
+        ]
 
     return run
 
@@ -244,15 +251,15 @@ CLIENTS = (
 )
 
 
-def cases() -> Iterator[Any]:
-    for client in CLIENTS:
-        for template in client.templates:
-            reason = client.waits.get(template)
-            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-            yield pytest.param(client, template, id=f"{client.name}-{template}", marks=marks)
+def case(client: Client, template: str) -> Any:
+    reason = client.waits.get(template)
+    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+    return pytest.param(client, template, id=f"{client.name}-{template}", marks=marks)
 
 
-@pytest.mark.parametrize(("client", "template"), cases())
+@pytest.mark.parametrize(
+    ("client", "template"), [case(client, template) for client in CLIENTS for template in client.templates]
+)
 def test_no_request_is_refused_and_each_prompt_is_reused(
     client: Client, template: str, network: Network, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
