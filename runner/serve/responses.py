@@ -438,10 +438,8 @@ class ResponseDraft:
             yield self.failed(error)
 
     def failed(self, error: ApiError) -> str:
-        kind = {429: "rate_limit_exceeded"}.get(
-            error.status, "server_error" if error.status >= 500 else "invalid_prompt"
-        )
-        failure = {"code": error.code or kind, "message": error.message}
+        failure = error.in_openai_form()["error"]
+        failure["code"] = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         self.response |= {"status": "failed", "error": failure}
         event = self._event("failed", response=self.response)
         return server_sent_event(event, event["type"])

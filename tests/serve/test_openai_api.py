@@ -14,7 +14,7 @@ from runner.serve import openai
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, Failed, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, CHAT, USER, scripted_app, scripted_client
+from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, USER, scripted_app, scripted_client
 
 # What goes wrong on the way
 
@@ -43,12 +43,13 @@ def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream
     with scripted_client(ScriptedRuns(said("x"), Failed.of(ApiError.of_length(9, 8)))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
     error = json.loads(answer.text.split("data: ")[-2] if stream and path == CHAT else answer.text.split("data: ")[-1])
-    if path == CHAT:
-        assert (error["error"]["code"], error["error"]["param"]) == ("context_length_exceeded", "messages")
-        assert error["error"]["message"].startswith("This model's maximum context length is 8 tokens. However, your ")
-    else:
+    if path == MESSAGES:
         wanted = {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 8 maximum"}
         assert error == {"type": "error", "error": wanted}
+    else:
+        error = error.get("response", error)["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert error["message"].startswith("This model's maximum context length is 8 tokens. However, your ")
 
 
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():

@@ -167,7 +167,7 @@ def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
     events = events_of(ScriptedRuns(said("a"), Failed(500, "the model broke.")))
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]
-    assert response["error"] == {"code": "server_error", "message": "the model broke."}
+    assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "the model broke.")
     assert (response["status"], response["usage"]) == ("failed", None)
 
 

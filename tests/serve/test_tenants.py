@@ -25,9 +25,7 @@ SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you a
 USER = {"role": "user", "content": "What about quince?"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 #: What differs from one request to the next by itself: of log-probabilities the last bits, beside others' decoding.
-OWN = re.compile(
-    r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"(created|created_at|completed_at)": ?\d+|"logprob": [-.e\d]+'
-)
+OWN = re.compile(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"(created|completed)(_at)?": ?\d+|"logprob": [-.e\d]+')
 
 
 class Route(NamedTuple):
