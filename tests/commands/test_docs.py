@@ -28,7 +28,8 @@ SHOWN = re.compile(r"^    \$ radixcache (.+)\n((?:    .+\n|\n(?=    ))+)", re.MU
 PRINTED = {
     "explain": (r"^0 of ", r"diverged at 6 .* 'It is ': stored 'Tuesday", r"'resumed': 3, 'stored': 3, "),
     "many-at-once": (r"^(stop|length) 0 0$", r"^(stop|length) [1-9]\d+ 0$"),
-    "own-loop": (r"48 49 last_token$", r"'support': NamedPin"),
+    "own-loop": (r"0 0 None$", r"[1-9]\d* tokens prefilled, pinned: \['library'\]$"),
+    "quickstart": (r"\(0 of \d+ prompt", r"\([1-9]\d* of \d+ prompt"),
     "clients": (r" \d+$",),
 }
 
