@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, ModelNames, PrefillProgress, Request, Token
+from runner.serve.request import DEFAULT, ApiError, LikelyToken, ModelNames, PrefillProgress, Request, Token
 from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event, to_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -103,7 +103,7 @@ class OpenAIBody(Checked):
     frequency_context_size: Count = 20
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=-1, le=11)] = -1
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: Annotated[
         list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
@@ -227,16 +227,22 @@ class OpenAIReply:
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
         call_count, role = 0, {"role": "assistant"}
+        tokens: list[Token] = []  # of the next chunk
         try:
             async for part in self.reply:
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
-                elif self.reply.record or part.text or part.reasoning or part.tool_calls:
+                    continue
+                tokens += part.tokens
+                if self.reply.record or part.text or part.reasoning or part.tool_calls:
                     calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, call_count)]
                     call_count += len(calls)
                     choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
                     choice |= {"delta": {**role, **_message(part, calls)}} if self._is_chat else {"text": part.text}
                     role = {}  # OpenAI's client joins the texts of all chunks, this one too
+                    if logprobs := self._logprobs(tokens):
+                        choice["logprobs"] = {"content": logprobs}
+                    tokens.clear()
                     yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
             if self.include_usage:
                 usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
@@ -273,17 +279,17 @@ class OpenAIReply:
         }
 
     def _logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        if self.request.top_logprobs > 0:
-            tops = [[_finite(top) for top in token.top_tokens] for token in tokens]
-            return [{**top[0], "top_logprobs": top} if top else {} for top in tops]
-        if self.request.logprobs:
-            return [_finite({"id": token.id, "logprob": token.logprob}) for token in tokens]
-        return []
+        if not self.request.logprobs and self.request.top_logprobs <= 0:
+            return []
+        return [
+            {**_logprob(token), "top_logprobs": [_logprob(likely) for likely in token.top_tokens]} for token in tokens
+        ]
 
 
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
+    text = token.data.decode("utf-8", "replace")
     # In this order NaN becomes the least, too.
-    return {**fields, "logprob": max(LEAST_LOGPROB, fields["logprob"])}
+    return {"id": token.id, "token": text, "bytes": [*token.data], "logprob": max(LEAST_LOGPROB, token.logprob)}
 
 
 def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:

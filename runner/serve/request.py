@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from radixcache.errors import BudgetFullError, CacheFullError
 
@@ -98,16 +98,29 @@ class PrefillProgress:
     prompt_tokens: int
 
 
+class LikelyToken(NamedTuple):
+    """A token that could have been sampled; `data` is its text in UTF-8, which may be a part of a character."""
+
+    id: int
+    data: bytes
+    logprob: float
+
+
 @dataclass(frozen=True)
 class Token:
-    """One sampled token, with the text and stop word that it completes. `top_tokens`: id, token, logprob of each."""
+    """One sampled token, with the text and stop word that it completes.
+
+    `top_tokens` are the likeliest, as many as the request asks for, and `data` is the token's own text in UTF-8, if the
+    request asks for log-probabilities.
+    """
 
     text: str
     id: int
     logprob: float
-    top_tokens: tuple[dict[str, Any], ...]
+    top_tokens: tuple[LikelyToken, ...]
     finish_reason: FinishReason | None
     stop_word: str | None = None
+    data: bytes = b""
 
 
 @dataclass

@@ -33,7 +33,7 @@ from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, embedder, prompt_of
-from runner.serve.request import ApiError, FinishReason, ModelNames, OpenRequest, Request, Started, Token
+from runner.serve.request import ApiError, FinishReason, LikelyToken, ModelNames, OpenRequest, Request, Started, Token
 from runner.serve.service import ReplyReader
 
 logger = logging.getLogger(__name__)
@@ -187,8 +187,10 @@ class ServedModel:
         stop_word: str | None,
     ) -> None:
         """Put a sampled token. `logprobs` (V,) are those of all tokens, evaluated."""
-        likeliest = mlx_lm_border.top_logprobs(logprobs, opened.request.top_logprobs, self.tokenizer)
-        opened.add(Token(text, id, logprob, likeliest, reason, stop_word))
+        request = opened.request
+        top = likeliest(logprobs, request.top_logprobs, self.tokenizer) if request.top_logprobs > 0 else ()
+        data = token_bytes(self.tokenizer, id) if request.logprobs or top else b""
+        opened.add(Token(text, id, logprob, top, reason, stop_word, data))
 
     def _new_generator(self) -> ParallelGenerator:
         options = self._options
@@ -330,6 +332,25 @@ def keep_first_space(tokenizer: Any) -> None:
         detokenizer.trim_space = False
     elif isinstance(detokenizer, mlx_lm_border.BPEStreamingDetokenizer):
         detokenizer._maybe_trim_space = str
+
+
+def likeliest(logprobs: mx.array, count: int, tokenizer: Any) -> tuple[LikelyToken, ...]:
+    """The `count` likeliest tokens of log-probabilities (V,), the likeliest first."""
+    ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
+    found: list[Any] = [ids.tolist(), logprobs[ids].tolist()]
+    top = sorted(zip(*found, strict=True), key=lambda each: (-each[1], each[0]))
+    return tuple(LikelyToken(id, token_bytes(tokenizer, id), logprob) for id, logprob in top)
+
+
+def token_bytes(tokenizer: Any, id: int) -> bytes:
+    """The text of a token in UTF-8, a part of a character where the token is one."""
+    detokenizer = tokenizer._detokenizer
+    if isinstance(detokenizer, mlx_lm_border.SPMStreamingDetokenizer):
+        return bytes(detokenizer.tokenmap[id].replace(detokenizer._sep, b" "))
+    if isinstance(detokenizer, mlx_lm_border.BPEStreamingDetokenizer):
+        found, byte_of = tokenizer.convert_ids_to_tokens(id) or "", mlx_lm_border.byte_decoder()
+        return b"".join(bytes([byte_of[each]]) if each in byte_of else each.encode() for each in found)
+    return str(tokenizer.decode([id])).encode()
 
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:

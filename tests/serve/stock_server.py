@@ -18,7 +18,10 @@ def stock_answer(path, body, steps, *, machine, initial_state="normal", tool_par
         has_tool_calling=True, has_thinking=True, tool_parser=tool_parser, text_sm=machine, initial_state=initial_state,
         prompt=[0] * prompt_tokens, prompt_cache_count=cached_tokens,
     )  # fmt: skip
-    responses = [Response(each.text, each.id, each.logprob, each.finish_reason, each.top_tokens) for each in steps]
+    responses = [
+        Response(each.text, each.id, each.logprob, each.finish_reason, tuple(top._asdict() for top in each.top_tokens))
+        for each in steps
+    ]
     raw = json.dumps(body).encode()
     handler = _Handler()
     handler.path, handler.headers, handler.rfile = path, {"Content-Length": len(raw)}, io.BytesIO(raw)

@@ -12,7 +12,8 @@ import pytest
 
 from runner.serve import openai
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Failed, PrefillProgress
+from runner.serve.request import ApiError, Failed, LikelyToken, PrefillProgress, Token
+from runner.serve.service import Delta
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, USER, scripted_app, scripted_client
 
@@ -94,7 +95,25 @@ def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
     with scripted_client(runs) as client:
         answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
     body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert body["choices"][0]["logprobs"]["content"] == [{"id": 7, "logprob": -9999.0}]
+    assert body["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_log_probabilities_name_the_sampled_token_with_its_bytes_in_streams_too():
+    tops = (LikelyToken(5, b"a", -0.1), LikelyToken(6, b"\xc3", -3.0))
+    tokens = (Token("", 6, -3.0, tops, None, data=b"\xc3"), Token("\u00e9", 9, -0.5, tops, "stop", data=b"\xa9"))
+    runs = ScriptedRuns(Delta("", "", (), tokens[:1]), Delta("\u00e9", "", (), tokens[1:]))
+    body = {"messages": [USER], "logprobs": True, "top_logprobs": 2}
+    with scripted_client(runs) as client:
+        whole = client.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+        streamed = client.post(CHAT, json={**body, "stream": True}).text.split("\n\n")
+    top = [
+        {"id": 5, "token": "a", "bytes": [97], "logprob": -0.1},
+        {"id": 6, "token": "\ufffd", "bytes": [0xC3], "logprob": -3.0},
+    ]
+    assert whole[0] == {"id": 6, "token": "\ufffd", "bytes": [0xC3], "logprob": -3.0, "top_logprobs": top}
+    assert bytes(each for token in whole for each in token["bytes"]).decode() == "\u00e9"
+    chunks = [json.loads(part.removeprefix("data: "))["choices"][0] for part in streamed[:-2]]
+    assert [each for chunk in chunks for each in chunk.get("logprobs", {"content": []})["content"]] == whole
 
 
 async def leave(app: Any, runs: ScriptedRuns, path: str, body: dict[str, Any]) -> None:

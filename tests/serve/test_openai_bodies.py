@@ -100,7 +100,7 @@ NUMBERS = (
     "frequency_penalty",
 )  # fmt: skip
 WRONG: list[tuple[str, Any]] = [
-    ("max_tokens", 0), ("top_p", 1.01), ("xtc_threshold", 0.6), ("top_logprobs", 12), ("repetition_penalty", 0.001),
+    ("max_tokens", 0), ("top_p", 1.01), ("xtc_threshold", 0.6), ("top_logprobs", 21), ("repetition_penalty", 0.001),
     ("seed", 2**64), ("n", 2), ("stop", 1), ("stop", ["x"] * 65), ("stream_options", True), ("messages", []),
     ("chat_template_kwargs", []), ("chat_template_kwargs", {"chat_template": "x"}),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
-from runner.serve.request import Ended, OpenRequest, Started, Token
+from runner.serve.request import Ended, LikelyToken, OpenRequest, Started, Token
 from runner.serve.service import Delta, ReplyReader
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
@@ -50,21 +50,23 @@ class SpokenRuns(ScriptedRuns):
 
 
 def steps_of(texts: Sequence[str], finish: str | None) -> list[Token]:
-    other = {"id": 9, "token": "x", "logprob": -9.0}
-    return [
-        Token(text, at, -at / 8, ({"id": at, "token": text, "logprob": -at / 8}, other), None)
-        for at, text in enumerate(texts)
-    ] + [Token("" if finish == "stop" else "<", 7, -0.5, (), finish)]  # type: ignore[arg-type]
+    steps = [Token(text, at, -at / 8, (LikelyToken(at, b"x", -at / 8),), None) for at, text in enumerate(texts)]
+    last: Any = finish
+    return [*steps, Token("" if finish == "stop" else "<", 7, -0.5, (LikelyToken(7, b"y", -0.5),), last)]
 
 
 def contents(answer: str, *, is_stream: bool) -> list[Any]:
-    """The bodies of an answer, less what is new in every answer."""
+    """The bodies of an answer, less what is new in every answer, and what mlx_lm.server lacks of log-probabilities."""
     bodies = [line.removeprefix("data: ") for line in answer.split("\n\n") if line] if is_stream else [answer]
-    fresh = ("id", "created", "system_fingerprint")
-    return [
-        body if body == "[DONE]" else {name: value for name, value in json.loads(body).items() if name not in fresh}
-        for body in bodies
-    ]
+
+    def compared(fields: dict[str, Any]) -> dict[str, Any]:
+        fields.get("delta", {}).pop("role", None)  # in every chunk of the one, in the first of the other
+        if "logprob" in fields:
+            return {"id": fields["id"], "logprob": fields["logprob"]}
+        left_out = {"id", "created", "system_fingerprint", *(["logprobs"] if is_stream else [])}
+        return {name: value for name, value in fields.items() if name not in left_out}
+
+    return [body if body == "[DONE]" else json.loads(body, object_hook=compared) for body in bodies]
 
 
 @pytest.fixture(scope="module")

@@ -83,9 +83,22 @@ def test_log_probabilities_are_those_of_the_tokens_and_of_the_likeliest(tiny: Lo
     for step, (token, logprobs) in zip(steps, expected, strict=True):
         assert step.id == token
         assert step.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
-        best = mx.argsort(-logprobs)[:3].tolist()
-        assert sorted(top["id"] for top in step.top_tokens) == sorted(best)
-        assert {top["id"]: top["logprob"] for top in step.top_tokens}[token] == pytest.approx(step.logprob, abs=1e-4)
+        assert [top.id for top in step.top_tokens] == mx.argsort(-logprobs)[:3].tolist()
+        assert step.top_tokens[0].logprob == pytest.approx(step.logprob, abs=1e-4)
+        for each in (step, *step.top_tokens):
+            assert each.data.decode("utf-8", "replace") == tiny.tokenizer.decode([each.id])
+
+
+def test_log_probabilities_name_the_sampled_token_where_another_one_is_likelier(either: Scheduler) -> None:
+    steps = Waiting(either, prompt=LONG, temperature=1.0, seed=4, logprobs=True, top_logprobs=20).sampled
+    assert any(step.id != step.top_tokens[0].id for step in steps)
+    for step in steps:
+        logprobs = [top.logprob for top in step.top_tokens]
+        assert len(logprobs) == 20
+        assert logprobs == sorted(logprobs, reverse=True)
+        own = [top for top in step.top_tokens if top.id == step.id]
+        assert step.logprob <= logprobs[0]
+        assert not own or own[0] == (step.id, step.data, pytest.approx(step.logprob, abs=1e-4))
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}])

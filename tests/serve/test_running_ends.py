@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from runner.engine.generator import ParallelGenerator
@@ -193,12 +192,10 @@ def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
 
 
 def test_what_is_raised_for_one_ends_that_one(tiny, monkeypatch, either):
-    def top_logprobs(logprobs: mx.array, count: int, _: Any) -> tuple[()]:
-        if count > 0:
-            raise RuntimeError("so many?")
-        return ()
+    def likeliest(*_: Any) -> tuple[()]:
+        raise RuntimeError("so many?")
 
-    monkeypatch.setattr(served_model.mlx_lm_border, "top_logprobs", top_logprobs)
+    monkeypatch.setattr(served_model, "likeliest", likeliest)
     good, bad = Waiting(either, prompt=PROMPTS[0]), Waiting(either, top_logprobs=5)
     assert bad.failure == Failed(500, "RuntimeError: so many?", bad.failure.record)
     assert good.tokens == alone(tiny, PROMPTS[0])[0]

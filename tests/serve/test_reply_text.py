@@ -1,4 +1,4 @@
-"""A stop word ends a reply where its text appears, however that was cut into tokens, and no part of it is shown."""
+"""The text of a reply: it ends before a stop word, keeps its first space, and is that of its tokens byte for byte."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
-from runner.engine.replies import StopWords
+from runner.engine.replies import Reply, StopWords
+from runner.models.tiny import tiny_tokenizer
 from runner.serve.scheduler import Scheduler
+from runner.serve.served_model import keep_first_space, token_bytes
 from tests.serve.jobs import Waiting
 from tests.serve.talking_model import saying
 
@@ -78,3 +84,31 @@ def test_a_reply_ends_before_a_stop_word(either: Scheduler, words: list[str], te
 
 def test_a_reply_that_begins_with_a_space_keeps_it(either: Scheduler) -> None:
     assert say(either, " ab").text == " ab"
+
+
+def sentencepiece(detokenizer: type) -> TokenizerWrapper:
+    """A tokenizer whose tokens are pieces of text with a mark for each space, and single bytes."""
+    vocabulary = {"<0xC3>": 0, "<0xA9>": 1, "\u2581a": 2, "b": 3, "<s>": 4}
+    own = Tokenizer(BPE(vocabulary, []))
+    own.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=own), detokenizer, eos_token_ids=[4])
+
+
+def test_the_bytes_of_each_token_are_its_part_of_the_text() -> None:
+    spm, naive, byte_level = (
+        sentencepiece(SPMStreamingDetokenizer),
+        sentencepiece(NaiveStreamingDetokenizer),
+        tiny_tokenizer(),
+    )
+    assert [token_bytes(spm, id) for id in (2, 3, 0, 1)] == [b" a", b"b", b"\xc3", b"\xa9"]
+    assert [token_bytes(naive, id) for id in (2, 3)] == [b" a", b"b"]
+    text = " caf\u00e9 \U0001f642"
+    assert b"".join(token_bytes(byte_level, id) for id in byte_level.encode(text)) == text.encode()
+
+
+@pytest.mark.parametrize("detokenizer", [SPMStreamingDetokenizer, NaiveStreamingDetokenizer])
+def test_whatever_the_tokenizer_the_first_space_stays(detokenizer: type) -> None:
+    tokenizer = sentencepiece(detokenizer)
+    keep_first_space(tokenizer)
+    reply = Reply(tokenizer, 3, stop_tokens=None, prompt_tokens=1)
+    assert "".join(reply.add(token, None, lambda: False).text for token in (2, 3, 2)) == " ab a"
