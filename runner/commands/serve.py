@@ -107,12 +107,15 @@ def _require_compatible(options: ServeOptions) -> None:
 
 
 def _run(options: ServeOptions) -> None:
+    import anyio
+
     from runner.serve.http_server import HttpServer, listen, url_of
 
     try:
         listening = listen(options.host, options.port)
     except OSError as error:
         raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror}.") from error
+    anyio.run(anyio.sleep, 0)  # imports the back end that the first request would wait for
     with listening, ExitStack() as stack:
         with usage_errors(ValueError, OSError, RadixCacheError):
             app, stop = (_one_process if options.replicas is None else _replicas)(options, stack)

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from radixcache import DiskStore, Ledger, PrefixCache, RedisStore, UnsupportedCacheError
 from radixcache.chat import message_ends
+from radixcache.groups.passes import way_of
 from radixcache.layers.stored import weights_identity
 from radixcache.observe.trace import TraceWriter
 from radixcache.prefix_cache import analytic_cost, default_budget_bytes
@@ -245,7 +246,9 @@ class Models:
                 raise ModelError(f"model {key.model} with draft model {key.draft}: layers cannot take back drafts.")
         models = [loaded.model] if draft is None else [loaded.model, draft]
         fresh = partial(copy.deepcopy, empty)
-        is_parallel = draft is None and options.kv_bits is None and not options.exact and _can_share(fresh)
+        is_parallel = (
+            draft is None and options.kv_bits is None and not options.exact and _can_share(loaded.model, fresh)
+        )
         if options.context is not None and not is_parallel:
             raise ModelError(f"model {key.model}: --context needs shared layers; its layers cannot be shared.")
         if self.ledger is None:
@@ -271,10 +274,12 @@ class Models:
         return _CachedModel(cache, fingerprint, is_parallel)
 
 
-def _can_share(fresh: Callable[[], list[Any]]) -> bool:
+def _can_share(model: Any, fresh: Callable[[], list[Any]]) -> bool:
+    """Try whether the model decodes several rows. The trial is remembered, so no request waits for it."""
     try:
         with PrefixCache(caches=fresh, budget_bytes=1) as cache:
             cache.begin_many(capacity=1).close()
+        way_of(model, fresh)
     except UnsupportedCacheError:
         return False
     return True

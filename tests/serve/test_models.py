@@ -8,12 +8,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from benchmarks.harness.model_folder import write_model
-from radixcache import CacheClosedError
+from radixcache import CacheClosedError, UnsupportedCacheError
+from radixcache.groups import passes
 from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
 from runner.serve.models import Models, WarmFileError, read_warm_file
@@ -227,3 +229,18 @@ def test_a_file_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match="--warm is for the model"), running(warm=tmp_path / "none.json", model=None):
         pass
+
+
+def test_no_request_waits_for_the_trial_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as thread:
+        monkeypatch.setattr(passes, "_try_ways", None)
+        assert Waiting(thread).record.outcome == "length"
+
+
+def test_a_model_that_is_wrong_beside_other_rows_answers_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UnsupportedCacheError("cannot be one row among others.")
+
+    monkeypatch.setattr(passes, "_try_ways", refuse)
+    with running() as thread:
+        assert Waiting(thread).record.outcome == "length"

@@ -167,3 +167,14 @@ def test_after_one_signal_requests_are_refused_and_a_second_ends_the_process_at_
             with pytest.raises(httpx2.RemoteProtocolError):
                 events(reply)
         assert served.wait() == -signal.SIGTERM
+
+
+def test_the_first_request_waits_for_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    with serving() as served:
+        ready = len(served.log)
+        url = f"{served.url}/v1/chat/completions"
+        assert httpx2.post(url, json=chat(max_tokens=2), timeout=GUARD_S).status_code == 200
+        lines = [line for line in served.log[ready:].splitlines() if line.startswith("import time:")]
+    # A few lines of the standard library may still come.
+    assert {line.rpartition("|")[2].strip() for line in lines} <= {"encodings.unicode_escape"}
