@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 
 import psutil
 import typer
@@ -19,7 +20,7 @@ from packaging.requirements import Requirement
 
 import runner
 from runner.blas import blas_name
-from runner.commands.outputs import EXIT_CHECK_FAILED
+from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS
 from runner.origin import machine, versions
 from runner.text import GIB, MIB
 
@@ -44,8 +45,13 @@ def doctor() -> None:
     Exits with 1 if a line says `problem`. A line that says `missing` names the feature that it is needed for.
     """
     verdicts = list(_verdicts())
+    columns = shutil.get_terminal_size((MOST_COLUMNS, 0)).columns  # a file or a pipe gets a line for each subject
     for subject, (mark, text) in verdicts:
-        print(f"{mark:<8} {subject:<9} {without_home(text)}")
+        head = f"{mark:<8} {subject:<9} "
+        line = head + without_home(text).replace("pip install ", "pip\xa0install\xa0")  # a command is not broken
+        indent = " " * len(head)
+        filled = fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        print(filled.replace("\xa0", " "))
     if any(mark == PROBLEM for _, (mark, _) in verdicts):
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -130,7 +136,7 @@ def _memory() -> Verdict:
     found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.available < DEMO_WHEEL.folder_bytes:
         return PROBLEM, f"{found}; the demo model needs {DEMO_WHEEL.folder_bytes / GIB:.1f} GiB: end other programs"
-    return OK, f"{found}; default budget of a cache {budget_bytes / GIB:.1f} GiB, {source}"
+    return OK, f"{found}; the default budget of a cache is {budget_bytes / GIB:.1f} GiB, {source}"
 
 
 def _disk() -> Verdict:

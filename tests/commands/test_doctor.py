@@ -57,7 +57,17 @@ def test_a_sound_installation_is_ok(command: Command, install: Callable[..., Non
     code, out, err = command("doctor")
     assert (code, err) == (0, "")
     assert marks(out) == dict.fromkeys(("packages", "MLX", "BLAS", "memory", "disk"), "ok")
-    assert re.search(r"8.0 of 16.0 GiB available; default budget of a cache \d+\.\d GiB, a quarter of ", out)
+    assert re.search(r"8.0 of 16.0 GiB available; the default budget of a cache is \d+\.\d GiB, a quarter of ", out)
+
+
+def test_a_narrow_terminal_breaks_lines_between_words(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXCACHE_HOME", "home")
+    whole = command("doctor")[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = command("doctor")[1]
+    assert max(map(len, whole.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
+    assert narrow.split() == whole.split()
+    assert narrow.count("pip install '") == whole.count("pip install '")
 
 
 def test_an_extra_that_is_missing_is_named_with_what_installs_it_and_is_no_failure(
