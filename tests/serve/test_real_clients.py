@@ -233,20 +233,18 @@ class Client:
     waits: Mapping[str, str] = field(default_factory=dict)
 
 
-NO_RESPONSES = dict.fromkeys(TEMPLATES, "there is no POST /v1/responses")
-SYSTEM_TURNS = {"strict": "a system turn behind a question is refused"}
 CLIENTS = (
     Client("openai_chat", python_client("openai_chat"), templates=TEMPLATES),
-    Client("openai_responses", python_client("openai_responses"), templates=("hermes", "strict"), waits=NO_RESPONSES),
+    Client("openai_responses", python_client("openai_responses"), templates=("hermes", "strict")),
     Client("anthropic", python_client("anthropic"), templates=TEMPLATES),
-    Client("openai_agents", python_client("openai_agents"), waits=NO_RESPONSES),
+    Client("openai_agents", python_client("openai_agents")),
     Client("openai_agents_chat", python_client("openai_agents_chat"), templates=("qwen3",)),
     Client("pydantic_ai", python_client("pydantic_ai"), templates=("strict",)),
     Client("langchain", python_client("langchain"), templates=("qwen3",)),
     Client("litellm", python_client("litellm")),
     Client("ollama", python_client("ollama"), waits=dict.fromkeys(TEMPLATES, "there is no POST /api/chat")),
-    Client("claude_code", claude_code, "claude", TEMPLATES, SYSTEM_TURNS),
-    Client("codex", codex, "codex", ("hermes", "strict"), NO_RESPONSES),
+    Client("claude_code", claude_code, "claude", TEMPLATES),
+    Client("codex", codex, "codex", ("hermes", "strict")),
     Client("opencode", opencode, "opencode", ("qwen3",)),
 )
 
