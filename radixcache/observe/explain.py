@@ -100,6 +100,7 @@ class Explanation:
         disk_tokens: first tokens that stores have, if they have more than can be resumed; else 0.
         read_tokens: how many of them `begin` would read; the rest is expected to be slower to read than to prefill.
         tiers: name of each store, in the order of reading, and how many first tokens it has.
+        path: where the nodes of the tree end that have the matched tokens; the last one may reach beyond them.
     """
 
     prompt_tokens: int
@@ -112,6 +113,12 @@ class Explanation:
     disk_tokens: int = 0
     read_tokens: int = 0
     tiers: tuple[tuple[str, int], ...] = ()
+    path: tuple[int, ...] = ()
+
+    @property
+    def fork(self) -> Gap | None:
+        """Where the prompt leaves a stored path that goes on differently; None: it does not."""
+        return next((gap for gap in self.gaps if gap.reason == Reason.DIVERGED), None)
 
     @property
     def is_read(self) -> bool:
@@ -194,6 +201,7 @@ def explanation_of(
         gaps = [*_stored_gaps(foresight, history, keys, namespace)]
         gaps += _missing_gaps(foresight, history, prompt, keys, namespace)
         hints = variations(keys, history.prompts(namespace))
+        path = tuple(node.end for node in _way(foresight.match.node))
 
     def text(ids: Sequence[int]) -> str | None:
         return None if about.tokenizer is None else token_text(ids, about.tokenizer)
@@ -219,6 +227,7 @@ def explanation_of(
         disk_tokens=store.tokens,
         read_tokens=store.read_tokens,
         tiers=store.tiers,
+        path=path,
     )
 
 
@@ -278,6 +287,15 @@ def _other_way(match: Match[Any]) -> tuple[int, ...]:
         node = next(reversed(node.children.values()))
         shown += node.edge[:AFTER_TOKENS].tolist()
     return tuple(shown[:AFTER_TOKENS])
+
+
+def _way(node: StateNode) -> list[StateNode]:
+    """The nodes from the top of the namespace to this one."""
+    found = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found[::-1]
 
 
 def _shown(ids: Any) -> tuple[int, ...]:

@@ -11,14 +11,15 @@ import asyncio
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import mlx.core as mx
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from radixcache import CacheStats, PrefixCache
 from radixcache.errors import CacheClosedError, RadixCacheError
@@ -27,14 +28,16 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
-from runner.serve.bodies import Count
-from runner.serve.metrics import CONTENT_TYPE, Watch, read_caches
+from runner.serve.anthropic import AnthropicPromptBody
+from runner.serve.bodies import Count, body_schema
+from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_caches
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import RenderedPrompt
+from runner.serve.prompts import RenderedPrompt, digest_of, part_at
 from runner.serve.request import DEFAULT, ApiError, ModelNames, Request, RequestRecord
-from runner.serve.service import to_json
+from runner.serve.responses import ResponsesBody
+from runner.serve.service import read_json, to_json
 from runner.text import cut, plural
 
 if TYPE_CHECKING:
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from runner.serve.scheduler import Scheduler
     from runner.serve.served_model import ServedModel
 
+#: Fields of a body and types of blocks that OpenAI's API does not have.
+ANTHROPIC_FIELDS = frozenset(("cache_control", "stop_sequences", "system"))
+ANTHROPIC_BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
 SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only counted
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
@@ -128,6 +134,23 @@ def _tree(name: str, cache: PrefixCache, stats: CacheStats, running: int, seen: 
     return {**words, **tree_data(view, SHOWN_NODES)}
 
 
+def explained(time_s: float, record: RequestRecord) -> dict[str, Any]:
+    """What a request found when it came, as JSON values; with texts if the cache shows them."""
+    found = record.explanation
+    gaps = [] if found is None else found.gaps
+    fork = None if found is None else found.fork
+    return {
+        "id": record.id, "time_s": time_s, "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens, "path": [] if found is None else list(found.path),
+        "gaps": [{"start": gap.start, "end": gap.end, "reason": gap.reason, "words": str(gap)} for gap in gaps],
+        "hints": [] if found is None else [str(hint) for hint in found.hints],
+        "fork": None if fork is None else {
+            "start": fork.start, "words": record.fork_words, "part": record.fork_part,
+            "before": fork.before_text, "stored": fork.stored_text, "asked": fork.asked_text,
+        },
+    }  # fmt: skip
+
+
 def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any]:
     note = cut(record.note) if record.note and (show_text or record.outcome != "error") else None
     about = {"time_s": time_s, "model": cut(title(record.names)), "short": record.short_tokens, "note": note}
@@ -142,7 +165,7 @@ class ReclaimBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """POST /cache/explain: one of tokens, prompt and messages. Other fields are those of OpenAI's routes."""
+    """A prompt as tokens, prompt or messages, one of them. Other fields are those of OpenAI's routes."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -166,6 +189,33 @@ class PromptBody(BaseModel):
         if self.tokens:
             checked_prompt(self.tokens, None, (), vocabulary_size(loaded.model))
         return self.tokens or []
+
+
+def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
+    """The Request of any API's body, and its tokens if that is what it has. ApiError: a field is wrong."""
+    namespace = body.pop("namespace", "")
+    if not isinstance(namespace, str):
+        raise ApiError(400, "wanted a string.", param="namespace")
+    if "input" in body:
+        return ResponsesBody.read(body).request(options, namespace), []
+    if "messages" in body and _is_anthropic(body):
+        return AnthropicPromptBody.read(body).request(options, namespace), []
+    try:
+        checked = PromptBody(**body, namespace=namespace)
+    except ValidationError as error:
+        raise ApiError.of_validation(error.errors()) from error
+    return checked.request(options), checked.tokens or []
+
+
+def _is_anthropic(body: Mapping[str, Any]) -> bool:
+    """Whether a body has what only Anthropic's API has. Any other body makes the same prompt in both APIs."""
+
+    def dicts(values: Any) -> Iterator[Mapping[str, Any]]:
+        yield from (value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict))
+
+    kinds = {block.get("type") for message in dicts(body["messages"]) for block in dicts(message.get("content"))}
+    has_tools = any("input_schema" in tool or "function" not in tool for tool in dicts(body.get("tools")))
+    return has_tools or not ANTHROPIC_FIELDS.isdisjoint(body) or not ANTHROPIC_BLOCKS.isdisjoint(kinds)
 
 
 class WarmBody(PromptBody):
@@ -218,18 +268,31 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                     return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
         raise ApiError(404, "no such model has been served.", param="model")
 
-    @router.post("/cache/explain")
-    async def explain(body: PromptBody) -> Response:
-        request = body.request(options)
+    # The body is read here: clients that send a file with a request often leave out its type.
+    @router.post("/cache/explain", openapi_extra=body_schema(PromptBody, "/cache/explain"))
+    async def explain(http_request: HttpRequest) -> Response:
+        request, tokens = explained_request(await read_json(http_request), options)
 
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
-            tokens = body.checked_tokens(loaded)
+            if tokens:
+                checked_prompt(tokens, None, (), vocabulary_size(loaded.model))
             prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(request)
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
-            return {**asdict(found), "cost": found.cost, "report": str(found)}
+            part = part_at(request, loaded.tokenizer, prompt.tokens, found.fork.start) if found.fork else ""
+            last = watch.last_with(digest_of(prompt), request.namespace)
+            came = explained(*last) if last else None
+            return {**asdict(found), "cost": found.cost, "report": str(found), "part": part, "as_it_came": came}
 
         return await on_generation_thread(work)
+
+    @router.get("/cache/requests/{id}")
+    async def requested(id: str) -> Response:
+        """What one of the last requests found when it came. `id` may be its beginning, as in the log."""
+        for time_s, record in watch.ended():
+            if record.id.startswith(id):
+                return to_json(explained(time_s, record))
+        raise ApiError(404, f"no request {cut(id)!r} among the last {LISTED_REQUESTS}.", param="id")
 
     @router.post("/cache/warm")
     async def warm(body: WarmBody) -> Response:

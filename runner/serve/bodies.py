@@ -35,7 +35,7 @@ class Checked(BaseModel):
             raise ApiError.of_validation(error.errors()) from error
 
 
-def body_schema(kind: type[Checked], path: str) -> dict[str, Any]:
+def body_schema(kind: type[BaseModel], path: str) -> dict[str, Any]:
     """The OpenAPI entry of the body at `path`, for a route that reads its body itself."""
     at = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
     schema = kind.model_json_schema(ref_template=at + "/$defs/{model}")

@@ -143,6 +143,11 @@ class Watch(Collector):
         with self._lock:
             return list(reversed(self._ended))
 
+    def last_with(self, prompt_digest: bytes, namespace: str) -> tuple[float, RequestRecord] | None:
+        """The last request that had this prompt, and when it ended; None: it is not among those listed."""
+        found = ((at, each) for at, each in self.ended() if each.prompt_digest == prompt_digest)
+        return next(((at, each) for at, each in found if each.namespace == namespace), None)
+
     def points(self) -> list[Point]:
         with self._lock:
             return list(self._points)
@@ -168,9 +173,10 @@ def in_a_line(record: RequestRecord) -> str:
     whose = f" of {record.namespace}" if record.namespace else ""
     short = ", ".join(f"{tokens:,} {reason}" for reason, tokens in record.short_tokens.items())
     why = f" (not: {short})" if short else ""
+    where = f", {record.fork_words}" if record.fork_words else ""
     line = (
         f"{record.id[:8]}{whose} on {cut(record.names.model)!r}: {record.prompt_tokens:,} prompt tokens, "
-        f"{record.cached_tokens:,} cached{why}, {record.completion_tokens:,} generated, {record.outcome}"
+        f"{record.cached_tokens:,} cached{why}{where}, {record.completion_tokens:,} generated, {record.outcome}"
     )
     shown = ("queued {:,.1f} ms", "TTFT {:,.1f} ms", "{:,.1f} tokens/s")
     for form, value in zip(shown, (record.queue_ms, record.ttft_ms, record.tokens_per_s), strict=True):

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from radixcache.chat import ChatTemplate, common_rendering, message_ends
@@ -112,6 +115,78 @@ def fitted_messages(
     fitted, places = ChatTemplate(tokenizer, tools, kwargs).fit(messages)
     starts = [(places[index], end) for index, end in texts]
     return fitted, [(place.turn, place.start + end) for place, end in starts if place.start is not None]
+
+
+def digest_of(prompt: RenderedPrompt) -> bytes:
+    return hashlib.blake2b(np.asarray(prompt.keys or prompt.tokens, np.int64).tobytes(), digest_size=16).digest()
+
+
+def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int) -> str:
+    """Name the part of a prompt that token `start` belongs to: the tools, the system prompt, a message by its number.
+
+    The texts of the parts are looked for in the text of the prompt. What stands between two texts, such as the role of
+    a message, belongs to the part behind it.
+    """
+    if request.prompt is not None:
+        return "the text"
+    text, at = tokenizer.decode(tokens), len(tokenizer.decode(tokens[:start]))
+    count = len(request.messages)
+    for end, index in _part_ends(request, text):
+        if at < end:
+            if index < 0:
+                return "the tools"
+            role = request.messages[index]["role"]
+            is_system = index == 0 and role in ("system", "developer")
+            return "the system prompt" if is_system else f"message {index + 1} of {count} ({role})"
+    return "the opening of the reply"
+
+
+def _part_ends(request: Request, text: str) -> Iterator[tuple[int, int]]:
+    """Where each part ends in a prompt's text, in order, and the index of its message; -1: the tools.
+
+    Parts whose text is not found, as templates rewrite some, end where the next one ends.
+    """
+    spans = [_span(text, _texts(message), 0) for message in request.messages[:1]]
+    has_system = bool(spans) and request.messages[0]["role"] in ("system", "developer")
+    system_end = spans[0][1] if has_system else 0
+    tools = _tools_span(text, request.tools or (), system_end)
+    position = max(system_end, tools[1])
+    ends = [(tools[1], -1)] if tools[1] else []
+    ends += [(system_end, 0)] if has_system else []
+    yield from sorted(ends)
+    for index, message in enumerate(request.messages):
+        if index or not has_system:
+            _, end = _span(text, _texts(message), position)
+            if end:
+                position = end
+                yield end, index
+
+
+def _span(text: str, wanted: Iterable[str], position: int) -> tuple[int, int]:
+    """Where these texts stand in `text`, in order, behind `position`; (0, 0): nowhere."""
+    start = end = 0
+    for each in wanted:
+        if each and (found := text.find(each, max(position, end))) >= 0:
+            start, end = start or found, found + len(each)
+    return start, end
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    yield str(message.get("reasoning_content") or "").strip()
+    yield from (str(part.get("text", "")).strip() for part in parts)
+    yield from (call["function"]["name"] for call in message.get("tool_calls") or ())
+
+
+def _tools_span(text: str, tools: Sequence[Mapping[str, Any]], system_end: int) -> tuple[int, int]:
+    """Templates show tools behind the system prompt or before it, mostly as JSON."""
+    functions = [tool["function"] for tool in tools]
+    shown = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+    names = [f'"{function["name"]}"' for function in functions]
+    forms = [form for form in (shown, names) if all(each in text for each in form)]
+    spans = (_span(text, form, position) for form in forms for position in (system_end, 0))
+    return next((span for span in spans if span[1]), (0, 0))
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:

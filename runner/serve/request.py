@@ -128,7 +128,8 @@ class RequestRecord:
     """What is known of a request, for usage, log, metrics and page. Final when it has ended.
 
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
-    and reason of what the cache lacked on arrival, as in PrefixCache.explain.
+    and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
+    the prompt with its fork. `prompt_digest` is equal for equal prompts.
     """
 
     id: str
@@ -145,6 +146,15 @@ class RequestRecord:
     outcome: Outcome = "cancelled"
     note: str | None = None
     shortfalls: tuple[tuple[int, int, str], ...] = ()
+    explanation: Any = None
+    fork_part: str = ""
+    prompt_digest: bytes = b""
+
+    @property
+    def fork_words(self) -> str:
+        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in the system prompt"; "": nowhere."""
+        fork = self.explanation and self.explanation.fork
+        return f"diverged at {fork.start:,} of {self.prompt_tokens:,}, in {self.fork_part}" if fork else ""
 
     @property
     def short_tokens(self) -> dict[str, int]:

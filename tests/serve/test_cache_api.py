@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,12 @@ from fastapi.testclient import TestClient
 from httpx2 import Response
 
 from radixcache.observe.tree_view import read_view
+from runner.models.tiny import tiny_tokenizer
+from runner.serve.prompts import part_at, prompt_of
+from runner.serve.request import ModelNames, Request
 from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import application, local_client
+from tests.serve.parrot import TEMPLATES
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -116,6 +121,68 @@ def test_explain_foresees_what_a_request_reuses_and_changes_nothing(server: Serv
     assert used["prompt_tokens_details"]["cached_tokens"] == found["resumable_tokens"] > 0
 
 
+def bodies() -> dict[str, dict[str, Any]]:
+    """The same chat, with a tool, in the form of each API."""
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    text, about = "What about quince?", {"name": "look", "description": "Look."}
+    return {
+        "/v1/chat/completions": {
+            "messages": [SYSTEM, {"role": "user", "content": text}], "max_tokens": 2,
+            "tools": [{"type": "function", "function": {**about, "parameters": parameters}}],
+        },
+        "/v1/messages": {
+            "model": "claude-x", "max_tokens": 2, "system": SYSTEM["content"],
+            "messages": [{"role": "user", "content": text}], "tools": [{**about, "input_schema": parameters}],
+        },
+        "/v1/responses": {
+            "instructions": SYSTEM["content"], "input": text, "max_output_tokens": 2,
+            "tools": [{"type": "function", **about, "parameters": parameters}],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", bodies())
+def test_explain_takes_the_body_of_any_api_as_it_is(server: Server, path: str) -> None:
+    body = bodies()[path]
+    assert server.post(path, **body).status_code == 200
+    answer = server.client.post("/cache/explain", content=json.dumps(body))  # without a content type
+    found = answer.json()
+    assert (answer.status_code, found["resumable_tokens"]) == (200, found["prompt_tokens"] - 1)
+    assert found["as_it_came"]["prompt_tokens"] == found["prompt_tokens"]
+    assert (found["as_it_came"]["cached_tokens"], found["as_it_came"]["gaps"][0]["reason"]) == (0, "never_stored")
+
+
+def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
+    server.chat("What about quince?")
+    with caplog.at_level("INFO"):
+        used = server.chat("What about zebras?")["usage"]
+    row, before = server.get("/cache/state")["requests"][:2]
+    came = server.get(f"/cache/requests/{row['id'][:8]}")
+    start = used["prompt_tokens_details"]["cached_tokens"]
+    where = f"diverged at {start:,} of {used['prompt_tokens']:,}, in message 2 of 2 (user)"
+    assert (came["fork"]["start"], came["fork"]["words"]) == (start, where)
+    assert (came["fork"]["before"], came["fork"]["stored"], came["fork"]["asked"]) == (None, None, None)
+    assert f"{start} cached (not: {used['prompt_tokens'] - start} diverged), {where}, 4 generated" in caplog.text
+    assert server.get(f"/cache/requests/{before['id']}")["fork"] is None
+    assert server.client.get("/cache/requests/unknown").status_code == 404
+    messages = [SYSTEM, {"role": "user", "content": "What about zebras?"}]
+    found = server.post("/cache/explain", messages=messages).json()
+    assert (found["as_it_came"], found["part"]) == (came, "")  # now it is stored
+    other = [SYSTEM, {"role": "user", "content": "What about ants?"}]
+    found = server.post("/cache/explain", messages=other).json()
+    assert (found["as_it_came"], found["part"]) == (None, "message 2 of 2 (user)")
+
+
+def test_the_texts_of_a_fork_are_told_only_with_the_option():
+    with serving(show_text=True) as server:
+        server.chat("What about quince?")
+        server.chat("What about zebras?")
+        row = server.get("/cache/state")["requests"][0]
+        fork = server.get(f"/cache/requests/{row['id']}")["fork"]
+    assert fork["before"].endswith("What about ")
+    assert (fork["stored"][:6], fork["asked"][:6]) == ("quince", "zebras")
+
+
 def test_a_prompt_is_the_same_as_text_and_as_tokens(server: Server) -> None:
     text = "What about quince?"
     server.post("/v1/completions", prompt=text, max_tokens=2)
@@ -209,3 +276,58 @@ def test_text_is_shown_where_it_is_asked_for() -> None:
     with serving(show_text=True) as server:
         said = everything(server)
         assert all(word in said for word in TELLING)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "door"}'}}
+TALK = [
+    {"role": "system", "content": "You are a marmalade sommelier."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "It is shut."},
+    {"role": "assistant", "content": "Shut it is."},
+    {"role": "user", "content": "And now?"},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "hi there", "parameters": {"type": "object"}}}
+    for name in ("look", "open")
+]
+
+
+def changed(index: int, text: str) -> list[dict[str, Any]]:
+    return [{**each, "content": text} if at == index else each for at, each in enumerate(TALK)]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    ("messages", "part"),
+    [
+        (changed(0, "You are a plum sommelier."), "the system prompt"),
+        (changed(1, "ho"), "message 2 of 6 (user)"),
+        (changed(3, "It is open."), "message 4 of 6 (tool)"),
+        (changed(4, "Open it is."), "message 5 of 6 (assistant)"),
+        (changed(5, "And then?"), "message 6 of 6 (user)"),
+        (
+            [*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
+            "message 7 of 8 (assistant)",
+        ),
+    ],
+)
+def test_the_part_of_a_prompt_in_which_it_parts_is_named(template, messages, part):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES[template]
+    stored, asked = (Request(ModelNames(), 1, messages=each, tools=TOOLS, namespace="") for each in (TALK, messages))
+    before, tokens = (prompt_of(each, tokenizer, {}).tokens for each in (stored, asked))
+    start = next((at for at, pair in enumerate(zip(before, tokens, strict=False)) if pair[0] != pair[1]), len(before))
+    assert part_at(asked, tokenizer, tokens, start) == part
+
+
+def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
+    tokenizer = tiny_tokenizer()
+    for template in ("hermes", "qwen3", "strict"):
+        tokenizer.chat_template = TEMPLATES[template]
+        request = Request(ModelNames(), 1, messages=TALK, tools=TOOLS)
+        tokens = prompt_of(request, tokenizer, {}).tokens
+        at = tokenizer.decode(tokens).index('"open"')
+        assert part_at(request, tokenizer, tokens, at) == "the tools"
+        assert part_at(request, tokenizer, tokens, len(tokens) - 1) == "the opening of the reply"
+    assert part_at(Request(ModelNames(), 1, prompt="abc"), tokenizer, [80, 81], 1) == "the text"
