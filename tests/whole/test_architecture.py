@@ -24,7 +24,7 @@ MOST_FILES = {"radixcache": 80, "runner": 85}
 def _allowed(page: str, rooms: set[str]) -> dict[str, set[str]]:
     """What each room may import, as the page's table of rooms has it."""
     allowed = {}
-    for names, _, imports in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.partition("## The way")[0], re.M):
+    for names, _, imports in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.partition("## How")[0], re.M):
         granted = rooms if imports == ANY else FREE | set(re.findall(r"`(\w+)`", imports))
         allowed |= dict.fromkeys(re.findall(r"`(\w+)(?:/|\.py)`", names), granted)
     return allowed
