@@ -26,69 +26,54 @@ class CacheStats:
     """Counters since the cache was made, and gauges: what it holds now. `dataclasses.fields` has the help texts."""
 
     requests: int = counter("requests", "begin() and fetch() calls, and rows of begin_many().")
-    hit_tokens: int = counter(
-        "tokens", "Prompt tokens that were restored. Hits that turned out wrong when they were verified stay hits."
-    )
+    hit_tokens: int = counter("tokens", "Restored prompt tokens, also from state that verify later finds wrong.")
     miss_tokens: int = counter("tokens", "Prompt tokens that were left to prefill.")
     off_grid_tokens: int = counter(
-        "tokens",
-        "Exact mode: prompt tokens that an earlier request had evaluated and that were prefilled again because they "
-        "lie behind the last multiple of step_size that is stored, summed over requests.",
+        "tokens", "Exact mode: known prompt tokens prefilled again, after the last stored multiple of step_size."
     )
     short_reasons: dict[str, int] = counter(
-        "requests", "How often a request resumed short of its match, by reason.", label="reason"
+        "requests", "Requests that resumed before the end of their match.", label="reason"
     )
-    evictions: int = counter("evictions", "Entries given up under pressure.")
-    evicted_bytes: int = counter("bytes", "What evictions freed.")
-    copied_bytes: int = counter(
-        "bytes", "Copied: spans paged in and out, tokens out of windows, and what was cut or joined."
-    )
-    paged_in_bytes: int = counter("bytes", "The part of copied_bytes that went in.")
-    paged_out_bytes: int = counter("bytes", "The part of copied_bytes that went out.")
-    brought_tokens: int = counter("tokens", "Tokens that were read from the store and need not be prefilled.")
-    kept_blocks: int = counter("blocks", "Blocks and checkpoints that were given to the store.")
-    brought_bytes: dict[str, int] = counter(
-        "bytes", "What was read from stores for requests, by the store.", label="tier"
-    )
+    evictions: int = counter("evictions", "Entries evicted.")
+    evicted_bytes: int = counter("bytes", "Bytes that evictions freed.")
+    copied_bytes: int = counter("bytes", "Spans paged in and out, window tokens, and state cut or joined.")
+    paged_in_bytes: int = counter("bytes", "Part of copied_bytes: paged in.")
+    paged_out_bytes: int = counter("bytes", "Part of copied_bytes: paged out.")
+    brought_tokens: int = counter("tokens", "Tokens read from stores instead of prefilled.")
+    kept_blocks: int = counter("blocks", "Blocks and checkpoints given to stores.")
+    brought_bytes: dict[str, int] = counter("bytes", "Bytes read for requests, by store.", label="tier")
     store_decisions: dict[str, int] = counter(
-        "decisions", "What became of asking the store for more of a prompt than memory had.", label="decision"
+        "decisions", "Prompts of which a store has more than memory, by outcome.", label="decision"
     )
-    live_bytes: int = gauge(
-        "bytes", "Buffers of the live caches and of the rows of open groups, spare capacity included."
-    )
-    paged_bytes: int = gauge("bytes", "Snapshot arrays, checkpoints included.")
-    checkpoint_bytes: int = gauge("bytes", "The part of paged_bytes that is point state, windows included.")
-    window_bytes: int = gauge("bytes", "The part of it that is keys and values of sliding windows, in the tree.")
-    duplicate_bytes: int = gauge("bytes", "The part of paged_bytes whose spans are live as well.")
-    spare_bytes: int = gauge("bytes", "The part of the live caches' bytes beyond what the live state needs.")
-    pinned_bytes: int = gauge("bytes", "What pins keep.")
-    nodes: int = gauge("nodes", "Tree nodes.")
+    live_bytes: int = gauge("bytes", "Buffers of live caches and of rows in open groups, with spare capacity.")
+    paged_bytes: int = gauge("bytes", "Snapshot arrays, with checkpoints.")
+    checkpoint_bytes: int = gauge("bytes", "Part of paged_bytes: state of point layers, with windows.")
+    window_bytes: int = gauge("bytes", "Part of checkpoint_bytes: keys and values of sliding windows in the tree.")
+    duplicate_bytes: int = gauge("bytes", "Part of paged_bytes: spans that are also live.")
+    spare_bytes: int = gauge("bytes", "Part of live_bytes: buffer capacity of live caches beyond the live state.")
+    pinned_bytes: int = gauge("bytes", "Bytes that pins keep.")
+    nodes: int = gauge("nodes", "Nodes of the tree.")
     tokens: int = gauge("tokens", "Distinct tokens on the edges of the tree.")
-    budget_bytes: int = gauge("bytes", "The budget.")
-    budget_source: str = fact("Where the budget came from.")
-    peak_bytes: int = gauge(
-        "bytes", "The most that live, paged and verify bytes came to, over all caches that share the budget."
-    )
+    budget_bytes: int = gauge("bytes", "Byte budget.")
+    budget_source: str = fact("Where the budget comes from.")
+    peak_bytes: int = gauge("bytes", "Peak of live, paged and verify bytes of all caches that share the budget.")
     verified_requests: int = counter(
         "requests", "Resumed requests whose restored state was compared with a cold prefill."
     )
     verify_skipped: int = counter(
         "requests",
-        "Requests that were drawn for it and not compared: the second state did not fit the budget, the caller's own "
-        "loop had moved on, the tokens do not say all that the model was given, or the cold run broke off; counted at "
-        "close. And those of fetch(), which hands its caches over before a model has run, and rows of begin_many(), "
-        "whose state lies among that of others; counted at once.",
+        "Requests drawn for verify but not compared: the second state did not fit the budget, the caller's own loop "
+        "had moved on, the model was given more than tokens, or the cold run failed. Also drawn calls of fetch() and "
+        "rows of begin_many(), which are never compared.",
     )
-    verify_mismatches: int = counter("requests", "Verified requests whose state, or the logits after it, were wrong.")
+    verify_mismatches: int = counter("requests", "Verified requests with wrong state or wrong logits.")
     verify_largest_error: float = gauge(
-        "", "The largest error of all comparisons, relative to the largest magnitude in the same array."
+        "", "Largest error of all comparisons, relative to the largest magnitude in the array."
     )
-    verify_bytes: int = gauge(
-        "bytes", "The second states of checks that are under way; counts against the budget beside live and paged."
-    )
+    verify_bytes: int = gauge("bytes", "Second states of running checks; they count against the budget.")
     quarantined: int = gauge("prefixes", "Prefixes in quarantine.")
     event_failures: int = counter("calls", "Calls of on_event that raised.")
-    dropped_events: int = counter("events", "Events that nobody was told of, because too many waited.")
+    dropped_events: int = counter("events", "Events dropped because too many waited for the listener.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +126,12 @@ def metrics_of_cache(
     return [
         Metric("radixcache_info", "gauge", "", "Settings, as labels; always 1.", (Sample(1, labels),)),
         *metrics_of(stats, PREFIX),
-        _gauge("hit_ratio", "", "Prompt tokens restored, as a share of all; 0 before the first request.", ratio),
-        _gauge("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches on the budget.", ledger_bytes),
-        _gauge("namespaces", "namespaces", "Namespaces that hold anything.", namespaces),
-        _gauge("slots", "slots", "Live slots: with an open session, idle on a path, empty.", states, "state"),
-        _gauge("slot_offset_tokens", "tokens", "Stored tokens on each slot's path.", offsets, "slot"),
-        _gauge("slot_bytes", "bytes", "Buffers of each slot, spare room included.", sizes, "slot"),
+        _gauge("hit_ratio", "", "Share of prompt tokens that were restored; 0 before the first request.", ratio),
+        _gauge("ledger_bytes", "bytes", "Live, paged and verify bytes of all caches with this budget.", ledger_bytes),
+        _gauge("namespaces", "namespaces", "Namespaces that hold state.", namespaces),
+        _gauge("slots", "slots", "Live slots: open (in a session), idle (with a path) or empty.", states, "state"),
+        _gauge("slot_offset_tokens", "tokens", "Stored tokens on the path of each slot.", offsets, "slot"),
+        _gauge("slot_bytes", "bytes", "Buffers of each slot, with spare capacity.", sizes, "slot"),
     ]
 
 
@@ -169,16 +154,16 @@ def snapshot(
     sizes = {kind: sum(node.checkpoint_bytes for node in group) for kind, group in by_kind.items()}
     longest, largest_bytes = (max(map(attrgetter(name), nodes), default=0) for name in ("end", "nbytes"))
     metrics = (
-        places("nodes", "nodes", "Tree nodes by where their spans are.", lambda node: 1),
-        places("tokens", "tokens", "Distinct tokens by where their spans are.", lambda node: node.tokens),
-        places("bytes", "bytes", "Bytes of spans by where they are; both are counted once.", lambda n: n.span_bytes),
-        _gauge("node_checkpoints", "checkpoints", "Checkpoints in the tree by why they were taken.", counts, "kind"),
+        places("nodes", "nodes", "Tree nodes, by where their spans are.", lambda node: 1),
+        places("tokens", "tokens", "Distinct tokens, by where their spans are.", lambda node: node.tokens),
+        places("bytes", "bytes", "Bytes of spans, by where they are; counted once.", lambda n: n.span_bytes),
+        _gauge("node_checkpoints", "checkpoints", "Checkpoints in the tree, by why they were taken.", counts, "kind"),
         _gauge("node_checkpoint_bytes", "bytes", "Bytes of the checkpoints in the tree.", sizes, "kind"),
-        _gauge("depth_nodes", "nodes", "Nodes on the path with the most of them.", max(depths, default=0)),
+        _gauge("depth_nodes", "nodes", "Largest number of nodes on a path.", max(depths, default=0)),
         _gauge("longest_path_tokens", "tokens", "Tokens of the longest stored sequence.", longest),
-        _gauge("largest_node_bytes", "bytes", "Spans and checkpoint of the node that holds most.", largest_bytes),
-        _gauge("pins", "pins", "Pins that have not ended.", pins),
-        _gauge("named_pins", "pins", "Pins with a name.", named_pins),
+        _gauge("largest_node_bytes", "bytes", "Spans and checkpoint of the largest node.", largest_bytes),
+        _gauge("pins", "pins", "Open pins.", pins),
+        _gauge("named_pins", "pins", "Open pins with a name.", named_pins),
     )
     largest = heapq.nsmallest(LISTED_NODES, nodes, key=lambda node: (-node.nbytes, node.start, node.end))
     columns = {"start": "start", "end": "end", "tokens": "tokens", "bytes": "nbytes", "residency": "residency"}

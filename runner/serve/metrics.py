@@ -43,18 +43,21 @@ LISTED_REQUESTS, POINTS = 50, 500
 #: Counters: radixcache_serve_NAME_total, help, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "http_requests": ("HTTP requests by route and status.", ("route", "status")),
-    "replies": ("Requests that the generation thread was through with.", ("outcome",)),
-    "prompt_tokens": ("Tokens of prompts.", ()),
-    "cached_tokens": ("The part of them that was restored.", ()),
-    "shortfall_tokens": ("The part of them that was evaluated, by why, as PrefixCache.explain says it.", ("reason",)),
-    "generated_tokens": ("Tokens of replies.", ()),
-    "evictions": ("State given up: of what, and what for.", ("state", "cause")),
+    "replies": ("Requests that have ended, by outcome.", ("outcome",)),
+    "prompt_tokens": ("Prompt tokens.", ()),
+    "cached_tokens": ("Prompt tokens that were restored.", ()),
+    "shortfall_tokens": (
+        "Prompt tokens that were prefilled, by the reason that PrefixCache.explain gives.",
+        ("reason",),
+    ),
+    "generated_tokens": ("Generated tokens.", ()),
+    "evictions": ("Evictions and drops, by kind of state and cause.", ("state", "cause")),
 }
 #: Histograms: radixcache_serve_NAME_seconds, help, buckets.
 HISTOGRAMS = {
-    "queue": ("From arrival until the request was let in.", SECONDS),
-    "time_to_first_token": ("From arrival to the first token of the reply.", SECONDS),
-    "inter_token": ("From one token of a reply to the next.", TOKEN_SECONDS),
+    "queue": ("Seconds from arrival until the request starts.", SECONDS),
+    "time_to_first_token": ("Seconds from arrival to the first token of the reply.", SECONDS),
+    "inter_token": ("Seconds between two tokens of a reply.", TOKEN_SECONDS),
 }
 
 # No gauges with the creation time of each counter.
