@@ -44,8 +44,9 @@ def mrc(
     outputs.show(
         curve_table(curve, trace, block_bytes),
         f"{trace.name}: {plural(len(trace.requests), 'request')}, {curve.block_refs:,} block references,"
-        f" {curve.unique_blocks:,} distinct blocks of {trace.block_tokens} tokens. Infinite cache:"
-        f" {curve.infinite_block_hit_ratio:.4f} by block, {curve.infinite_token_hit_ratio:.4f} by token."
+        f" {curve.unique_blocks:,} distinct blocks of {trace.block_tokens} tokens. A cache without limit has a block"
+        f" hit ratio of {curve.infinite_block_hit_ratio:.4f} and a token hit ratio of"
+        f" {curve.infinite_token_hit_ratio:.4f}."
         f" {CURVE_COUNTS}",
     )
     document = {**curve_document(curve, trace, block_bytes), "source": trace.source, **about(context)}

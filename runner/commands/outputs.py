@@ -163,7 +163,7 @@ class Outputs:
             highlight=False,
             markup=False,
             emoji=False,
-            soft_wrap=True,
+            soft_wrap=not stream.isatty(),
         )
         for part in parts:
             console.print(part if isinstance(part, str) or _fits(part, console) else _as_lines(part))

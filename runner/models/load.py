@@ -70,7 +70,7 @@ def load_model(
     """
     if (kind := _tiny_kind(spec)) is not None:
         if adapter_path is not None:
-            raise ModelError(f"adapter {adapter_path}: model {spec} is random, and no adapter was made for it.")
+            raise ModelError(f"adapter {adapter_path}: model {spec} has random weights, so no adapter fits it.")
         return _describe(tiny_model(kind), tiny_tokenizer(), TINY_KINDS[kind].config, f"{TINY}:{kind}")
     folder = model_folder(spec, show_progress=show_progress)
     assert folder is not None, "only tiny models have none"

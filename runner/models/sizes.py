@@ -141,7 +141,7 @@ def _state_in(caches: Sequence[Any]) -> LayerState:
         elif isinstance(cache, ArraysCache):
             found.fixed_bytes += sum(array.nbytes for array in arrays)
         elif adapter.is_point:
-            raise ModelConfigError(f"layer {layer} is a {type(cache).__name__}, whose size follows no rule known here.")
+            raise ModelConfigError(f"layer {layer} is a {type(cache).__name__}, whose size is not known.")
         else:
             found.spans += [(array.shape[1], array.shape[3], array.itemsize) for array in arrays]
     return found

@@ -103,7 +103,7 @@ def expected_time(
     took = f"{total_s:.0f} s" if total_s < 2 * LONG_S else f"{total_s / 60:.0f} min"
     fewer = max(1, int(len(prompts) * MINUTE_S / total_s))
     less = f" For about a minute, pass --requests {fewer}." if total_s > LONG_S and fewer < len(prompts) else ""
-    return f"note: all of it takes about {took} on this machine ({rates}).{less}"
+    return f"note: the whole replay takes about {took} on this machine ({rates}).{less}"
 
 
 def _tokens_to_prefill(prompts: Sequence[NDArray[np.int32]], caches: Sequence[str]) -> int:
@@ -135,7 +135,7 @@ def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, f
         lower.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
         held_bytes = max(held_bytes, budget_bytes)
     lower.set_ylim(0, 1.12 * held_bytes / MIB)
-    lower.set_ylabel("held at most during the request, MiB")
+    lower.set_ylabel("peak bytes during the request, MiB")
     lower.set_xlabel("request")
     lower.grid(visible=True, alpha=0.25)
     return picture_bytes(figure, file_format)

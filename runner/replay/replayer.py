@@ -251,8 +251,8 @@ class _Run:
                 if self.capacity and needed > self.capacity:
                     raise ScriptError(
                         f"user {user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
-                        f"and reply take {needed:,} tokens of {self.capacity:,}. Ask for shorter replies with "
-                        "--max-tokens."
+                        f"and reply need {needed:,} tokens; there is room for {self.capacity:,}. Ask for shorter "
+                        "replies with --max-tokens."
                     )
                 self.server.submit(index, request)
         return len(self._left) < waiting

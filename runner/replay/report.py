@@ -155,7 +155,7 @@ class Report:
 
     def sentence(self) -> str:
         if self._is_parallel:
-            return f"{self._throughput()}{self._partings()}" if self.summaries else "No request had its reply."
+            return f"{self._throughput()}{self._partings()}" if self.summaries else "No request got a reply."
         if not self.summaries:
             return "No request was answered by every cache."
         return f"{self._comparison()} {self._answers()}"
@@ -214,7 +214,7 @@ class Report:
         if ours is None or not others:
             quickest, *slower = others or self.summaries
             return (
-                f"{quickest.cache} reached its first tokens in {quickest.prefill_s:.1f} s, with "
+                f"{quickest.cache} reached all first tokens in {quickest.prefill_s:.1f} s, with "
                 f"{quickest.cached_share:.0%} of the prompt tokens cached{_against(slower)}."
             )
         ttft_ms = {run.cache: [row.ttft_ms for row in run.rows] for run in self.runs}
@@ -222,27 +222,27 @@ class Report:
         best = min(others, key=lambda other: pairs[other.cache].median)
         rest = [other for other in others if other is not best]
         return (
-            f"{_verdict(best.cache, pairs[best.cache])} {OURS} took {ours.cached_share:.0%} of the prompt tokens from "
-            f"its cache, {best.cache} {best.cached_share:.0%}; the first tokens of all took {ours.prefill_s:.1f} s, "
-            f"with {best.cache} {best.prefill_s:.1f} s{_against(rest)}. {self._budget(ours)}"
+            f"{_verdict(best.cache, pairs[best.cache])} {OURS} found {ours.cached_share:.0%} of the prompt tokens in "
+            f"its cache, {best.cache} {best.cached_share:.0%}. All first tokens took {ours.prefill_s:.1f} s with "
+            f"{OURS}, {best.prefill_s:.1f} s with {best.cache}{_against(rest)}. {self._budget(ours)}"
         )
 
     def _budget(self, ours: Summary) -> str:
         """The bytes that were held, and in which caches the budget was too small."""
         limited = [summary for summary in self.summaries if summary.cache in WITH_A_BUDGET]
-        held = [f"{OURS} held {ours.peak_cache_bytes / MIB:.0f} MiB at most"]
-        held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f}" for each in limited if each != ours]
+        held = [f"{OURS} held at most {ours.peak_cache_bytes / MIB:.0f} MiB"]
+        held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f} MiB" for each in limited if each != ours]
         evicted = [each.cache for each in limited if each.evictions]
-        said = "the budget was too small for all of it" if evicted else "the budget had room for everything"
+        said = "the budget was too small for everything" if evicted else "the budget had room for everything"
         if evicted and len(limited) > 1:
-            said += " in both" if len(evicted) == len(limited) else f" in {evicted[0]} alone"
-        return f"{', '.join(held)}: {said}."
+            said += " in both caches" if len(evicted) == len(limited) else f" in {evicted[0]} only"
+        return f"{', '.join(held)}; {said}."
 
     def _answers(self) -> str:
         if self._reference is None:
             return f"Answers were not compared: {REFERENCE} was not among the caches."
         if len(self.summaries) == 1:
-            return "There was no other cache to compare answers with."
+            return "There was no second cache to compare answers with."
         wrong = [each for each in self.summaries if each.answers_equal != each.requests]
         if not wrong:
             return "Every answer is the same as without a cache."
@@ -252,20 +252,20 @@ class Report:
     def _throughput(self) -> str:
         first, *others = self.summaries
         users = first.users_at_a_time
-        who = "1 user at a time was" if users == 1 else f"{users} users at a time were"
         said = [
-            f"{who} given {first.output_tokens:,} tokens in {first.wall_s:.1f} s, {first.output_tokens_per_s:.1f} per "
-            f"second in all, with {first.cached_share:.0%} of the prompt tokens from the cache."
+            f"{plural(users, 'user')} at a time got {first.output_tokens:,} tokens in {first.wall_s:.1f} s, "
+            f"{first.output_tokens_per_s:.1f} tokens/s in total, with {first.cached_share:.0%} of the prompt tokens "
+            "from the cache."
         ]
         said += [
-            f"In {other.cache}'s batches they took {other.wall_s:.1f} s, {other.wall_s / first.wall_s:.2f} times as "
+            f"In batches of {other.cache}, they took {other.wall_s:.1f} s, {other.wall_s / first.wall_s:.2f} times as "
             f"long, with {other.cached_share:.0%} cached."
             for other in others
         ]
         for alone in self._alone_summaries:
             how = "without a cache" if alone.cache == REFERENCE else f"with {alone.cached_share:.0%} cached"
             ratio = alone.wall_s / first.wall_s
-            said.append(f"One after the other, {how}, they take {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
+            said.append(f"One at a time, {how}, they took {alone.wall_s:.1f} s, {ratio:.2f} times as long.")
         return " ".join(said)
 
     def _partings(self) -> str:
@@ -275,29 +275,24 @@ class Report:
             return " Every answer is the same as without a cache."
         wrong = sum(each.gap >= TIE for each in self.partings)
         tied = len(self.partings) - wrong
-        ties = f" {plural(tied, 'answer')} parted where two tokens were as good as one another." if tied else ""
-        return f"{ties} {plural(wrong, 'answer')} differ from those without a cache." if wrong else ties
+        ties = f" Answers that differ only where two tokens had equal logits: {tied}." if tied else ""
+        return f"{ties} Answers that differ from those without a cache: {wrong}." if wrong else ties
 
 
 def _verdict(other: str, ratio: PairedRatio) -> str:
     if ratio.pairs < LEAST_PAIRS:
         return (
-            f"{plural(ratio.pairs, 'request')} cannot tell {OURS} and {other} apart, it takes {LEAST_PAIRS}: the "
-            f"median of their ratios is {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})."
+            f"{plural(ratio.pairs, 'request')} cannot tell {OURS} and {other} apart; {LEAST_PAIRS} are needed. The "
+            f"median TTFT ratio is {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})."
         )
-    interval = f"(95 % interval {ratio.low:.2f} to {ratio.high:.2f})"
-    half = "half of the requests reached their first token"
+    error = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
+    median = "the median request reached its first token"
     if ratio.low > 1 and ratio.median >= LEVEL_RATIO:
-        return (
-            f"With {OURS} {half} {ratio.median:.1f} times as fast as with {other}, the next best, or more {interval}."
-        )
+        return f"With {OURS}, {median} {ratio.median:.1f} times as fast as with {other}, the next best ({error})."
+    shown = f"TTFT ratio {ratio.median:.2f}, {error}"
     if ratio.high < 1 and ratio.median <= 1 / LEVEL_RATIO:
-        slower = 1 / ratio.median
-        return f"{OURS} is not ahead here: with {other} {half} {slower:.1f} times as fast or more {interval}."
-    return (
-        f"{OURS} and {other} are level here, as far as these requests tell: the median of their ratios is "
-        f"{ratio.median:.2f} {interval}."
-    )
+        return f"{OURS} is behind here: with {other}, {median} {1 / ratio.median:.1f} times as fast ({shown})."
+    return f"These requests show no clear difference between {OURS} and {other} ({shown})."
 
 
 def _against(others: Sequence[Summary]) -> str:

@@ -76,8 +76,8 @@ def parse_record(value: Any, origin: Origin) -> Conversation:
             return checked_conversation(parse(value, origin), origin.where)
     if value.get("format") == FORMAT or "hash_ids" in value or {"block_size", "requests"} <= value.keys():
         raise ConversationError(
-            f"{origin.where}: is a trace of block hashes, not of conversations; radixcache simulate, mrc and advise "
-            "read those."
+            f"{origin.where}: is a trace of block hashes, not conversations. Use it with radixcache simulate, mrc or "
+            "advise."
         )
     keys = shortened(", ".join(value), 80) or "none"
     raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {wanted}.")

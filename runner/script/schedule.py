@@ -70,7 +70,7 @@ class GeneratedReplies:
             if text is None and recorded is None:
                 raise ValueError(
                     f"conversation {request.conversation_id!r}: the reply before message {position} was neither"
-                    " recorded nor generated. Ask its turns in order, with generated replies."
+                    " recorded nor generated. Replay the turns in order, with generated replies."
                 )
             filled.append(message if text is None else {"role": "assistant", "content": text})
             if recorded is None:

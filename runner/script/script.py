@@ -93,7 +93,7 @@ class Script:
         self.requests = tuple(ready)
         self.skipped_requests = len(requests) - len(ready)
         if not ready:
-            raise ScriptError(f"nothing to replay: none of {len(requests)} requests can be given to {loaded.name}.")
+            raise ScriptError(f"nothing to replay: none of {len(requests)} requests fits {loaded.name}.")
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -165,8 +165,8 @@ class Script:
         least_tokens = length_chars // self._longest_token_chars
         if least_tokens > limit:
             raise ScriptError(
-                f"{request.where}: {length_chars:,} characters are {least_tokens:,} tokens at least, and do not fit "
-                f"the model's context of {limit:,}. Shorten it, or leave such requests out with --skip-bad."
+                f"{request.where}: {length_chars:,} characters are at least {least_tokens:,} tokens; the context of "
+                f"the model has {limit:,}. Shorten the prompt, or leave such requests out with --skip-bad."
             )
 
     @cached_property
@@ -178,7 +178,7 @@ class Script:
         if limit is not None and prompt_tokens + reply_tokens > limit:
             raise ScriptError(
                 f"{request.where}: {prompt_tokens:,} prompt tokens and {reply_tokens:,} for the reply do not fit the "
-                f"model's context of {limit:,} tokens. Shorten it, or leave such requests out with --skip-bad."
+                f"model's context of {limit:,} tokens. Shorten the prompt, or leave such requests out with --skip-bad."
             )
 
 

@@ -34,7 +34,7 @@ SAMPLES, SAMPLE_REFS, LEAST_PROMPTS = 3, 25_000, 8
 #: Up to this many block references all policies run on the whole trace.
 WHOLE_REFS = 200_000
 #: Budgets are named that save these shares of what an infinite cache saves.
-SHARES, SHARE_NAME = (0.9, 0.99), "{:.0%} of all that can be saved"
+SHARES, SHARE_NAME = (0.9, 0.99), "{:.0%} of possible savings"
 #: Policies that know the future: bounds, not advice.
 BOUNDS = ("belady", "belady-bypass")
 #: How many policies a note on samples names.
@@ -109,9 +109,9 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
         f"{each.policy} {100 * each.gain:+.1f} ± {100 * each.error:.1f}" for each in estimates[:NAMED] if each.gain
     )
     return (
-        f"Compared on {len(samples)} samples of {share:.1%} of the trace, by conversation; points more than lru, and "
-        f"their standard error: {listed or 'none'}. The two best, lru among them where fewer are ahead by more than "
-        "that error, then ran on all of it; --full runs every policy, and the optimum."
+        f"Policies were compared on {len(samples)} samples of conversations, {share:.1%} of the trace each. Percentage "
+        f"points over lru, ± standard error: {listed or 'none'}. The two best of lru and the policies ahead by more "
+        "than their error then ran on the whole trace. --full runs every policy, and the optimum."
     )
 
 
@@ -134,9 +134,9 @@ class DiskAdvice:
     def note(self) -> str:
         plan, most, more = self.plan, "up to " if self.is_estimate else "", " or more" if self.is_estimate else ""
         return (
-            f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB besides, lru saves {most}{self.token_hit_ratio:.1%} of"
-            f" prefill instead of {self.alone:.1%}, and writes {self.written_bytes / GIB:,.2f} GiB{more} to it, if"
-            f" that reads {plan.read_bytes_per_s / MIB:,.0f} MiB/s and the model prefills"
+            f"With a disk of {plan.budget_bytes / GIB:,.2f} GiB, lru saves {most}{self.token_hit_ratio:.1%} of prefill"
+            f" instead of {self.alone:.1%}, and writes {self.written_bytes / GIB:,.2f} GiB{more} to the disk. This"
+            f" assumes a disk that reads {plan.read_bytes_per_s / MIB:,.0f} MiB/s and a model that prefills"
             f" {plan.prefill_tokens_per_s:,.0f} tokens/s."
         )
 
@@ -224,7 +224,7 @@ def advice_of(
     block_bytes = token_bytes * trace.block_tokens if token_bytes else None
     if budget_bytes is not None:
         if block_bytes is None:
-            raise ValueError("a budget in bytes needs the bytes of a token.")
+            raise ValueError("budget_bytes needs token_bytes; give both.")
         budget_blocks = int(budget_bytes // block_bytes)
 
     def budget(name: str, capacity_blocks: int) -> Budget:
@@ -234,11 +234,11 @@ def advice_of(
         rate = None if saved_s is None or not nbytes else saved_s / (nbytes / GIB)
         return Budget(name, capacity_blocks, nbytes, curve.block_hit_ratio_at(capacity_blocks), ratio, saved_s, rate)
 
-    named = [("the knee", curve.knee_blocks())]
+    named = [("the knee of the curve", curve.knee_blocks())]
     named += [(SHARE_NAME.format(share), curve.capacity_for(share)) for share in SHARES]
     named += [("everything", curve.capacity_for(1.0))]
     budgets = sorted((budget(name, blocks) for name, blocks in named), key=lambda each: each.capacity_blocks)
-    own = None if budget_blocks is None else budget("the given budget", budget_blocks)
+    own = None if budget_blocks is None else budget("your budget", budget_blocks)
     return Advice(trace, curve, block_bytes, tuple(budgets), own, checkpoint_bytes, prefill_tokens_per_s)
 
 
@@ -353,13 +353,13 @@ def _savable(advice: Advice) -> list[str]:
     lines = [
         f"{trace.name}: {plural(len(trace.requests), 'request')}, {curve.prompt_tokens:,} prompt tokens"
         f"{', synthetic arrivals' if trace.is_timing_synthetic else ''}.",
-        f"At most {curve.infinite_token_hit_ratio:.1%} of prefill can be saved by reusing prefixes, in whole blocks of"
-        f" {trace.block_tokens} tokens; the rest is seen for the first time.",
+        f"A prefix cache can save at most {curve.infinite_token_hit_ratio:.1%} of prefill, in whole blocks of"
+        f" {trace.block_tokens} tokens. The other tokens are new.",
     ]
     if trace.sessions_per_hour is not None:
         lines.append(
-            f"When sessions begin is not in the data: {trace.sessions_per_hour:g} an hour is assumed, and with it how "
-            "many compete for the cache. --sessions-per-hour changes that, and the budgets with it."
+            f"The data has no arrival times; {trace.sessions_per_hour:g} sessions per hour are assumed. With another "
+            "--sessions-per-hour, more or fewer sessions compete for the cache, and the budgets change."
         )
     if advice.prefill_s is not None:
         most_s = curve.infinite_token_hit_ratio * advice.prefill_s
@@ -381,7 +381,7 @@ def _budget_cells(advice: Advice) -> list[list[str]]:
         Column("seconds saved", "saved_s", ",.0f", is_optional=True),
     ]
     if advice.prefill_tokens_per_s is not None and advice.block_bytes is not None:
-        columns.append(Column("s per GiB", "saved_s_per_gib", ",.1f"))
+        columns.append(Column("s saved per GiB", "saved_s_per_gib", ",.1f"))
     return cells(columns, advice.all_budgets)
 
 
@@ -390,13 +390,13 @@ def _remarks(advice: Advice, best: BestPolicy | None, notes: Sequence[str]) -> l
     if best is not None:
         remarks.append(_best_sentence(best))
     elif not notes:
-        remarks.append("These are LRU's figures; radixcache simulate compares policies at a budget.")
+        remarks.append("These figures are for LRU. Give --budget-gib or --capacity-blocks to compare policies.")
     if advice.block_bytes is None:
-        remarks.append("Capacities are in tokens: --model-config or --bytes-per-token turns them into GiB.")
+        remarks.append("Capacities are in tokens; with --model-config or --bytes-per-token also in GiB.")
     if advice.checkpoint_bytes:
         remarks.append(
-            f"The model also keeps checkpoints of {advice.checkpoint_bytes:,} bytes, which are not in these budgets,"
-            " and resumes only at them; radixcache simulate counts both."
+            f"The model resumes only at checkpoints, of {advice.checkpoint_bytes:,} bytes each. These budgets leave"
+            " checkpoints out; radixcache simulate counts them."
         )
     if advice.curve.sample_rate < 1:
         error = advice.curve.block_error_at(advice.curve.knee_blocks())
@@ -414,7 +414,7 @@ def _best_sentence(best: BestPolicy) -> str:
     )
     if best.gain is not None and best.policy != "lru":
         is_level = best.gain < LEVEL
-        sentence += ", level with lru" if is_level else f", {100 * best.gain:.1f} points more than lru"
+        sentence += ", equal to lru" if is_level else f", {100 * best.gain:.1f} points more than lru"
     if best.bound is not None:
         name, ratio = best.bound
         sentence += f"; {name}, which knows the future, reaches {ratio:.1%}"

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from runner.picture import new_figure, picture_bytes
-from runner.simulate.rows import RATIO_LABEL, Column, filled
+from runner.simulate.rows import RATIO_LABEL, Column, figures_table
 from runner.text import GIB
 from runner.traces.trace import Trace
 
@@ -48,8 +48,8 @@ _NEVER = np.iinfo(np.int64).max
 MOST_POINTS = 400
 FIGURE_INCHES = (10.0, 6.0)
 CURVE_COUNTS = (
-    "Block hit ratio: blocks found in the cache over all blocks of all prompts. Token hit ratio: their tokens over all"
-    " prompt tokens. LRU on whole blocks; what a running request uses is never evicted."
+    "Block hit ratio: share of prompt blocks found in the cache. Token hit ratio: share of prompt tokens in these"
+    " blocks. LRU on whole blocks; blocks of a running request are not evicted."
 )
 
 
@@ -142,7 +142,7 @@ def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve
         raise ValueError(f"sample_rate is {sample_rate:g}; wanted more than 0 and at most 1.")
     references = references_of(trace)
     if not len(references):
-        raise ValueError(f"{trace.source}: no request to make a curve of.")
+        raise ValueError(f"{trace.source}: no requests; wanted at least one.")
     unique, prompt_tokens = int(references.blocks.max()) + 1, int(references.tokens.sum())
     if sample_rate < 1:
         found = _sampled(references, sample_rate, _hashed(references.blocks, seed), unique)
@@ -190,7 +190,7 @@ def _sampled(
 ) -> tuple[Ints, Floats, Floats, Floats | None]:
     """Capacities, block and token hit ratios, and errors, from the blocks whose hash is below `rate`."""
     if not (hashes < rate).any():
-        raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger one.")
+        raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger sample.")
     capacities, block_ratios, token_ratios = _estimate(references, hashes < rate, rate)
     errors = np.full(len(capacities), np.nan)
     parts = [(hashes >= rate * part / PARTS) & (hashes < rate * (part + 1) / PARTS) for part in range(PARTS)]
@@ -329,16 +329,16 @@ def _rows(curve: Curve, capacities: Sequence[int], block_bytes: int | None) -> l
 def curve_table(curve: Curve, trace: Trace, block_bytes: int | None) -> Table:
     """The round capacities from the first hit on."""
     columns = (
-        Column("capacity\nblocks", "capacity_blocks", ","),
-        Column("capacity\ntokens", lambda row: row.capacity_blocks * trace.block_tokens, ","),
-        Column("capacity\nGiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
-        Column("block hit\nratio", "block_hit_ratio", ".4f"),
-        Column("token hit\nratio", "token_hit_ratio", ".4f"),
-        Column("standard\nerror", "block_error", ".4f", is_optional=True),
+        Column("capacity blocks", "capacity_blocks", ","),
+        Column("capacity tokens", lambda row: row.capacity_blocks * trace.block_tokens, ","),
+        Column("capacity GiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
+        Column("block hit ratio", "block_hit_ratio", ".4f"),
+        Column("token hit ratio", "token_hit_ratio", ".4f"),
+        Column("standard error", "block_error", ".4f", is_optional=True),
     )
     least = int(curve.capacity_blocks[0]) if len(curve.capacity_blocks) else 1
     rows = _rows(curve, [capacity for capacity in capacities_of(curve) if capacity >= least], block_bytes)
-    return filled(Table(), columns, rows)
+    return figures_table(columns, rows)
 
 
 def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[str, Any]:

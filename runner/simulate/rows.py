@@ -1,7 +1,7 @@
 """Results of simulations: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
 
-A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` and `filled` make text and
-tables from any columns and rows.
+A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` and `figures_table` make
+text and tables from any columns and rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -167,6 +168,10 @@ class Column:
         return format(value if self.unit == 1 else value / self.unit, self.form)
 
 
+#: Longer names of traces wrap.
+TRACE_CHARS = 24
+
+
 def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
     """The columns as text, each with its title first, without optional columns that have no value."""
     rows = list(rows)
@@ -178,19 +183,16 @@ def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
     ]
 
 
-def filled(
-    shown: Table, columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = (), is_narrow: bool = False
-) -> Table:
-    """Fill an empty table, with `names` left-aligned. In a narrow table titles and traces wrap; figures do not."""
+def figures_table(columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = ()) -> Table:
+    """A table with `names` left-aligned. Titles wrap, and so do long names of traces; figures do not."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     found = cells(columns, rows)
     for title, *texts in found:
-        words = [*title.split(), *(texts if title != "trace" else ())]
-        shown.add_column(
-            title,
-            justify="left" if title in names else "right",
-            overflow="fold" if is_narrow else "ellipsis",
-            min_width=max(map(len, words)) if is_narrow else None,
-        )
+        width = max(map(len, [*title.split(), *texts]))
+        if title == "trace":
+            width = min(width, TRACE_CHARS)
+        justify: Any = "left" if title in names else "right"
+        shown.add_column("\n".join(wrap(title, width)), justify=justify, overflow="fold", width=width)
     for row in list(zip(*found, strict=True))[1:]:
         shown.add_row(*map(Text, row))
     return shown
@@ -205,7 +207,6 @@ def _tier_columns(field: str, origin: str) -> tuple[Column, ...]:
 
 
 POLICY_COLUMNS = (
-    Column("trace", "trace"),
     Column("policy", "policy"),
     Column("blocks", "capacity_blocks", ","),
     Column("GiB", "capacity_bytes", ".4g", GIB, is_optional=True),
@@ -214,7 +215,6 @@ POLICY_COLUMNS = (
     *_tier_columns("disk", "disk"),
     Column("prefill tokens", "prefill_tokens", ","),
     Column("evictions", "evictions", ","),
-    Column("s", "seconds", ".1f"),
 )
 
 
@@ -229,56 +229,54 @@ REPLICA_COLUMNS = (
     Column("blocks each", lambda row: None if row.capacity_bytes else row.capacity_blocks, ",", is_optional=True),
     Column("token hits", "token_hit_ratio", ".4f"),
     Column("of best", "share_of_infinite", ".3f"),
-    *_tier_columns("shared", "there"),
+    *_tier_columns("shared", "store"),
     Column("TTFT s p50", "ttft_s_p50", _wait),
-    Column("p95", "ttft_s_p95", _wait),
-    Column("p99", "ttft_s_p99", _wait),
+    Column("TTFT s p95", "ttft_s_p95", _wait),
+    Column("TTFT s p99", "ttft_s_p99", _wait),
     Column("busy", "busy", ".2f"),
     Column("load p95", "load_p95", ".2f"),
-    Column("max", "load_max", ".2f"),
+    Column("load max", "load_max", ".2f"),
 )
 
 
-def replicas_table(rows: Sequence[ReplicaRow]) -> Table:
-    """A row per simulation of replicas; one trace without a tier fits into 80 columns."""
-    is_one = len({row.trace for row in rows}) == 1
-    columns = REPLICA_COLUMNS if is_one else (POLICY_COLUMNS[0], *REPLICA_COLUMNS)
-    shown = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    return filled(shown, columns, rows, names=("trace", "router"), is_narrow=True)
+def rows_table(columns: Sequence[Column], rows: Sequence[ResultRow]) -> Table:
+    """A row per simulation, with the name of the trace if there are several."""
+    if len({row.trace for row in rows}) > 1:
+        columns = (Column("trace", "trace"), *columns)
+    return figures_table(columns, rows, names=("trace", "policy", "router"))
 
 
 POLICY_COUNTS = (
-    "Block hit ratio: blocks of prompts that were stored / blocks of prompts. Token hit ratio: prompt tokens in them / "
-    "prompt tokens; a block is found whole or not at all."
+    "Block hits: share of prompt blocks that were found in the cache. Token hits: share of prompt tokens in these "
+    "blocks. A block is found whole or not at all."
 )
 FIFO_NOTE = (
-    "FIFO equals LRU here because a conversation's newest blocks are always its youngest as well: each turn adds a "
-    "leaf, and only leaves can go. It says nothing about FIFO on other data."
+    "FIFO equals LRU on this trace. Each turn adds a leaf, and only leaves can be evicted, so blocks are used in the "
+    "order in which they were stored. On other data FIFO can differ."
 )
-SAME_NOTE = "The same in every row, so nothing here tells them apart: {}."
+SAME_NOTE = "Equal in every row: {}."
 DISK_NOTE = (
-    "Beside memory there is a disk of {:,.2f} GiB. Hits are of both; from disk: the prompt tokens that were read from"
-    " it / prompt tokens. What is written to it is there at once."
+    "A disk of {:,.2f} GiB stands below memory. Hits count both. From disk: share of prompt tokens that were read from"
+    " the disk. Written state can be read at once."
 )
 BELADY_NOTE = (
-    "belady is the optimum only where all blocks weigh the same; with checkpoints or a disk it is a rule that knows the"
-    " future."
+    "belady is the optimum only if all blocks have the same size. With checkpoints or a disk, other policies can be"
+    " better."
 )
 REPLICA_COUNTS = (
-    "Token hits: prompt tokens that were stored where they were asked for / prompt tokens; of best: the same, by"
-    " those that one cache without limit has. TTFT: from arrival to the end of prefill, waiting included. Busy: of the"
-    " time until all is done, what the replicas worked. Load: the 95th percentile and the most of the replicas' seconds"
-    " of work, by their mean."
+    "Token hits: share of prompt tokens found on the replica that served the request. Of best: token hits, as a share"
+    " of the hits of one cache without limit. TTFT: from arrival to the end of prefill, with waiting. Busy: share of"
+    " the time in which the replicas worked. Load: 95th percentile and maximum of the replicas' work, over its mean."
 )
 #: From this share of the time on, replicas count as unable to keep up.
 FULL = 0.95
 FULL_NOTE = (
-    "Where replicas are busy for {:.0%} of the time and more, they cannot keep up: the wait grows with the trace, and"
-    " TTFT says little but how long that is."
+    "Replicas that are busy for {:.0%} of the time or more cannot keep up. Their queue grows with the length of the"
+    " trace, and TTFT mostly reflects that length."
 )
 SHARED_NOTE = (
-    "Behind the replicas there is a tier of {:,.2f} GiB that all of them write to and read from, each at {:,.1f}"
-    " Gbit/s. From there: the prompt tokens that were read from it / prompt tokens. What is written is there at once."
+    "All replicas share a store of {:,.2f} GiB. Each reads and writes it at {:,.1f} Gbit/s. From store: share of prompt"
+    " tokens that were read from the store. Written state can be read at once."
 )
 
 
@@ -301,8 +299,8 @@ def replica_notes(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: S
     infinite = {row.trace: row.infinite_token_hit_ratio for row in rows}
     notes = [_trace_note(each, f"{each.prompt_tokens:,} prompt tokens", infinite.get(each.name)) for each in traces]
     notes.append(
-        f"A replica serves one request after the other, and takes a second for {speeds.prefill_tokens_per_s:,.0f}"
-        f" tokens of prefill or {speeds.decode_tokens_per_s:,.0f} generated ones."
+        f"Each replica serves one request at a time: {speeds.prefill_tokens_per_s:,.0f} tokens/s of prefill and"
+        f" {speeds.decode_tokens_per_s:,.0f} tokens/s of decoding."
     )
     notes.append(REPLICA_COUNTS)
     if any(row.busy >= FULL for row in rows):
@@ -348,14 +346,13 @@ SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
 def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> SimulationReport:
-    table = filled(Table(box=box.SIMPLE_HEAD), POLICY_COLUMNS, rows, names=("trace", "policy"))
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    shown = [*([table] if rows else []), *policy_notes(traces, rows)]
+    shown = [*([rows_table(POLICY_COLUMNS, rows)] if rows else []), *policy_notes(traces, rows)]
     return shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite)
 
 
 def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
-    shown = [*([replicas_table(rows)] if rows else []), *replica_notes(traces, rows, speeds)]
+    shown = [*([rows_table(REPLICA_COLUMNS, rows)] if rows else []), *replica_notes(traces, rows, speeds)]
     return shown, _document(traces, rows, REPLICA_COUNTS)
 
 

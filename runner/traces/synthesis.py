@@ -158,8 +158,8 @@ class _Traffic:
                 failed += 1
                 if made == 0 and failed == 1000:
                     raise ValueError(
-                        f"none of {failed} conversations began within {self._parameters.context_tokens} tokens of"
-                        " context; wanted shorter lengths, or more context."
+                        f"none of {failed} conversations fit into {self._parameters.context_tokens} tokens of"
+                        " context; wanted shorter lengths or a larger context."
                     )
                 continue
             yield self._request(conversation, at_s)

@@ -49,8 +49,8 @@ def _require_known_prefix(table: KeyTable, ids: Sequence[int], where: str) -> No
     conflict = table.conflict(ids)
     if conflict is not None:
         raise TraceError(
-            f"{where}: hash id {ids[conflict]} (index {conflict}) was seen behind another prefix; wanted equal ids for"
-            " equal prefixes only."
+            f"{where}: hash id {ids[conflict]} (index {conflict}) follows another prefix in an earlier line; wanted"
+            " equal ids only for equal prefixes."
         )
 
 
@@ -111,7 +111,9 @@ class _CompactReader:
                 elif isinstance(record, dict):
                     self._requests.append(self._request(record, where))
                 elif ends_part:
-                    self._reading.skipped.append(f"{where}: torn, as the writer was stopped here; left out.")
+                    self._reading.skipped.append(
+                        f"{where}: an incomplete line, as the writer was stopped here; skipped."
+                    )
                 elif record is not None:
                     raise record
             except TraceError as error:
@@ -153,7 +155,7 @@ class _CompactReader:
         number = whole_number(record, "request", where)
         if number in self._digests:
             self._end_part()
-            raise TraceError(f"{where}: request {number} was there before; wanted a header in front of another part.")
+            raise TraceError(f"{where}: request {number} is there twice; wanted a header before each part of a trace.")
         time_ms = whole_number(record, "time", where)
         tokens = whole_number(record, "tokens", where, at_least=1)
         output_tokens = whole_number(record, "output", where)
@@ -168,12 +170,12 @@ class _CompactReader:
         wanted = -(-tokens // self._block_tokens)
         if len(digests) != wanted:
             raise TraceError(
-                f"{where}: {len(digests)} blocks; tokens {tokens} needs {wanted} blocks of {self._block_tokens} tokens."
+                f"{where}: {len(digests)} blocks; {tokens} tokens need {wanted} blocks of {self._block_tokens} tokens."
             )
         ids = [(self._salt_id, digest) for digest in digests]
         conflict = self._table.conflict(ids)
         if conflict is not None:
-            raise TraceError(f"{where}: block {conflict} was seen behind another prefix; wanted equal prefixes only.")
+            raise TraceError(f"{where}: block {conflict} follows another prefix earlier on; wanted equal prefixes.")
         self._digests[number] = digests
         return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
 
@@ -210,7 +212,7 @@ class _CompactReader:
             raise TraceError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
         wanted = max(0, tokens - len(shared) * block_tokens)
         if len(ids) != wanted:
-            raise TraceError(f"{where}: {len(ids)} ids behind {len(shared)} blocks; tokens {tokens} needs {wanted}.")
+            raise TraceError(f"{where}: {len(ids)} ids after {len(shared)} blocks; {tokens} tokens need {wanted} ids.")
         namespace = _field(record, "namespace", where, str, "text", "")
         before = shared[-1] if shared else None
         return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
@@ -270,7 +272,9 @@ def _mooncake_request(
             f" {block_tokens} tokens."
         )
     if time_ms < earlier_ms:
-        raise TraceError(f"{where}: timestamp {time_ms} is before {earlier_ms} of an earlier line; wanted them sorted.")
+        raise TraceError(
+            f"{where}: timestamp {time_ms} is before {earlier_ms} of an earlier line; wanted ascending timestamps."
+        )
     _require_known_prefix(table, ids, where)
     return TraceRequest(table.keys(ids), tokens, output_tokens, time_ms)
 

@@ -79,7 +79,7 @@ def read_trace(
             reading.skip(error)
     if block_tokens is not None and not files.keys() & {"mooncake", "conversations"}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
-        raise TraceError(f"{path}: a {kind} trace says itself how long its blocks are; leave --block-tokens out.")
+        raise TraceError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
     source, skipped = ", ".join(map(str, paths)), reading.skipped
@@ -95,8 +95,8 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
     if reading.tokenizer is None:
         raise TraceError(
-            f"{paths[0]}: no block hashes, so it is no trace; conversations are for radixcache replay, tree and "
-            "explain, and with --model MODEL, whose tokenizer makes blocks of them, for simulate, mrc and advise."
+            f"{paths[0]}: conversations, which are no trace. Give --model to cut them into blocks with the tokenizer "
+            "of that model, or use radixcache replay, tree or explain."
         )
     try:
         read = read_conversations(*paths, skip_bad=reading.skip_bad)
@@ -158,7 +158,7 @@ def _files(path: Path) -> list[Path]:
 def _beginning(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
-            raise TraceError(f"{path}: is a pipe or a device; wanted a file, which can be read twice.")
+            raise TraceError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
         with path.open("rb") as file:
             return file.read(_PROBE_BYTES)
     except OSError as error:
@@ -168,7 +168,7 @@ def _beginning(path: Path) -> bytes:
 def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
-        raise TraceError(f"{path}: is compressed; wanted it unpacked.")
+        raise TraceError(f"{path}: is compressed; wanted an unpacked file.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")
     first = _json_of(beginning.lstrip().split(b"\n", 1)[0])

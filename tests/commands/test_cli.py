@@ -90,10 +90,10 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
         *replay(talks, "--parallel", 2, "--json", together, "--plot", plot, "--tree", tree, "--dump-tree")
     )
     assert code == 0, stderr
-    assert "2 users at a time were given 16 tokens in " in stdout
+    assert "2 users at a time got 16 tokens in " in stdout
     assert "policy lru, budget" in stdout
     (serial,), (parallel, beside, _) = (json.loads(path.read_text())["runs"] for path in (alone, together))
-    assert "One after the other, with " in stdout
+    assert "One at a time, with " in stdout
     assert "Every answer is the same as without a cache." in stdout
     assert [row["output_hash"] for row in beside["rows"]] == [row["output_hash"] for row in serial["rows"]]
     assert [row["cached_tokens"] for row in beside["rows"]] == [row["cached_tokens"] for row in serial["rows"]]
@@ -114,7 +114,7 @@ def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tm
     path.write_text(json.dumps({"messages": [*turns, {"role": "user", "content": "x" * 2000}]}))
     code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2, "--json", out)
     assert code == 2
-    assert "1 user at a time was given 4 tokens" in stdout
+    assert "1 user at a time got 4 tokens" in stdout
     assert stderr.splitlines()[-2] == "interrupted: 1 of 2 requests had finished."
     wanted = r"error: --budget-mib is 2; one request needs \d+\.\d MiB\. Give a larger budget\."
     assert re.fullmatch(wanted, last_line(stderr))
@@ -150,7 +150,7 @@ def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, t
     code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", out))
     assert code == 130
     assert last_line(stderr) == "interrupted: 3 of 4 requests had finished."
-    assert "2 users at a time were given 12 tokens" in stdout
+    assert "2 users at a time got 12 tokens" in stdout
     assert json.loads(out.read_text())["interrupted"] is True
 
 

@@ -16,10 +16,10 @@ Command = Callable[..., tuple[int, str, str]]
 MISTAKES = """
 mrc none.jsonl | none.jsonl: cannot be read (No such file or directory); wanted a trace.
 mrc TRACE --sample 0 | --sample is 0; wanted more than 0 and at most 1.
-mrc TRACE --sample 1e-9 | blocks; wanted a larger one.
+mrc TRACE --sample 1e-9 | blocks; wanted a larger sample.
 mrc TRACE --json nowhere/x.json | nowhere/x.json: cannot be written
 mrc TRACE --block-tokens 64 | small.jsonl:1: hash_ids has
-mrc OWN --block-tokens 32 | says itself how long its blocks are; leave --block-tokens out
+mrc OWN --block-tokens 32 | names its own block length. Leave --block-tokens out
 mrc TRACE --plot x.bmp | --plot x.bmp: wanted .png, .svg, .pdf.
 mrc TRACE --model-config none.json | none.json: cannot be read
 mrc TRACE --model-config x --bytes-per-token 3 | exclude each other. Leave one out.

@@ -307,7 +307,7 @@ def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypa
     longest = max(map(len, loaded.tokenizer.get_vocab()))
     over = conversation("long", "bob", "x" * (longest * (loaded.context_length + 1)))
     monkeypatch.setattr("runner.script.script.render_chat", lambda *_, **__: pytest.fail("it was tokenized"))
-    with pytest.raises(ScriptError, match=r"are 32,7\d\d tokens at least, and do not fit the model's context"):
+    with pytest.raises(ScriptError, match=r"are at least 32,7\d\d tokens; the context of the model has 32,768"):
         Script(loaded, schedule([over]), max_tokens=4)
 
 
@@ -410,7 +410,7 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(two_use
 def test_the_report_of_several_users_has_a_row_for_each_way(two_users):
     replayed, _ = two_users
     report = Report(replayed.result(), is_parallel=True, alone=replayed.alone())
-    assert "In mlx-lm's batches they took" in report.sentence()
+    assert "In batches of mlx-lm, they took" in report.sentence()
     assert report.sentence().endswith(" Every answer is the same as without a cache.")
     document = report.document()
     assert [each["cache"] for each in document["runs"]] == ["radix", "mlx-lm", "radix", "none"]
@@ -434,7 +434,7 @@ def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(two_users,
     partings = [found, AnswerDifference("radix", 4, TIE / 2)]
     report = Report(runs, is_parallel=True, alone=replayed.alone(), partings=partings)
     assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 3)]
-    assert "1 answer parted where two tokens were as good as one another. 1 answer differ" in report.sentence()
+    assert "two tokens had equal logits: 1. Answers that differ from those without a cache: 1." in report.sentence()
 
 
 def test_generated_replies_are_in_the_next_prompts_and_fit_whatever_they_are():

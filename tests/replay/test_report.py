@@ -76,9 +76,9 @@ def test_the_sentence_names_the_next_best_cache_and_how_far_ahead_radix_is():
     mlx_lm = run("mlx-lm", 300.0, peak_bytes=3 << 20, requests=8)
     report = Report([run("none", 1000.0, requests=8), mlx_lm, run("radix", 100.0, cached_tokens=150, requests=8)])
     assert report.sentence() == (
-        "With radix half of the requests reached their first token 3.0 times as fast as with mlx-lm, the next best, or "
-        "more (95 % interval 3.00 to 3.00). radix took 75% of the prompt tokens from its cache, mlx-lm 0%; the first "
-        "tokens of all took 0.8 s, with mlx-lm 2.4 s; none took 8.0 s. radix held 1 MiB at most, mlx-lm 3: the budget "
+        "With radix, the median request reached its first token 3.0 times as fast as with mlx-lm, the next best "
+        "(95 % interval 3.00 to 3.00). radix found 75% of the prompt tokens in its cache, mlx-lm 0%. All first tokens "
+        "took 0.8 s with radix, 2.4 s with mlx-lm; none took 8.0 s. radix held at most 1 MiB, mlx-lm 3 MiB; the budget "
         "had room for everything. Every answer is the same as without a cache."
     )
 
@@ -86,11 +86,11 @@ def test_the_sentence_names_the_next_best_cache_and_how_far_ahead_radix_is():
 @pytest.mark.parametrize(
     ("mlx_lm_ms", "radix_ms", "requests", "said"),
     [
-        (100.0, 200.0, 8, "radix is not ahead here: with mlx-lm half of the requests reached their first token 2.0 "),
-        (100.0, 99.0, 8, "radix and mlx-lm are level here, as far as these requests tell: the median of their"),
-        (100.0, 101.0, 8, "radix and mlx-lm are level here, as far as these requests tell: the median of their"),
-        (900.0, 100.0, 5, "5 requests cannot tell radix and mlx-lm apart, it takes 6: the median of their ratios"),
-        (900.0, 100.0, 6, "With radix half of the requests reached their first token 9.0 times as fast"),
+        (100.0, 200.0, 8, "radix is behind here: with mlx-lm, the median request reached its first token 2.0 times as"),
+        (100.0, 99.0, 8, "These requests show no clear difference between radix and mlx-lm (TTFT ratio"),
+        (100.0, 101.0, 8, "These requests show no clear difference between radix and mlx-lm (TTFT ratio"),
+        (900.0, 100.0, 5, "5 requests cannot tell radix and mlx-lm apart; 6 are needed."),
+        (900.0, 100.0, 6, "With radix, the median request reached its first token 9.0 times as fast"),
     ],
 )
 def test_the_sentence_says_who_is_ahead(mlx_lm_ms, radix_ms, requests, said):
@@ -106,7 +106,7 @@ def test_few_or_scattered_requests_do_not_say_who_is_ahead():
     assert paired_ratio(range(1, 11), [1] * 10) == (5.5, 2.0, 9.0, 10)
     assert paired_ratio(range(1, 6), [1] * 5) == (3.0, 1.0, 5.0, 5)
     ours = CacheRun("radix", tuple(row(ms) for ms in [100.0] * 10 + [400.0] * 5), 0, 1.0)
-    said = "level here, as far as these requests tell: the median of their ratios is 3.00 (95 % interval 0.7"
+    said = "no clear difference between radix and mlx-lm (TTFT ratio 3.00, 95 % interval 0.7"
     assert said in Report([run("mlx-lm", 300.0, requests=15), ours]).sentence()
 
 
@@ -114,22 +114,22 @@ def test_few_or_scattered_requests_do_not_say_who_is_ahead():
     ("mlx_lm", "radix", "said"),
     [
         (0, 0, "the budget had room for everything"),
-        (3, 0, "the budget was too small for all of it in mlx-lm alone"),
-        (0, 3, "the budget was too small for all of it in radix alone"),
-        (1, 3, "the budget was too small for all of it in both"),
+        (3, 0, "the budget was too small for everything in mlx-lm only"),
+        (0, 3, "the budget was too small for everything in radix only"),
+        (1, 3, "the budget was too small for everything in both caches"),
     ],
 )
 def test_the_sentence_says_for_which_cache_the_budget_was_too_small(mlx_lm, radix, said):
-    assert f": {said}." in Report([run("mlx-lm", evictions=mlx_lm), run("radix", evictions=radix)]).sentence()
+    assert f"; {said}." in Report([run("mlx-lm", evictions=mlx_lm), run("radix", evictions=radix)]).sentence()
 
 
 def test_the_sentence_of_one_cache_or_of_none():
     sentence = Report([run("radix")]).sentence()
-    assert sentence.startswith("radix reached its first tokens in 0.4 s, with 0% of the prompt")
+    assert sentence.startswith("radix reached all first tokens in 0.4 s, with 0% of the prompt")
     sentence = Report([run("none", 300.0), run("single", 200.0)]).sentence()
-    assert sentence.startswith("single reached its first tokens in 0.8 s")
+    assert sentence.startswith("single reached all first tokens in 0.8 s")
     assert "none took 1.2 s" in sentence
-    assert Report([run("none")]).sentence().endswith("There was no other cache to compare answers with.")
+    assert Report([run("none")]).sentence().endswith("There was no second cache to compare answers with.")
     assert Report([]).sentence() == "No request was answered by every cache."
 
 
@@ -235,7 +235,7 @@ def test_a_long_replay_says_how_long_it_takes_and_what_to_pass_for_less():
     prompts = [np.arange(200), np.arange(300), np.arange(300) + 7]
     # 800 tokens without a cache; of the second prompt 200 are cached with one.
     assert expected_time(first, prompts, ["none", "radix"], 5) == (
-        "note: all of it takes about 20 s on this machine (100 prompt tokens/s, 4.0 tokens/s of replies)."
+        "note: the whole replay takes about 20 s on this machine (100 prompt tokens/s, 4.0 tokens/s of replies)."
     )
     assert expected_time(first, prompts, ["none", "radix"], 1) is None
     many = [np.arange(100) + 1000 * index for index in range(300)]

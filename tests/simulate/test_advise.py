@@ -57,7 +57,7 @@ def test_budgets_are_where_the_curve_says() -> None:
     assert (found.own.capacity_blocks, found.own.token_hit_ratio) == (9, 0.0)
     document = advice_document(found)
     assert document["savable_token_ratio"] == pytest.approx(0.95)
-    assert document["budgets"][-1]["name"] == "the given budget"
+    assert document["budgets"][-1]["name"] == "your budget"
     assert document["budgets"][0]["saved_s_per_gib"] == found.budgets[0].saved_s_per_gib
 
 
@@ -68,8 +68,8 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     header = next(line for line in text.splitlines() if line.startswith("LRU with room for"))
     assert "GiB" not in header
     assert "seconds" not in header
-    assert "--model-config or --bytes-per-token turns them into GiB" in policy_text(found)
-    assert "At most 95.0% of prefill can be saved" in text
+    assert "with --model-config or --bytes-per-token also in GiB" in policy_text(found)
+    assert "can save at most 95.0% of prefill" in text
     with pytest.raises(ValueError, match="needs the bytes of a token"):
         advised(budget_bytes=GIB)
     assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
@@ -89,7 +89,7 @@ def test_best_policy_is_online_and_at_the_largest_capacity_within_the_budget() -
     assert "Best policy at 100 blocks: turn, 25.0% of prefill saved, 5.0 points more than lru" in text
     assert "belady, which knows the future, reaches 40.0%" in text
     close = best_policy([row("lru", 100, 0.2), row("turn", 100, 0.2001)])
-    assert "level with lru" in policy_text(advised(), close)
+    assert "equal to lru" in policy_text(advised(), close)
     level = best_policy(rows, trace="t")
     assert level is not None
     assert (level.policy, level.capacity_blocks, level.gain, level.bound) == ("lru", 200, 0.0, None)
@@ -184,8 +184,8 @@ def test_the_line_to_paste_names_budget_and_policy() -> None:
 
 def test_an_assumed_rate_of_arrivals_is_said_with_its_option() -> None:
     found = advised()
-    assert "an hour is assumed" not in lru_text(found)
+    assert "sessions per hour are assumed" not in lru_text(found)
     guessed = replace(found, trace=replace(found.trace, sessions_per_hour=30.0))
-    assert "30 an hour is assumed" in lru_text(guessed)
-    assert "--sessions-per-hour changes that" in lru_text(guessed)
+    assert "30 sessions per hour are assumed" in lru_text(guessed)
+    assert "With another --sessions-per-hour" in lru_text(guessed)
     assert advice_document(guessed)["sessions_per_hour"] == 30.0

@@ -73,8 +73,8 @@ def test_a_grid_gives_the_same_rows_on_a_ray_cluster() -> None:
 def test_rows_of_a_disk_say_what_came_from_it() -> None:
     rows = list(run_locally(TRACES, DISK_JOBS))
     assert all(row.disk is not None and row.disk.hit_tokens for row in rows)
-    assert any("Beside memory there is a disk of 1,024.00 GiB." in note for note in policy_notes(TRACES, rows))
-    assert any("with checkpoints or a disk it is a rule" in note for note in policy_notes(TRACES, rows))
+    assert any("A disk of 1,024.00 GiB stands below memory." in note for note in policy_notes(TRACES, rows))
+    assert any("With checkpoints or a disk, other policies" in note for note in policy_notes(TRACES, rows))
 
 
 def test_rows_that_finished_out_of_their_turn_come_before_the_failure() -> None:

@@ -98,7 +98,7 @@ def test_knee_is_where_the_curve_stops_rising() -> None:
     ("trace", "rate", "message"),
     [
         *((trace_of([[0]]), rate, "wanted more than 0 and at most 1") for rate in (0.0, 1.5, math.nan)),
-        (trace_of([[0, 1, 2]] * 100), 1e-9, "a sample of 1e-09 has none of the 3 blocks; wanted a larger one"),
+        (trace_of([[0, 1, 2]] * 100), 1e-9, "a sample of 1e-09 has none of the 3 blocks; wanted a larger sample"),
         (trace_of([]), 1.0, "no request"),
     ],
 )

@@ -184,7 +184,7 @@ def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(command:
     more = ("--prefill-tokens-per-s", "512", "--decode-tokens-per-s", "5")
     code, out, _ = command(*simulated, "--replicas", "1,2", "--router", "prefix,round-robin", *more)
     assert code == 0
-    assert "takes a second for 512 tokens of prefill or 5 generated ones" in " ".join(out.split())
+    assert "512 tokens/s of prefill and 5 tokens/s of decoding" in " ".join(out.split())
     rows = rows_in(json_file)
     assert [(row["replicas"], row["router"]) for row in rows] == [
         (1, "prefix"), (1, "round-robin"), (2, "prefix"), (2, "round-robin")
@@ -195,7 +195,7 @@ def test_the_command_shows_a_row_for_each_router_and_number_of_replicas(command:
     more = ("--replicas", "2", "--router", "round-robin", "--bytes-per-token", "2048", "--shared-gib", "1")
     code, out, _ = command(*simulated, *more)
     assert code == 0
-    shown = "a tier of 1.00 GiB that all of them write to and read from, each at 10.0 Gbit/s"
+    shown = "All replicas share a store of 1.00 GiB. Each reads and writes it at 10.0 Gbit/s"
     assert shown in " ".join(out.split())
     (row,) = rows_in(json_file)
     assert (row["token_hit_ratio"], row["shared"]["hit_tokens"]) == (7 / 15, 2 * 512)

@@ -158,7 +158,7 @@ def test_the_command_says_what_comes_from_a_disk(command: Command, trace_file: P
     json_file, plot_file = trace_file.with_name("rows.json"), trace_file.with_name("rows.svg")
     simulated = ("simulate", trace_file, *SIZES, "--disk-gib", "1", "--policy", "lru", "--json", json_file)
     code, out, _ = command(*simulated, "--plot", plot_file)
-    assert (code, "from disk" in " ".join(out.split())) == (0, True)
+    assert (code, "From disk: share of prompt tokens" in out) == (0, True)
     (row,) = rows_in(json_file)
     plan = {"budget_bytes": 1 << 30, "read_bytes_per_s": 2000 * (1 << 20), "prefill_tokens_per_s": 1000}
     assert row["disk"]["plan"] == {**plan, "write_on": "eviction"}
@@ -180,8 +180,8 @@ def test_advise_says_what_a_disk_brings(command: Command, trace_file: Path, monk
         return found
 
     sentence = (
-        "With a disk of 2.00 GiB besides, lru saves 40.0% of prefill instead of 13.3%, and writes 0.01 GiB to it, if"
-        " that reads 2,000 MiB/s and the model prefills 1,000 tokens/s."
+        "With a disk of 2.00 GiB, lru saves 40.0% of prefill instead of 13.3%, and writes 0.01 GiB to the disk. This"
+        " assumes a disk that reads 2,000 MiB/s and a model that prefills 1,000 tokens/s."
     )
     code, out, _ = command(*advised, "--disk-gib", "2", "--html", html_file)
     assert (code, sentence in out, sentence in html_file.read_text(encoding="utf-8")) == (0, True, True)

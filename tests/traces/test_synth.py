@@ -72,7 +72,7 @@ def test_users_and_tools_take_the_time_that_is_asked_for() -> None:
 def test_no_prompt_is_longer_than_the_context() -> None:
     trace = synthesize(replace(SMALL, context_tokens=3000))
     assert max(request.tokens for request in trace.requests) <= 3000
-    with pytest.raises(ValueError, match="none of 1000 conversations began within 1 tokens"):
+    with pytest.raises(ValueError, match="none of 1000 conversations fit into 1 tokens"):
         synthesize(replace(SMALL, context_tokens=1, system_tokens=1e9))
 
 

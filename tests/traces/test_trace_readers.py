@@ -83,9 +83,9 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
         (line(ids=[0, True]), "wanted a list of whole numbers."),
         (line(tokens=-3, ids=[]), "input_length is int -3; wanted a whole number, 1 or more."),
         (line(timestamp=-1), "timestamp is int -1; wanted a whole number, 0 or more."),
-        (line(timestamp=4), "timestamp 4 is before 5 of an earlier line; wanted them sorted."),
-        (line(5, ids=[1, 0]), "hash id 1 (index 0) was seen behind another prefix"),
-        (line(5, ids=[8, 8]), "hash id 8 (index 1) was seen behind another prefix"),
+        (line(timestamp=4), "timestamp 4 is before 5 of an earlier line; wanted ascending timestamps."),
+        (line(5, ids=[1, 0]), "hash id 1 (index 0) follows another prefix"),
+        (line(5, ids=[8, 8]), "hash id 8 (index 1) follows another prefix"),
         ({"timestamp": 5}, "input_length is missing"),
         (line(1 << 54), "timestamp is int 18014398509481984; wanted at most 9,007,199,254,740,992."),
         (line(5, output_length=1e3), "output_length is float 1000.0; wanted a whole number, 0 or more."),
@@ -249,7 +249,7 @@ def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> N
         {"id": "b", "messages": talk(long, "A tree.", "Why?")},
     ]
     path = write(tmp_path / "talks.jsonl", *records)
-    with pytest.raises(TraceError, match=r"with --model MODEL, whose tokenizer"):
+    with pytest.raises(TraceError, match=r"Give --model to cut them into blocks"):
         read_trace(path)
     trace = read_trace(path, tokenizer=tiny_tokenizer(), block_tokens=32)
     assert (trace.block_tokens, trace.is_timing_synthetic) == (32, True)
@@ -280,7 +280,7 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
     with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
         read_trace("x" * 5000)
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted it unpacked"):
+    with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted an unpacked file"):
         read_trace(tmp_path / "packed.jsonl.gz")
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
