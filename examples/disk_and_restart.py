@@ -1,4 +1,4 @@
-"""Keep prefixes on disk: a second process with the same model reads them instead of computing them again."""
+"""Keep prefixes on disk: a second process with the same model reads them and does not compute them again."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,7 @@ PROMPT = "These are the rules of the house. Be brief. Be polite. Never tell a se
 
 
 def ask(folder: Path, question: str) -> None:
-    """What one process does: load the model, open the folder, serve a request, write what is new."""
+    """Do what one process does: load the model, open the folder, serve a request, write new state."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     tokens = tokenizer.encode(PROMPT + question)
     with (
@@ -21,12 +21,12 @@ def ask(folder: Path, question: str) -> None:
             session.prefill(model)
             session.step(model, tokens[-1:])
         print(f"{question} {session.cached_tokens} of {len(tokens)} tokens came from {folder.name}/.")
-    # Leaving the block has written the state. It is not encrypted: use a folder that only you can read.
+    # The state is on disk when the block ends. It is not encrypted: use a folder that only you can read.
 
 
 with TemporaryDirectory() as home:
     prefixes = Path(home) / "prefixes"
     ask(prefixes, "What is the first rule?")
-    ask(prefixes, "What is the last rule?")  # with a new model, a new cache and a new store, as after a restart
+    ask(prefixes, "What is the last rule?")  # a new model, cache and store, as after a restart
     stored_bytes = sum(file.stat().st_size for file in prefixes.rglob("*") if file.is_file())
     print(f"{stored_bytes:,} bytes are in {prefixes.name}/.")

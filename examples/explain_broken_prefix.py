@@ -1,4 +1,4 @@
-"""Find out why prompts do not hit the cache: the prompts begin with the day, so nothing behind it matches."""
+"""Find out why prompts miss the cache: each prompt begins with the day, so nothing behind the day matches."""
 
 from radixcache import PrefixCache
 from runner.models.tiny import tiny_model, tiny_tokenizer

@@ -1,6 +1,6 @@
-"""Put RadixPromptCache in the place of mlx-lm's LRUPromptCache in a server: it stores a shared beginning once.
+"""Use RadixPromptCache in place of mlx-lm's LRUPromptCache in a server: it stores a shared prefix once.
 
-In mlx_lm.server itself two lines do this:
+In mlx_lm.server itself, these two lines are enough:
     import mlx_lm.server, radixcache.mlx_server
     mlx_lm.server.LRUPromptCache = radixcache.mlx_server.RadixPromptCache
 """
@@ -20,7 +20,7 @@ model, tokenizer = tiny_model("llama"), tiny_tokenizer()
 
 
 def reply(cache: Any, prompt: str) -> int:
-    """Serve one request as mlx_lm.server does, and return how many prompt tokens the cache had."""
+    """Serve one request as mlx_lm.server does, and return how many prompt tokens came from the cache."""
     tokens = tokenizer.encode(prompt)
     layers, rest = cache.fetch_nearest_cache("tiny", tokens)
     if layers is None:

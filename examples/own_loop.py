@@ -1,4 +1,4 @@
-"""Decode in your own loop: the second turn of a conversation reuses what the first turn has computed."""
+"""Decode in your own loop: the second turn of a conversation reuses the state of the first turn."""
 
 import mlx.core as mx
 
@@ -14,13 +14,13 @@ for question in ("Which river runs through Rome?", "And which one runs through P
     messages.append({"role": "user", "content": question})
     tokens, marks = render_chat(tokenizer, messages)
     with cache.begin(tokens, marks=marks) as session:
-        session.prefill(model)  # the part of the prompt that the cache does not have, except for the last token
+        session.prefill(model)  # what the cache lacks of the prompt, except for the last token
         token, reply = tokens[-1], []
         for _ in range(12):
             logits = session.step(model, [token])
             token = int(mx.argmax(logits[0, -1]))
             reply.append(token)
-    # Leaving the block has stored the prompt and the reply.
+    # The prompt and the reply are stored when the block ends.
     print(f"{question} {session.cached_tokens} of {len(tokens)} prompt tokens came from the cache.")
     messages.append({"role": "assistant", "content": tokenizer.decode(reply)})
 

@@ -1,6 +1,6 @@
-"""Write an eviction policy of your own, and see on a trace whether it finds more than LRU.
+"""Write your own eviction policy, and compare it with LRU on a trace.
 
-In this folder, with your trace: radixcache simulate TRACE --policy lru,own_policy:KeepPopular --capacity-blocks 100
+With your own trace, in this folder: radixcache simulate TRACE --policy lru,own_policy:KeepPopular --capacity-blocks 100
 """
 
 from policies import Entry, OrderedPolicy
@@ -9,7 +9,7 @@ from runner.traces.synthesis import Synth, synthesize
 
 
 class KeepPopular(OrderedPolicy):
-    """Evict what fewer than three requests have used; among equals the least recently used, its end first."""
+    """Evict entries with fewer than three uses first; among equals the least recently used, its end first."""
 
     def key(self, entry: Entry) -> tuple[float, ...]:
         """The smallest key is evicted first."""
@@ -17,7 +17,7 @@ class KeepPopular(OrderedPolicy):
 
 
 if __name__ == "__main__":
-    # Short conversations with many applications, a few of which get most of the requests.
+    # Short conversations with 60 applications; a few applications get most of the requests.
     traffic = Synth(requests=400, applications=60, turns=1.2, agent_share=0)
     trace = synthesize(traffic, seed=1, name="made up")
     print(f"{len(trace.requests)} requests, {trace.prompt_tokens:,} prompt tokens")

@@ -1,6 +1,6 @@
-"""Share prefixes between machines through Redis or Valkey: what one cache has computed, the other one reads.
+"""Share prefixes between machines through Redis or Valkey: one cache computes them, another cache reads them.
 
-Start a server, then run: python examples/redis_store.py redis://localhost:6379/0
+Start Redis, then run: python examples/redis_store.py redis://localhost:6379/0
 """
 
 import sys
@@ -15,7 +15,7 @@ PROMPT = "These are the rules of the house. Be brief. Be polite. Never tell a se
 
 
 def ask(machine: str, question: str) -> None:
-    """What one machine does: load the model, connect to the server, serve a request, write what is new."""
+    """Do what one machine does: load the model, connect to Redis, serve a request, write new state."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     tokens = tokenizer.encode(PROMPT + question)
     with (
@@ -25,8 +25,8 @@ def ask(machine: str, question: str) -> None:
         with cache.begin(tokens) as session:
             session.prefill(model)
             session.step(model, tokens[-1:])
-        print(f"{machine}: {session.cached_tokens} of {len(tokens)} tokens came from the server.")
-    # Leaving the block has written the state. The server can read it: use one that you trust.
+        print(f"{machine}: {session.cached_tokens} of {len(tokens)} tokens came from Redis.")
+    # The state is in Redis when the block ends. Redis can read it: use a server that you trust.
 
 
 ask("first machine", "What is the first rule?")

@@ -1,6 +1,6 @@
-"""Start `radixcache serve` and ask it twice by OpenAI's API: the second turn reuses the first one.
+"""Start `radixcache serve` and send two turns with OpenAI's API: the second turn reuses the first.
 
-Any client of OpenAI's API works: set OPENAI_BASE_URL to the address of the server and /v1 behind it.
+Any client of OpenAI's API works: set OPENAI_BASE_URL to the address of the server plus /v1.
 """
 
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from urllib.request import Request, urlopen
 
-# A model of random weights at a free port; in a shell: radixcache serve --model tiny --port 0
+# A model with random weights, at a free port. In a shell: radixcache serve --model tiny --port 0
 COMMAND = [sys.executable, "-m", "radixcache", "serve", "--model", "tiny", "--port", "0", "--log-level", "ERROR"]
 
 
