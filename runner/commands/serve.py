@@ -31,6 +31,9 @@ def serve(
     *,
     allowed_origins: Annotated[str, Option(help="Web origins that may read replies, separated by commas.")] = "*",
     chat_template_args: Annotated[str, Option(help="JSON object of arguments for the chat template.")] = "{}",
+    served_model_name: Annotated[
+        list[str] | None, Option(help="A name for the served model; the option may be given several times.")
+    ] = None,
     log_level: Annotated[str, Option(help=f"One of {', '.join(LOG_LEVELS)}.")] = "INFO",
     budget_gib: Annotated[float | None, Option(help="Budget of all caches together, in GiB.", min=0)] = None,
     prompt_cache_bytes: Annotated[
@@ -65,6 +68,7 @@ def serve(
         options,
         allowed_origins=tuple(allowed_origins.split(",")),
         chat_template_args=template_args,
+        served_model_names=tuple(served_model_name or ()),
         log_level=log_level.upper(),
         budget_bytes=_budget_bytes(budget_gib, prompt_cache_bytes),
         namespace_by="key" if namespace_by == "key" else "none",
@@ -98,7 +102,8 @@ def _require_compatible(options: ServeOptions) -> None:
     for option, number, known in listed:
         is_known = number is None or number in known
         require(is_known, f"{option} is {number}; wanted one of {', '.join(map(str, known))}.")
-    for option, value in (("--adapter-path", options.adapter_path), ("--draft-model", options.draft_model)):
+    named = (("--served-model-name", options.served_model_names or None), ("--only-model", options.only_model or None))
+    for option, value in (("--adapter-path", options.adapter_path), ("--draft-model", options.draft_model), *named):
         require(value is None or options.model is not None, f"{option} needs --model.")
     require(
         options.namespace_by == "none" or options.api_keys is not None,

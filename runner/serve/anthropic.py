@@ -36,7 +36,7 @@ from pydantic_core import from_json
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody, without_billing
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
+from runner.serve.request import ApiError, PrefillProgress, Request
 from runner.serve.service import (
     Delta,
     ServedReply,
@@ -234,7 +234,7 @@ class OutputConfig(Checked):
 class AnthropicPromptBody(Checked):
     """The body of POST /v1/messages/count_tokens: what becomes the prompt."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts = Field(default_factory=list)
     tools: list[Tool] = Field(default_factory=list)
@@ -264,8 +264,7 @@ class AnthropicPromptBody(Checked):
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools
         ]
         return {
-            # Many clients only know Anthropic's model names, which no weights here have.
-            "model": DEFAULT if self.model.startswith("claude-") else self.model,
+            "model": self.model,
             "max_tokens": 1,
             "tools": [{"type": "function", "function": function} for function in functions],
             "chat_template_kwargs": {} if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},

@@ -315,7 +315,7 @@ class Refusals:
 
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """Write an error in the form of the API whose route was called."""
-    scope.setdefault("state", {})["refused"] = error.message  # for the log, see Frame
+    scope.setdefault("state", {})["refused"] = error.explained()  # for the log, see Frame
     is_anthropic = scope["path"].startswith("/v1/messages")
     response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
     response.headers.update(headers or {})

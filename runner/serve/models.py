@@ -44,7 +44,7 @@ from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
-from runner.serve.request import DEFAULT, ApiError, ModelNames, Request
+from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
 
 WANTED = "system prompts or conversations: text, or objects with system or messages"
@@ -142,10 +142,19 @@ class Models:
         return {name: store.stats for store in self._stores for name in store.tiers}
 
     def key_of(self, names: ModelNames) -> ModelNames:
-        """Replace defaults, as in mlx_lm.server. ApiError: the server was started without a model."""
+        """Replace defaults, as in mlx_lm.server, and names that mean the served model.
+
+        ApiError: the server was started without a model, or serves no other one.
+        """
         options = self._options
         draft = options.draft_model if names.draft == DEFAULT else names.draft
-        if names.model != DEFAULT:
+        is_own = options.means_served(names.model)
+        others = (("draft_model", draft, options.draft_model), ("adapters", names.adapter, options.adapter_path))
+        for field, asked, own in others if options.is_only_model else ():
+            if asked not in (None, own):
+                raise ApiError(404, f"{asked!r:.200} is not served here.", param=field, code=NO_MODEL)
+        # With its exact name, the served model gets the adapter of the request, as in mlx_lm.server.
+        if not is_own or (names.model == options.model and not options.is_only_model):
             return ModelNames(names.model, names.adapter, draft)
         if options.model is None:
             raise ApiError(404, "the server was started without --model; name one in the request.", param="model")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Response
@@ -25,7 +25,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, LikelyToken, ModelNames, PrefillProgress, Request, Token
+from runner.serve.request import (
+    DEFAULT,
+    NO_MODEL,
+    ApiError,
+    LikelyToken,
+    ModelNames,
+    PrefillProgress,
+    Request,
+    Token,
+)
 from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event, to_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -297,14 +306,16 @@ def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def list_models(served: str | None, downloaded: Sequence[str], only: str | None = None) -> dict[str, Any]:
-    """List the downloaded models and the served one, as mlx_lm.server does. `only` selects one repository."""
-    names = [repository for repository in downloaded if only in (None, repository)]
-    if served:
-        name = str(Path(served).resolve()) if Path(served).exists() else served
-        names += [name] if name not in names else []
-    created_s = int(time.time())
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": created_s} for name in names]}
+def model_object(name: str, created_s: int) -> dict[str, Any]:
+    """A model as both APIs describe it: each ignores the fields of the other."""
+    openai = {"id": name, "object": "model", "created": created_s, "owned_by": "radixcache"}
+    created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
+    return {**openai, "type": "model", "display_name": name, "created_at": created_at}
+
+
+def list_models(names: Sequence[str], created_s: int) -> dict[str, Any]:
+    ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None, "has_more": False}
+    return {"object": "list", "data": [model_object(name, created_s) for name in names], **ends}
 
 
 def downloaded_models() -> list[str]:
@@ -325,6 +336,7 @@ def downloaded_models() -> list[str]:
 def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
     fingerprint: str = get_system_fingerprint()
+    started_s = int(time.time())
 
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
@@ -349,17 +361,22 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     # A tenant must not see the models that another tenant downloads later.
     at_start = downloaded_models() if options.namespace_by == "key" else None
 
-    def listed(only: str | None = None) -> dict[str, Any]:
-        return list_models(options.model, downloaded_models() if at_start is None else at_start, only)
+    def nameable() -> list[str]:
+        """What a request may name: the served model, by each of its names, and the downloaded ones."""
+        own = options.listed_names
+        downloaded = [] if options.is_only_model else downloaded_models() if at_start is None else at_start
+        return [*own, *(name for name in downloaded if name not in own)]
 
     # Reading the hub's cache takes time: the next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return listed()
+        return list_models(nameable(), started_s)
 
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        return listed(name)
+        if name not in nameable() and not options.means_served(name):
+            raise ApiError(404, f"model {name!r:.200} is not here.", param="model", code=NO_MODEL)
+        return model_object(name, started_s)
 
     @router.get("/health")
     async def health() -> Response:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +13,7 @@ from typer import Option
 
 from policies import make_policy
 from runner.routing.routers import make_router
+from runner.serve.request import DEFAULT, NO_MODEL, ApiError
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,18 @@ class ServeOptions:
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
     quantized_kv_start: Annotated[int, Option(help="First token that is quantized; with --kv-bits only 0.", min=0)] = 0
     budget_bytes: int | None = None
+    served_model_names: tuple[str, ...] = ()
+    strict_model_names: Annotated[
+        bool, Option("--strict-model-names", help="Refuse names that are no model, instead of serving --model.")
+    ] = False
+    only_model: Annotated[
+        bool | None,
+        Option(
+            "--only-model/--any-model",
+            help="Load no model but --model; or any path or hub id that a request names.  "
+            "[default: any; with --api-keys only --model]",
+        ),
+    ] = None
     policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru"
     live_slots: Annotated[int, Option(help="Conversations whose state stays in live buffers.", min=1)] = 1
     verify: Annotated[float, Option(help="Share of replies to compare with a run without cache.", min=0, max=1)] = 0.0
@@ -80,6 +95,41 @@ class ServeOptions:
     request_timeout_s: Annotated[float, Option(help="Seconds after which a reply is cut off.", min=1)] = 600
     drain_s: Annotated[float, Option(help="Seconds that running replies may take at shutdown.", min=0)] = 10
     show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False
+
+    @property
+    def is_only_model(self) -> bool:
+        return None not in (self.api_keys, self.model) if self.only_model is None else self.only_model
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What a request may call the served model. Empty: the server has no model."""
+        if self.model is None:
+            return ()
+        path = Path(self.model).expanduser()
+        own = str(path.resolve()) if path.exists() else self.model
+        return tuple(dict.fromkeys((*self.served_model_names, own, self.model, path.name)))
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        return self.served_model_names or self.names[:1]
+
+    def means_served(self, name: str) -> bool:
+        """Whether a name in a request means the served model. ApiError: no other name is allowed."""
+        if name in (DEFAULT, *self.names):
+            return True
+        is_unknown = not is_specification(name)
+        is_refused = self.strict_model_names if is_unknown else self.is_only_model
+        if self.model is not None and is_refused:
+            wanted = f"wanted {' or '.join(self.listed_names)}"
+            raise ApiError(404, f"model {name!r:.200} is not served here; {wanted}.", param="model", code=NO_MODEL)
+        return is_unknown and self.model is not None
+
+
+def is_specification(name: str) -> bool:
+    """Whether a name has the form of a model that can be loaded: a path, a hub id, demo, tiny or tiny:KIND."""
+    if "/" in name or name in ("demo", "tiny") or name.startswith(("tiny:", "~", ".")):
+        return True
+    return bool(name) and os.path.isfile(os.path.join(name, "config.json"))
 
 
 def require_compatible(options: ServeOptions) -> None:

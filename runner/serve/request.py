@@ -327,13 +327,13 @@ class ApiError(Exception):
 
     def in_openai_form(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self._with_field(), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.explained(), "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self._with_field()}}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.explained()}}
 
-    def _with_field(self) -> str:
+    def explained(self) -> str:
         """The message, with the name of the wrong field."""
         return f"{self.param}: {self.message}" if self.param and self.param not in self.message else self.message
 
@@ -345,7 +345,7 @@ class ApiError(Exception):
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
 
 
-TOO_LONG = "context_length_exceeded"
+TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 ERROR_FIELDS = ("param", "code", "retry_after_s", "anthropic_message")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}

@@ -34,7 +34,7 @@ from radixcache.tree.history import OnEvent
 from runner.serve import mlx_lm_border
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
-from runner.serve.request import ApiError, ModelNames, OpenRequest, Request, RequestRecord
+from runner.serve.request import NO_MODEL, ApiError, ModelNames, OpenRequest, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,9 @@ class Scheduler:
                     served = models.open(key)
                 except Exception as error:
                     waiting.popleft()
-                    first.fail(404 if isinstance(error, (RadixCacheError, ValueError)) else 500, str(error))
+                    is_missing = isinstance(error, (RadixCacheError, ValueError))
+                    missing = ApiError(404, str(error), param="model", code=NO_MODEL)
+                    first.fail_with(missing) if is_missing else first.fail(500, str(error))
                     continue
                 begin = [each for each in waiting if each[0] == key]
             for each in begin:

@@ -11,7 +11,7 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic import MessagesBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import DEFAULT, ApiError, Request
+from runner.serve.request import ApiError, Request
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -161,9 +161,9 @@ def test_sampling_is_the_bodys_and_else_the_servers() -> None:
     assert asked(options, temperature=0).temperature == 0
 
 
-def test_names_of_anthropics_mean_the_servers_own_model() -> None:
-    assert asked(model="claude-opus-9").names.model == DEFAULT
-    assert asked(model="tiny:llama").names.model == "tiny:llama"
+def test_the_name_of_the_model_is_handed_on() -> None:
+    assert asked(model="claude-opus-9").names.model == "claude-opus-9"
+    assert asked(model="").names.model == ""
 
 
 BLOCKS = "messages.0.user.content.0"

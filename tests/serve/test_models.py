@@ -54,8 +54,49 @@ def test_names_stand_for_what_they_stand_for_in_mlx_lm_server() -> None:
     models = Models(ServeOptions(model="m", adapter_path="a", draft_model="d"))
     assert models.key_of(ModelNames()) == ModelNames("m", "a", "d")
     assert models.key_of(ModelNames(adapter="other", draft=None)) == ModelNames("m", "a", None)
-    assert models.key_of(ModelNames("n", "b", "e")) == ModelNames("n", "b", "e")
+    assert models.key_of(ModelNames("o/n", "b", "e")) == ModelNames("o/n", "b", "e")
     assert models.key_of(ModelNames("m")) == ModelNames("m", None, "d")
+    models.close()
+
+
+def key_of(name: str, **options: Any) -> ModelNames:
+    models = Models(ServeOptions(**{"model": "tiny", "adapter_path": "a", **options}))
+    try:
+        return models.key_of(ModelNames(name, draft=None))
+    finally:
+        models.close()
+
+
+@pytest.mark.parametrize("name", ["gpt-5", "claude-opus-9", "", "model", "qwen3:8b", "mine", "x" * 9999, "nul\0"])
+def test_a_name_that_is_no_model_here_means_the_served_one(name: str, tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "model"))
+    assert key_of(name, model=folder, served_model_names=("mine",)) == ModelNames(folder, "a", None)
+
+
+def test_strict_names_are_those_of_the_served_model_and_of_models_that_can_be_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    strict: dict[str, Any] = {"model": str(folder), "served_model_names": ("mine", "ours"), "strict_model_names": True}
+    for name in ("mine", "ours", "model", str(folder / ".." / "model"), "default_model"):
+        assert key_of(name, **strict).model in (str(folder), name)
+    assert key_of("some/other", **strict).model == "some/other"
+    for name in ("gpt-5", ""):
+        with pytest.raises(ApiError, match="is not served here; wanted mine or ours") as refused:
+            key_of(name, **strict)
+        assert (refused.value.status, refused.value.param, refused.value.code) == (404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("options", [{"only_model": True}, {"api_keys": Path("keys")}])
+def test_only_the_served_model_is_loaded_where_that_is_asked_for_and_by_default_with_keys(options):
+    for name in ("tiny", "gpt-5", "default_model"):
+        assert key_of(name, **options) == ModelNames("tiny", "a", None)
+    for name in ("some/other", "tiny:mamba2", "/etc", "./tiny", "~/model"):
+        with pytest.raises(ApiError, match="is not served here; wanted tiny"):
+            key_of(name, **options)
+        assert key_of(name, **{**options, "only_model": False}) == ModelNames(name, None, None)
+    models = Models(ServeOptions(model="tiny", **options))
+    for names in (ModelNames(adapter="/x"), ModelNames(draft="tiny:llama")):
+        with pytest.raises(ApiError, match="is not served here"):
+            models.key_of(names)
     models.close()
 
 
@@ -117,7 +158,7 @@ def test_who_waits_for_another_model_is_not_overtaken_for_ever() -> None:
 
 def test_what_is_not_there_leaves_the_model_that_is_loaded(models: Models, tmp_path: Path) -> None:
     served = models.open(LLAMA)
-    for names in (ModelNames("nothing"), ModelNames("tiny", "/nowhere"), ModelNames("tiny", None, "tiny:nothing")):
+    for names in (ModelNames("./nothing"), ModelNames("tiny", "/nowhere"), ModelNames("tiny", None, "tiny:nothing")):
         with pytest.raises(ModelError):
             models.open(models.key_of(names))
         assert models.current is served
@@ -175,7 +216,7 @@ def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_lo
     assert models.current is not None
     assert models.current.key == LLAMA
     with pytest.raises(ApiError):
-        models.count_tokens(Request(ModelNames("nothing"), 5, prompt="a"))
+        models.count_tokens(Request(ModelNames("./nothing"), 5, prompt="a"))
 
 
 def test_a_trace_has_the_requests_of_the_servers_own_model(tmp_path: Path) -> None:

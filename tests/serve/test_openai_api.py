@@ -161,8 +161,8 @@ REPOSITORIES = [
 ]  # fmt: skip
 
 
-def listed(path: str, served: str | None) -> list[str]:
-    with scripted_client(ScriptedRuns(), ServeOptions(model=served)) as client:
+def listed(path: str, served: str | None, **options: Any) -> list[str]:
+    with scripted_client(ScriptedRuns(), ServeOptions(model=served, **options)) as client:
         answer = client.get(path)
     assert answer.status_code == 200
     assert answer.json()["object"] == "list"
@@ -173,11 +173,21 @@ def listed(path: str, served: str | None) -> list[str]:
 def test_models_are_those_of_the_hubs_cache_that_mlx_lm_could_load_and_the_served_one(monkeypatch, tmp_path):
     monkeypatch.setattr(openai, "scan_cache_dir", lambda: SimpleNamespace(repos=REPOSITORIES))
     assert listed("/v1/models", None) == ["a/model", "b/model"]
-    assert listed("/v1/models", "tiny") == ["a/model", "b/model", "tiny"]
+    assert listed("/v1/models", "tiny") == ["tiny", "a/model", "b/model"]
     assert listed("/v1/models", "a/model") == ["a/model", "b/model"]
-    assert listed("/v1/models", str(tmp_path / ".")) == ["a/model", "b/model", str(tmp_path.resolve())]
-    assert listed("/v1/models/b/model", None) == ["b/model"]
-    assert listed("/v1/models/x/y", "tiny") == ["tiny"]
+    assert listed("/v1/models", str(tmp_path / ".")) == [str(tmp_path.resolve()), "a/model", "b/model"]
+    assert listed("/v1/models", "tiny", served_model_names=("me", "us")) == ["me", "us", "a/model", "b/model"]
+    assert listed("/v1/models", "tiny", only_model=True) == ["tiny"]
+
+
+def test_one_model_is_one_object_or_an_error(monkeypatch):
+    monkeypatch.setattr(openai, "scan_cache_dir", lambda: SimpleNamespace(repos=REPOSITORIES))
+    with scripted_client(ScriptedRuns(), ServeOptions(model="tiny")) as client:
+        for name in ("tiny", "b/model", "gpt-5"):
+            answer = client.get(f"/v1/models/{name}").json()
+            assert (answer["id"], answer["object"], answer["type"]) == (name, "model", "model")
+        missing = client.get("/v1/models/x/y")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_health_is_that_of_the_generation_thread():

@@ -257,10 +257,10 @@ def test_a_prompt_is_in_digests_before_anybody_answers_it_and_what_cannot_be_mad
     found = asyncio.run(prompts.ask_of(chat))
     assert found.tokens == asyncio.run(prompts.count_tokens(chat)) > 600
     assert len(found.digests) == found.tokens // BLOCK_TOKENS
-    for wrong in (Request(ModelNames("another"), 5, prompt="x" * 600), Request(ModelNames(), 5, messages=[])):
+    for wrong in (Request(ModelNames("./another"), 5, prompt="x" * 600), Request(ModelNames(), 5, messages=[])):
         assert asyncio.run(prompts.ask_of(wrong)) == Ask((), 0)
     with pytest.raises(ApiError, match="no such folder"):
-        asyncio.run(prompts.count_tokens(Request(ModelNames("another"), 5, prompt="x")))
+        asyncio.run(prompts.count_tokens(Request(ModelNames("./another"), 5, prompt="x")))
     prompts.close()
 
 

@@ -208,6 +208,7 @@ def replica_options(options: ServeOptions) -> ServeOptions:
     if budget_bytes is not None:
         budget_bytes = max(1, budget_bytes // count)
     mine: dict[str, Any] = {"api_keys": None, "admin_key_file": None, "namespace_by": "none"}
+    mine["only_model"] = options.is_only_model
     return replace(options, **mine, budget_bytes=budget_bytes, host="127.0.0.1", replicas=None, router=None, ray=None)
 
 
