@@ -145,7 +145,10 @@ def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loade
     explained = client.post("/cache/explain", json={"messages": asking(ONE)}).json()
     assert explained["resumable_tokens"] == prompt_tokens - 1
     warmed = client.post("/cache/warm", json={"messages": asking(ONE)})
-    assert (warmed.status_code, warmed.json()["error"]["message"]) == (400, "a prompt with images cannot be warmed.")
+    assert (warmed.status_code, warmed.json()["error"]["message"]) == (
+        400,
+        "messages: a prompt with images cannot be warmed.",
+    )
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -182,7 +185,7 @@ def test_an_image_that_cannot_be_used_is_refused_with_the_reason(shared, message
 def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_shifted(folder: str) -> None:
     with running(model=folder, context=64) as thread:
         failure = Waiting(thread, messages=asking(*[picture(1, 512, 256)] * 9)).failure
-    assert (failure.status, "the model's context length is 32768 tokens." in failure.message) == (400, True)
+    assert (failure.status, "maximum context length is 32768 tokens." in failure.message) == (400, True)
 
 
 def test_images_of_every_known_format_are_taken(loaded: LoadedModel, shared: Scheduler) -> None:

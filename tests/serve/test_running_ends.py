@@ -120,7 +120,7 @@ def test_a_second_stop_shortens_the_time() -> None:
         ),
         ({"temperature": 1.0, "seed": -1}, 400, "seed is -1"),
         ({"logit_bias": {256: 1.0}}, 400, "logit_bias names token 256; wanted 0 to 255."),
-        ({"names": ModelNames("nothing")}, 404, "model 'nothing': no such folder."),
+        ({"names": ModelNames("./nothing")}, 404, "model './nothing': no such folder."),
         ({"names": ModelNames(draft="tiny:nothing")}, 404, "model tiny:nothing: no such kind."),
     ],
 )

@@ -56,7 +56,7 @@ RESPONSES = [
     {"max_output_tokens": 4, "instructions": SYSTEM["content"], "input": [USER], "stream": is_streamed}
     for is_streamed in (False, True)
 ]
-WRONG: list[Any] = [{}, [], {"messages": []}, {"prompt": "x" * 40_000}, {"prompt": "x", "model": "nowhere"}]
+WRONG: list[Any] = [{}, [], {"messages": []}, {"prompt": "x" * 40_000}, {"prompt": "x", "model": "./nowhere"}]
 SEEN = [
     Route("POST", "/v1/chat/completions", [*chats(), *chats(seed=3, temperature=1.0), *WRONG]),
     Route("POST", "/chat/completions", chats()),
