@@ -197,7 +197,10 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too large."""
+    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too large.
+
+    `request.state.hold` adds bytes that the server had stored and the request goes on with.
+    """
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
         self._app, self._max_mib = app, max_mib
@@ -208,6 +211,13 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         self._require_room(int(Headers(scope=scope).get("content-length", 0)))
         body, sent_bytes, is_more = bytearray(), 0, True
+
+        def hold(more_bytes: int) -> None:
+            nonlocal sent_bytes
+            sent_bytes += more_bytes
+            self._held_bytes += more_bytes
+            self._require_room(sent_bytes)
+
         try:
             while is_more:
                 message = await receive()
@@ -215,9 +225,7 @@ class BodyLimit:
                     return
                 part = message.get("body", b"")
                 body += part
-                sent_bytes += len(part)
-                self._held_bytes += len(part)
-                self._require_room(sent_bytes)
+                hold(len(part))
                 is_more = message.get("more_body", False)
             whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
             body.clear()
@@ -225,6 +233,7 @@ class BodyLimit:
             async def receive_whole() -> Message:
                 return whole.pop() if whole else await receive()
 
+            scope.setdefault("state", {})["hold"] = hold
             await self._app(scope, receive_whole, send)
         finally:
             self._held_bytes -= sent_bytes

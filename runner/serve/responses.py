@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
 
 from runner.serve.bodies import MAX_MESSAGES, Checked, Share, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody
@@ -120,24 +120,26 @@ class CallOutput(Checked):
     output: Parts
 
 
+#: Types of the items and tools below.
+_ITEM_KINDS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+_TOOL_KINDS = ("function", "custom")
+
+
 class Foreign(Checked):
     """An item or a tool that only OpenAI's own servers have, such as a web search."""
 
-    type: str
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS, *_TOOL_KINDS]}})]
     name: Any = None
 
     def __str__(self) -> str:
         return f"{self.type} {self.name}" if isinstance(self.name, str) else self.type
 
 
-_ITEM_KINDS = {
-    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-}  # fmt: skip
-
-
 def _item_kind(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) and kind in _ITEM_KINDS else "foreign"
+    return kind if kind in _ITEM_KINDS else "foreign"
 
 
 Item: TypeAlias = Annotated[
@@ -246,7 +248,7 @@ class CustomTool(Checked):
 
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in ("function", "custom") else "foreign"
+    return kind if kind in _TOOL_KINDS else "foreign"
 
 
 Tool: TypeAlias = Annotated[
@@ -607,21 +609,26 @@ class ResponseMemory:
         self._conversations[owner, id] = conversation
         return conversation
 
-    def resolved(self, owner: str, items: Any) -> Any:
-        """The items of a body, those in place that an `item_reference` names. ApiError: one is not here."""
+    def resolved(self, owner: str, items: Any, hold: Callable[[int], None]) -> Any:
+        """The items of a body, those in place that an `item_reference` names. ApiError: one is not here.
+
+        `hold` gets the bytes that are read. Nothing may be named twice, so a small body cannot name much.
+        """
 
         @cache
         def output(response_id: str) -> dict[str, Any]:
-            return {item["id"]: item for item in json.loads(self.get(owner, response_id)[-1]) if "id" in item}
+            piece = self.get(owner, response_id)[-1]
+            hold(len(piece))
+            return {item["id"]: item for item in json.loads(piece) if "id" in item}
 
         def resolve(item: Any) -> Any:
             if not isinstance(item, dict) or item.get("type") != "item_reference":
                 return item
             try:
-                return output("resp_" + item["id"].split("_")[1])[item["id"]]
+                return output("resp_" + item["id"].split("_")[1]).pop(item["id"])
             except (AttributeError, KeyError, IndexError, ApiError) as error:
                 name = shortened(str(item.get("id")), 80)
-                message = f"Item with id {name!r} not found: not of this server, or too old."
+                message = f"Item with id {name!r} not found: not of this server, too old, or named twice."
                 raise ApiError(404, message, param="input", code="item_not_found") from error
 
         return [resolve(item) for item in items] if isinstance(items, list) else items
@@ -635,9 +642,11 @@ def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def responses(request: HttpRequest) -> Response:
         given = await read_json(request)
         owner = str(getattr(getattr(request.state, "tenant", None), "name", ""))
-        given["input"] = memory.resolved(owner, given.get("input"))
+        hold = getattr(request.state, "hold", lambda more_bytes: None)
+        given["input"] = memory.resolved(owner, given.get("input"), hold)
         body = ResponsesBody.read(given)
         past = () if body.previous_response_id is None else memory.get(owner, body.previous_response_id)
+        hold(sum(map(len, past)))
         items = [item for piece in past for item in json.loads(piece)]
         asked = body.request(options, namespace_of(request), _ITEMS.validate_python(items))
         custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]

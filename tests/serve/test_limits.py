@@ -82,6 +82,18 @@ def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
     asyncio.run(send())
 
 
+def test_what_a_request_goes_on_with_counts_like_its_body_until_it_is_over() -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["hold"](MIB - 1)
+        with pytest.raises(ApiError, match="larger than 1 MiB"):
+            scope["state"]["hold"](1)
+
+    limit = BodyLimit(route, max_mib=1)
+    for _ in range(MAX_BODIES + 1):
+        request = Request(part(1, is_last=True))
+        asyncio.run(limit(request.scope, request.receive, request.answer))
+
+
 def test_nothing_is_done_for_a_client_that_leaves_before_its_body_is_whole() -> None:
     request = Request(part(3), GONE, length=5)
     request.send()

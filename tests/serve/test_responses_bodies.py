@@ -199,6 +199,8 @@ def test_items_of_a_response_may_be_named(runs: ScriptedRuns, client: TestClient
     assert runs.opened[1].request.messages[1].keys() == {"role", "content", "reasoning_content", "tool_calls"}
     post(client, input="And now?", previous_response_id=third["id"])
     assert runs.opened[2].request.messages[:3] == runs.opened[1].request.messages
+    twice = [{"type": "item_reference", "id": output[0]["id"]}] * 2
+    assert post(client, input=twice)[0] == 404
     for id in (output[0]["id"] + "0", "msg_1_1", "x", "", None, [1]):
         status, answer = post(client, input=[{"type": "item_reference", "id": id}])
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, "input", "item_not_found")
@@ -234,3 +236,14 @@ def test_a_memory_keeps_the_conversations_last_used_within_its_bounds(monkeypatc
     assert kept() == ["g"]
     with pytest.raises(ApiError):
         memory.get("bob", "g")
+
+
+def test_the_schema_takes_an_item_or_a_tool_as_one_kind_only() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    items = [USER, CALL, PATCH, THOUGHT, RESULT, {"type": "custom_tool_call_output", "call_id": "b", "output": []}]
+    search = {"type": "web_search_call", "id": "ws_1"}
+    body = {"input": [*items, search], "tools": [TOOL, {"type": "custom", "name": "patch"}, {"type": "web_search"}]}
+    jsonschema.validate(body, ResponsesBody.model_json_schema())
+    jsonschema.validate({"input": "Hi"}, ResponsesBody.model_json_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"input": [{**CALL, "name": 1}]}, ResponsesBody.model_json_schema())

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2
+import pytest
 from fastapi.testclient import TestClient
 
 from runner.serve import openai
@@ -101,9 +103,9 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
     (folder / "admin").write_text(f"root {ROOT}\n")
     for name in ("keys", "admin"):
         (folder / name).chmod(0o600)
-    keys: Any = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key"}
+    keys = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key", **options}
     records: list[RequestRecord] = []
-    with application(records, **keys, **options) as (app, running), local_client(app) as client:
+    with application(records, **keys) as (app, running), local_client(app) as client:
         yield Server(client, running, records)
 
 
@@ -138,6 +140,21 @@ def test_what_a_tenant_sees_is_the_same_whatever_another_one_asks(tmp_path, monk
         records = [[seen_in(each) for each in server.records if each.namespace == "ann"] for server in (alone, among)]
         assert records[0] == records[1]
         assert sum(record["cached_tokens"] for record in records[0]) > 100
+
+
+@pytest.mark.parametrize("namespace_by", ["none", "key"])
+def test_a_response_is_found_by_the_key_that_asked_for_it_alone(tmp_path: Path, namespace_by: str) -> None:
+    with serving(tmp_path, namespace_by=namespace_by) as server:
+
+        def ask(key: str, **body: Any) -> httpx2.Response:
+            asked = {"input": "Why?", "max_output_tokens": 2, **body}
+            return server.client.post("/v1/responses", json=asked, headers={"x-api-key": key})
+
+        response = ask(ANN).json()
+        reference = [{"type": "item_reference", "id": response["output"][0]["id"]}]
+        for key, status in ((ANN, 200), (BOB, 404), (ROOT, 404)):
+            assert ask(key, previous_response_id=response["id"]).status_code == status
+            assert ask(key, input=reference).status_code == status
 
 
 def seen_in(record: RequestRecord) -> dict[str, Any]:
