@@ -70,7 +70,7 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     assert "seconds" not in header
     assert "with --model-config or --bytes-per-token also in GiB" in policy_text(found)
     assert "can save at most 95.0% of prefill" in text
-    with pytest.raises(ValueError, match="needs the bytes of a token"):
+    with pytest.raises(ValueError, match="needs token_bytes"):
         advised(budget_bytes=GIB)
     assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
     assert "checkpoints" not in policy_text(advised(token_bytes=8))
