@@ -76,7 +76,9 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     if isinstance(policy, type) or missing == list(HOOKS):
         raise ValueError(f"policy is {policy!r}; wanted a name in POLICIES or an EvictionPolicy object.")
     if missing:
-        raise ValueError(f"policy {policy!r} does not follow the EvictionPolicy protocol: no {', '.join(missing)}.")
+        raise ValueError(
+            f"policy {policy!r} does not follow the EvictionPolicy protocol: it has no {', '.join(missing)}."
+        )
     return policy
 
 
@@ -90,7 +92,9 @@ def _imported(path: str) -> EvictionPolicy:
         reason = " ".join(str(error).split()) or "no message"
         raise ValueError(f"policy {path!r} cannot be made: {type(error).__name__}: {reason}") from error
     if missing := _missing(made):
-        raise ValueError(f"policy {path!r} does not follow the EvictionPolicy protocol: no {', '.join(missing)}.")
+        raise ValueError(
+            f"policy {path!r} does not follow the EvictionPolicy protocol: it has no {', '.join(missing)}."
+        )
     return made
 
 

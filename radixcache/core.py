@@ -436,7 +436,7 @@ class Core:
         """
         if self.settings.exact:
             raise ValueError(
-                "insert() into an exact cache: it cannot know whether these caches were prefilled in whole chunks of "
+                "insert() into an exact cache: it is not known whether these caches were prefilled in chunks of "
                 f"{self.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
             )
         keys = self.unquarantined(request.keys, request.namespace)

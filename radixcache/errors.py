@@ -10,7 +10,7 @@ class RadixCacheError(Exception):
 
 
 class BudgetFullError(RadixCacheError):
-    """The byte budget cannot hold what a call needs. Evictable state may be gone; nothing else has changed.
+    """The byte budget cannot hold what a call needs. State may have been evicted; nothing else has changed.
 
     Attributes:
         budget_bytes, held_bytes: the budget; what open sessions, groups and pins hold of it.
@@ -23,8 +23,8 @@ class BudgetFullError(RadixCacheError):
 
     def __str__(self) -> str:
         return (
-            f"{self.wanted_bytes} more bytes do not fit the budget of {self.budget_bytes}: open sessions, groups and "
-            f"pins hold {self.held_bytes}. Close a row, give a smaller capacity, or a larger budget_bytes."
+            f"{self.wanted_bytes} more bytes do not fit the budget of {self.budget_bytes} bytes: open sessions, groups "
+            f"and pins hold {self.held_bytes} bytes. Close one of them, give a smaller capacity, or raise budget_bytes."
         )
 
 
@@ -55,7 +55,7 @@ class CacheFullError(RadixCacheError):
 
     def __str__(self) -> str:
         if self.largest_free_run is None:
-            return f"no room for {self.wanted} tokens: the rows hold {self.used} of {self.capacity}. Close one."
+            return f"no room for {self.wanted} tokens: the rows hold {self.used} of {self.capacity}. Close a row."
         what = "Defragment." if self.wanted <= self.free else "Free a sequence or remove a range."
         return (
             f"no room for {self.wanted} tokens: {self.used} of {self.capacity} cells used, {self.free} free, "
@@ -68,7 +68,7 @@ class CacheClosedError(RadixCacheError):
 
 
 class PolicyError(RadixCacheError):
-    """An eviction policy failed. The call has done its work all the same; the cache evicts by LRU from then on.
+    """An eviction policy failed. The call has still done its work; the cache evicts by LRU from then on.
 
     Attributes:
         policy, hook: names of the policy's class and of its method.
@@ -80,7 +80,7 @@ class PolicyError(RadixCacheError):
         self.policy, self.hook, self.reason = policy, hook, reason
 
     def __str__(self) -> str:
-        return f"policy {self.policy}: {self.hook}() {self.reason}. The cache evicts by LRU from here on."
+        return f"policy {self.policy}: {self.hook}() {self.reason}. The cache evicts by LRU from now on."
 
 
 class SessionClosedError(RadixCacheError):
@@ -105,7 +105,7 @@ class UnsupportedCacheError(RadixCacheError, TypeError):
 
 def refuse_copy(self: object, _: object = None) -> NoReturn:
     """`__reduce_ex__` of objects that own state: copy, deepcopy and pickle raise TypeError."""
-    raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it stands for state that is in one place.")
+    raise TypeError(f"a {type(self).__name__} cannot be copied or pickled, because it owns state.")
 
 
 def described(error: BaseException) -> str:

@@ -28,7 +28,7 @@ OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress
 REFUSED = {
     "prompt_cache": "the PrefixCache provides the caches",
     "max_kv_size": "give PrefixCache(caches=...) a callable that makes rotating caches",
-    "input_embeddings": "the tree goes by tokens; use keys= and embed=",
+    "input_embeddings": "the tree stores tokens; use keys= and embed=",
     "kv_bits": "use PrefixCache(kv_bits=...), which quantizes from offset 0",
     "kv_group_size": "use PrefixCache(kv_group_size=...)",
     "quantized_kv_start": "PrefixCache(kv_bits=...) quantizes from offset 0",
@@ -90,7 +90,7 @@ def stream_generate(
     if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
     if embed is not None and (keys is None or draft_model is not None):
-        raise ValueError("embed needs keys, which tell embeddings apart where tokens do not, and no draft_model.")
+        raise ValueError("embed= needs keys=, as equal tokens may have different embeddings, and no draft_model.")
     if unknown := kwargs.keys() - OPTIONS:
         raise TypeError(f"stream_generate() got unexpected arguments: {', '.join(sorted(unknown))}.")
     if not isinstance(tokenizer, TokenizerWrapper):

@@ -408,7 +408,7 @@ class PrefixCache:
                 session.close()
                 if not pin_if_there():
                     raise ValueError(
-                        f"{pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
+                        f"only {pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
                         f"sessions and pins leave no room in the budget of {pins.budget_bytes} bytes."
                     )
         return length - session.cached_tokens

@@ -42,7 +42,7 @@ class Settings:
             if value is not None or name in units:
                 object.__setattr__(self, name, require_count(name, value, unit))
         if self.live_slots > MOST_LIVE_SLOTS:
-            raise ValueError(f"live_slots is {self.live_slots}; wanted {MOST_LIVE_SLOTS} at most.")
+            raise ValueError(f"live_slots is {self.live_slots}; wanted at most {MOST_LIVE_SLOTS}.")
         if isinstance(self.verify, bool) or not isinstance(self.verify, (int, float)) or not 0 <= self.verify <= 1:
             raise ValueError(f"verify is {self.verify!r}; wanted a share from 0 to 1.")
         for name, value in (("exact", self.exact), ("merges", self.merges)):
@@ -80,7 +80,7 @@ class Settings:
 def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) -> None:
     """Raise ValueError unless these name the caches of a model and their quantization."""
     if caches is None and not (hasattr(model, "layers") or hasattr(model, "make_cache")):
-        found = "" if model is None else f"; {model!r:.80} is none"
+        found = "" if model is None else f"; model is {model!r:.80}"
         raise ValueError(
             f"PrefixCache needs an mlx-lm model, or caches= with a callable that returns fresh mlx-lm caches{found}."
         )

@@ -43,7 +43,7 @@ def sized_cache(
         ValueError: an argument out of its range.
     """
     if settings.get("verify"):
-        raise ValueError("verify needs the state of a model; a layout that holds sizes has none.")
+        raise ValueError("verify needs the state of a model; this cache has only sizes.")
     require_about(tokenizer, cost)
     cache = PrefixCache.__new__(PrefixCache)
     own = Settings(clock=clock, on_event=on_event, **settings)

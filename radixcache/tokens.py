@@ -69,7 +69,7 @@ def require_namespace(namespace: Any) -> None:
     try:
         namespace.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"namespace is {namespace!r}; wanted one that UTF-8 can spell, without surrogates.") from error
+        raise ValueError(f"namespace is {namespace!r}; wanted text without surrogates.") from error
 
 
 def vocabulary_size(model: Any) -> int | None:

@@ -246,7 +246,7 @@ class Mismatch:
         where = "the logits" if self.part is Part.LOGITS else f"layer {self.layer} ({self.cache_class}, {self.part})"
         row = "" if self.row is None else f", from token {self.row} on"
         return (
-            f"state restored up to token {self.resume_offset} of {len(self.tokens)} is not what a cold prefill gives: "
+            f"state restored up to token {self.resume_offset} of {len(self.tokens)} differs from a cold prefill: "
             f"{where}{row}, relative error {self.error:.1e}, tolerance {self.tolerance:.1e}"
         )
 

@@ -174,7 +174,7 @@ def together(subject: Subject) -> str:
         found = way_of(subject.model, subject.fresh)
     except UnsupportedCacheError as error:
         return f"refused: {error}"
-    reason = re.sub(r" by [0-9.e+-]+ of the largest", "", found.reason).replace("|", "/")
+    reason = re.sub(r" by [0-9.e+-]+ of the largest|\.(?=;|$)", "", found.reason).replace("|", "/")
     return f"{found.way}{f' ({reason})' if reason else ''}"
 
 

@@ -240,7 +240,9 @@ class ProbedAdapter(PointAdapter):
             raise UnsupportedCacheError(f"{name}: its state cannot be put into a fresh object: {error}.") from error
         if not _equal(vars(fresh), vars(cache)):
             lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
-            raise UnsupportedCacheError(f"{name}: its state loses {', '.join(map(str, lost))} on a round trip.")
+            raise UnsupportedCacheError(
+                f"{name}: its state does not keep {', '.join(map(str, lost))} when it is read and set."
+            )
         self._proven.add(type(cache))
 
 

@@ -135,7 +135,7 @@ class CausalCache:
         """
         if self._states and length != self._table.end(source):
             held = f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back"
-            raise ValueError(f"{held} to {length}; share all of them, at that moment.")
+            raise ValueError(f"{held} to {length}; copy the prefix when the sequence has just that length.")
         with uninterrupted():
             self._table.copy_prefix(source, target, length)
             if self._tainted.get(source, length) < length:
@@ -175,10 +175,10 @@ class CausalCache:
         """
         ids = one_each(tokens, len(sequences), vocabulary_size(model))
         if len(set(sequences)) < len(sequences):
-            raise ValueError(f"sequences {list(sequences)}: one of them is there twice.")
+            raise ValueError(f"sequences {list(sequences)}: one of them is listed twice.")
         for each in sequences:
             if self._table.end(each) == 0:
-                raise ValueError(f"sequence {each} has no tokens yet; its first ones go through prefill().")
+                raise ValueError(f"sequence {each} has no tokens yet; prefill() it first.")
         if len(sequences) == 1 or (self.steps_together(model) and self._states.can_join(tuple(sequences))):
             return self._forward(model, [(each, 1) for each in sequences], ids)
         return self._one_by_one(model, sequences, ids)
@@ -208,7 +208,7 @@ class CausalCache:
         """
         moves_rest = begin < end < self._table.end(sequence)
         if self._states and begin < end:
-            raise ShiftError("layers of recurrent state cannot forget tokens; a model that has some cannot be shifted.")
+            raise ShiftError("recurrent layers cannot forget tokens, so this model cannot be shifted.")
         plan = self._table.plan_remove(sequence, begin, end)
         if moves_rest:
             for layer in self._cells:
@@ -264,7 +264,7 @@ class CausalCache:
             if self._table.used:
                 raise ValueError(f"{self._table.used} cells hold state of another model; free their sequences first.")
             if _kinds_of(make_prompt_cache(model)) != self._kinds:
-                raise ValueError("another model, with other layers than this cache was made for; make one for it.")
+                raise ValueError("the model has other layers than the model of this cache; make another CausalCache.")
             self._takes_rows = self._rotations = None
             for layer in self._cells:
                 layer.keys = layer.values = None
@@ -279,7 +279,7 @@ class CausalCache:
                 return True
         if not self._is_right(model, [(row,) for row in ROWS], wanted, rounding):
             name = type(model).__module__.rpartition(".")[2]
-            raise UnsupportedCacheError(f"{name} cannot run on cells: its logits depend on where in them it is.")
+            raise UnsupportedCacheError(f"{name} cannot run on cells: its logits depend on which cells it uses.")
         return False
 
     def _is_right(self, model: Any, groups: list[tuple[int, ...]], wanted: mx.array, rounding: float) -> bool:

@@ -155,7 +155,9 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
         """
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if buffer is not None and (buffer.shape[1], buffer.shape[3]) != (new.shape[1], new.shape[3]):
-                raise ValueError(f"keys or values of shape {new.shape} for cells of {buffer.shape}: of another model?")
+                raise ValueError(
+                    f"keys or values have shape {new.shape}, the cells {buffer.shape}; use one model per cache."
+                )
         keys, values = without_overflow(keys, values)
         stop = start + keys.shape[2]
         self.keys = _with_room(self.keys, keys, stop, self.capacity)
@@ -183,7 +185,7 @@ class CellLayer(_BaseCache):  # type: ignore[misc]
     @property
     def _running(self) -> CellPass:
         if self._pass is None:
-            raise ValueError("cells are read and written by CausalCache.prefill and step; no forward pass is running.")
+            raise ValueError("no forward pass is running; use CausalCache.prefill() or step().")
         return self._pass
 
 

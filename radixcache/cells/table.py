@@ -141,7 +141,7 @@ class CellTable:
     def add(self, sequence: int) -> None:
         """Make a sequence without tokens. ValueError: there is one with that id."""
         if sequence in self._cells:
-            raise ValueError(f"sequence {sequence} is there already, with {self.end(sequence)} tokens.")
+            raise ValueError(f"sequence {sequence} exists already, with {self.end(sequence)} tokens.")
         self._cells[sequence] = np.empty(0, dtype=np.int32)
         self._changed()
 
@@ -169,7 +169,7 @@ class CellTable:
         rows_of = Counter(sequence for sequence, _ in wanted)
         total = sum(tokens for _, tokens in wanted)
         if not wanted:
-            raise ValueError("a batch has at least one row.")
+            raise ValueError("the batch has no rows; wanted at least one.")
         for sequence, tokens in wanted:
             self._known(sequence)
             if rows_of[sequence] > 1:
@@ -215,7 +215,7 @@ class CellTable:
         """
         cells, free = self._known(sequence), self._free_cells()
         if not 0 <= begin <= end <= len(cells):
-            raise ValueError(f"sequence {sequence} has positions [0, {len(cells)}); [{begin}, {end}) is not in there.")
+            raise ValueError(f"sequence {sequence} has positions [0, {len(cells)}); [{begin}, {end}) is outside.")
         rest = cells[end:] if begin < end else cells[:0]
         shared = rest[self._counts[rest] > 1]
         if len(shared) > len(free):

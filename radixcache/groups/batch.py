@@ -263,7 +263,7 @@ def _own(leaf: Any, columns: Columns, index: int) -> Any:
     if kind is ArraysCache or (kind is RotatingKVCache and not leaf.keep):
         return leaf
     detail = f" that keeps its first {leaf.keep} tokens" if kind is RotatingKVCache else ""
-    raise UnsupportedCacheError(f"a layer's {kind.__name__}{detail} cannot be one row among others.")
+    raise UnsupportedCacheError(f"a layer's {kind.__name__}{detail} cannot be decoded in a batch.")
 
 
 def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:

@@ -256,7 +256,7 @@ class Group:
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
         if len(set(rows)) < len(rows):
-            raise ValueError(f"rows {[row.id for row in rows]}: one of them is there twice.")
+            raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
         self._start(model, rows)
         self._room.require_tokens(len(rows))
         side_by_side = self._way(model).way is not Way.SINGLE
@@ -281,7 +281,7 @@ class Group:
         """
         self._require_row(row)
         if not 0 <= begin <= end <= row.position:
-            raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is not in there.")
+            raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is outside.")
         if begin == end:
             return
         self._start(model, [row])
@@ -387,18 +387,18 @@ class Group:
 
     def _require_open(self) -> None:
         if self.is_closed:
-            raise SessionClosedError("the group is closed; begin_many() another one.")
+            raise SessionClosedError("the group is closed; make another one with begin_many().")
         if self.is_lost:
             raise SessionClosedError("the rows' state was lost to a failure; close the group and begin_many() again.")
 
     def _require_row(self, row: Row) -> None:
         self._require_open()
         if not isinstance(row, Row):
-            raise ValueError(f"a {type(row).__name__} is no row; wanted a row of this group.")
+            raise ValueError(f"a {type(row).__name__} is not a row; wanted a row of this group.")
         if row.is_closed:
             raise SessionClosedError(f"row {row.id} is closed; admit() another one.")
         if self._room.rows.get(row.id) is not row:
-            raise ValueError(f"row {row.id} is of another group.")
+            raise ValueError(f"row {row.id} belongs to another group.")
         if row.lost is not None:
             raise SessionClosedError(f"row {row.id}: {row.lost}. Close it and admit() another one.")
 
@@ -492,7 +492,9 @@ class Group:
         try:
             self.close()
         except Exception as error:  # in a finalizer, whose caller must not fail
-            warnings.warn(f"a group that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
+            warnings.warn(
+                f"a group was not closed, and its state could not be stored: {error}", ResourceWarning, stacklevel=1
+            )
 
 
 def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None) -> Group:
@@ -500,11 +502,11 @@ def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int
     core = room.core
     if core.settings.exact:
         raise ValueError(
-            f"begin_many() on an exact cache: rows that decode together add up in another order than one alone, "
-            f"and prefill goes in other chunks than {core.settings.step_size} tokens. Use begin(), or exact=False."
+            f"begin_many() on an exact cache: rows that decode together do not give the bits of one row, and their "
+            f"prefill does not use chunks of {core.settings.step_size} tokens. Use begin(), or exact=False."
         )
     if isinstance(core.layout, SizedLayout):
-        raise ValueError("begin_many() needs the state of a model; a layout that holds sizes has none.")
+        raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")
     if core.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
     Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch

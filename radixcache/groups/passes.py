@@ -247,14 +247,12 @@ class Removal(NamedTuple):
         _, row, begin, end = self
         for leaf in row.batch.leaves:
             if isinstance(leaf, ArraysCache) and not leaf.empty():
-                raise ShiftError(
-                    "layers of recurrent state cannot forget tokens; a model that has some cannot be shifted."
-                )
+                raise ShiftError("recurrent layers cannot forget tokens, so this model cannot be shifted.")
             has_gone_round = isinstance(leaf, RotatingKVCache) and leaf.keys is not None and leaf.offset > leaf.max_size
             if has_gone_round and (end == row.position or end > leaf.offset - leaf.max_size):
                 raise ShiftError(
-                    f"row {row.id} is at {leaf.offset} with windows of {leaf.max_size} tokens; without [{begin}, {end})"
-                    f" they would need earlier tokens, which they have lost."
+                    f"row {row.id} is at {leaf.offset}; without [{begin}, {end}), its windows of {leaf.max_size} tokens"
+                    " would need earlier tokens, which are no longer there."
                 )
 
     def _pieces(self, leaf: Any, index: int) -> list[Piece]:
@@ -346,14 +344,14 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
                     with suppress(Exception):  # a model may raise anything on shapes it was not made for
                         is_wide = error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
                 return WayTrial(way, "; ".join(reasons), is_wide)
-            why = f"logits are off by {error:.1e} of the largest"
+            why = f"logits differ by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
         except Exception as raised:  # a model that was not made for this may raise anything
             why = str(raised) or type(raised).__name__
         reasons.append(f"{way}: {why}")
     name = type(model).__module__.rpartition(".")[2]
-    raise UnsupportedCacheError(f"{name} cannot be one row among others: {'; '.join(reasons)}.")
+    raise UnsupportedCacheError(f"{name} cannot be decoded in a batch: {'; '.join(reasons)}.")
 
 
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:

@@ -70,7 +70,7 @@ class Columns:
         try:
             yield
             if current.unattended:
-                raise PassError("keys were fetched and not attended by the module's scaled_dot_product_attention.")
+                raise PassError("the layer reads keys outside the module's scaled_dot_product_attention.")
             self.lengths = [length + tokens for length in self.lengths]
             self.end += tokens
         finally:
@@ -169,7 +169,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         current = self._running
         keys, own = current.fetched[self.leaf]
         if values is not own or not (mask is None or isinstance(mask, str) or any(mask is m for m in current.masks)):
-            raise PassError("attention with values or a mask of the model's own.")
+            raise PassError("the attention uses values or a mask of its own.")
         current.unattended.discard(id(keys))
         readers, segments = current.readers, self._segments(current)
         output = cascade(queries, keys, own, readers, segments, scale=scale, mask=current.seen, sinks=sinks)
@@ -222,7 +222,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
     def _running(self) -> Pass:
         current = self.columns.current
         if current is None:
-            raise ValueError("no forward pass is running; only Group.prefill and step read and write tails.")
+            raise ValueError("no forward pass is running; use Group.prefill_many() or step().")
         return current
 
 

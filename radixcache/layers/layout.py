@@ -527,7 +527,9 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
     if not mx.issubdtype(ids.dtype, mx.integer):
         raise ValueError(f"tokens are of dtype {ids.dtype}; wanted integers.")
     if row_count == 0 or ids.shape not in ((row_count,), (row_count, 1)):
-        raise ValueError(f"tokens of shape {ids.shape} for {row_count} rows; wanted one each, and at least one.")
+        raise ValueError(
+            f"tokens of shape {ids.shape} for {row_count} rows; wanted at least one row, and one token for each."
+        )
     return ids.reshape(row_count, 1)
 
 

@@ -95,7 +95,7 @@ def rotation_of(rope: nn.Module) -> Rotation:
         frequencies = tuple(getattr(rope, _FREQUENCIES[name]).tolist())
         return Rotation(2 * len(frequencies), getattr(rope, "traditional", False), frequencies=frequencies)
     if type(rope).__name__ == "DynamicNTKScalingRoPE":
-        why = "no rotation turns a key made at one length into the key at another"
+        why = "no rotation turns a key of one length into a key of another"
         raise ShiftError(f"{name}: its base depends on the length of the sequence, so {why}.")
     raise ShiftError(f"{name} is not known. Known: mlx.nn.RoPE, {', '.join(_FREQUENCIES)}.")
 
@@ -215,7 +215,7 @@ def _describe(layer: Any) -> str:
     inner = f"({', '.join(type(leaf).__name__ for leaf in leaves)})" if isinstance(layer, CacheList) else ""
     name = type(layer).__name__ + inner
     if any(isinstance(leaf, ArraysCache) for leaf in leaves):
-        return f"{name} holds recurrent state, which cannot forget what was removed."
+        return f"{name} holds recurrent state, which cannot forget removed tokens."
     known = ", ".join(each.__name__ for each in _ORDINARY)
     return f"{name} is not known to hold a key and a value per token. Known: {known}."
 

@@ -30,7 +30,7 @@ GRID_STEPS = 2
 MARGIN = 5
 LEAST_PART = 1 / 8
 #: Modules of mlx-lm whose attention depends on where in a buffer a token stands; a short trial would not show it.
-BY_SLOT = {"minimax_m3_vl": "its attention keeps blocks of neighbouring slots of the cache"}
+BY_SLOT = {"minimax_m3_vl": "its attention works on blocks of neighbouring slots of the cache"}
 
 T = TypeVar("T")
 Rows = Sequence[Sequence[int]]

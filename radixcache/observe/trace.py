@@ -169,8 +169,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self, digests: list[bytes], tokens: int, time: int, output: int, about: dict[str, Any], keys: Keys | None
     ) -> None:
         if tokens < 1 or time < 0 or output < 0:
-            found = f"a prompt of {tokens} tokens at time {time} with {output} output tokens"
-            raise ValueError(f"{found}; wanted 1 or more, and 0 or more.")
+            found = f"{tokens} prompt tokens at time {time} with {output} output tokens"
+            raise ValueError(f"{found}; wanted at least 1 prompt token, and 0 or more.")
         if self._is_torn or len(self._known) > self._known_blocks:
             self._known.clear()
         number = 0 if self._is_torn else self._next_request
@@ -197,7 +197,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                     raise ValueError(f"{self.path}: another writer has this trace open; name another file.")
             start = os.pread(handle, len(_START), 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
             if not _START.startswith(start):  # a header may be torn
-                raise ValueError(f"{self.path}: holds something else than a trace; name another file.")
+                raise ValueError(f"{self.path}: is not a trace; name another file.")
         except BaseException:
             os.close(handle)
             raise

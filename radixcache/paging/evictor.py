@@ -331,7 +331,7 @@ class GuardedPolicy:
         entry: Any = self._ask("victim")
         if entry is None or (isinstance(entry, Entry) and entry.entry_id in self._evictable):
             return entry
-        self._replace("victim", f"gave {entry!r}, which may not go")
+        self._replace("victim", f"gave {entry!r}, which must not be evicted")
         return self._policy.victim()
 
     def _forget(self, entry: Entry) -> None:

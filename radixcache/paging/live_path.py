@@ -374,5 +374,9 @@ class Slots:
         kind = f" of kind {use.kind}" if use.kind else ""
         turn = "" if use.turn is None else f", turn {use.turn}"
         prompt, reply = len(tenant.prompt), tenant.position - len(tenant.prompt)
-        at = f"{tenant.position} of {prompt} prompt tokens" if reply <= 0 else f"token {reply} behind its {prompt}"
+        at = (
+            f"{tenant.position} of {prompt} prompt tokens"
+            if reply <= 0
+            else f"token {reply} after its {prompt} prompt tokens"
+        )
         return f"{who}{kind}{turn}, request {use.tick}, at {at}"

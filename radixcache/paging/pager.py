@@ -321,7 +321,11 @@ class Pager:
         low, high = offsets
         has_points = self._layout.uses_points(caches)
         if low != high and has_points:
-            raise SnapshotError(f"layers stand at offsets {low} to {high}; point state needs one offset for all.")
+            raise SnapshotError(
+                f"layers are at offsets {low} to {high}; wanted one offset, as some layers have point state."
+            )
         if high > length and has_points and not self._layout.can_rewind(caches, high, length):
-            raise SnapshotError(f"caches stand at {high}, beyond the {length} tokens given, and cannot be cut back.")
+            raise SnapshotError(
+                f"caches are at offset {high}, after the {length} tokens given, and cannot be cut back."
+            )
         return min(low, length)

@@ -113,7 +113,7 @@ class Pins:
         end = len(keys) if length is None else length
         end -= end % self._settings.grid_tokens
         if end == 0:
-            raise ValueError(f"{len(keys)} tokens: no whole chunk of {self._settings.step_size} to keep.")
+            raise ValueError(f"{len(keys)} tokens; wanted at least a whole chunk of {self._settings.step_size}.")
         return keys[:end]
 
     def stored_tokens(self, keys: Keys, namespace: str) -> int:
@@ -124,8 +124,7 @@ class Pins:
         if start < len(keys):
             raise ValueError(
                 f"only {self.stored_tokens(keys, namespace)} of {len(keys)} tokens are stored; from offset {start} on"
-                " they are quarantined: what was stored there was found wrong. clear_quarantine() lets it be stored"
-                " again."
+                " they are quarantined, as verify found wrong state. clear_quarantine() ends that."
             )
 
     def require_room(

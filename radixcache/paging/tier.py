@@ -142,7 +142,7 @@ class Tier:
         except Exception:
             self._states.tally.add_to("store_decisions", "failed")
             if not self._has_failed:
-                logger.exception("a store cannot be used for some state; requests are served without it")
+                logger.exception("a store failed; requests are served without it")
             self._has_failed = True
             return None
 

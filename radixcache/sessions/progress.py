@@ -65,7 +65,9 @@ class Progress:
             return
         self._grid_end = min(self._grid_end, floor(offset, self._step_size))
         if offset > known_tokens:
-            raise ValueError(f"the caches stand at {offset}, only {known_tokens} tokens are known; extend() first.")
+            raise ValueError(
+                f"the caches are at offset {offset}, and only {known_tokens} tokens are known; call extend() first."
+            )
         self.position = offset
         self._note_leaves()
 

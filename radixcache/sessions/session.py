@@ -226,7 +226,9 @@ class Session(Progress):
         try:
             self.close()
         except Exception as error:
-            warnings.warn(f"a session that nobody closed could not be stored: {error}", ResourceWarning, stacklevel=1)
+            warnings.warn(
+                f"a session was not closed, and its state could not be stored: {error}", ResourceWarning, stacklevel=1
+            )
 
     def _settled_keys(self) -> Keys | None:
         """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed."""
@@ -242,9 +244,9 @@ class Session(Progress):
     def _require_open(self) -> None:
         self.thread = threading.current_thread()
         if self.is_closed:
-            raise SessionClosedError("the session is closed; begin() another one.")
+            raise SessionClosedError("the session is closed; make another one with begin().")
         if not self._live.is_seat_of(self._seat):
-            raise SessionClosedError("the session's cache was closed, and its state given back.")
+            raise SessionClosedError("the cache of the session was closed.")
         if self.is_lost:
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
@@ -292,8 +294,8 @@ class Session(Progress):
             if differs.any():
                 index = int(differs.argmax())
                 found, wanted = int(values[index]), int(expected[index])
-                advice = "step() takes the rest of the prompt first"
-                raise ValueError(f"token {position + index} is {found}; {wanted} follows there: {advice}.")
+                what = "step() the rest of the prompt first."
+                raise ValueError(f"token {position + index} is {found}; wanted {wanted}, as in the prompt: {what}")
         return array, count
 
     def _compare_restored(self, model: Any) -> None:
@@ -367,7 +369,7 @@ def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[...,
     wanted = layers + len(draft_model.layers)
     if cache_count != wanted:
         raise ValueError(
-            f"the PrefixCache has {cache_count} layer caches; draft_model needs both models' {wanted}, in order."
+            f"the PrefixCache has {cache_count} layer caches; draft_model needs the {wanted} of both models, in order."
         )
 
     def both(tokens: Any, cache: list[Any]) -> Any:

@@ -298,16 +298,16 @@ class BudgetedStore(BlockStore):
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
         if self.file_bytes(*head.place):
-            return "it is there"
+            return "it is already stored"
         if not head.is_first and not self.file_bytes(head.before):
-            return "what comes before it is not stored"
+            return "the blocks before it are not stored"
         if why_not := self._reason_not_to_write(nbytes):
             return why_not
         if nbytes > self.budget_bytes:
             return "it is larger than the budget"
         self.touch([head.before])
         if not self._make_room(nbytes, head.before):
-            return "the budget is full of what comes before it"
+            return "the blocks before it fill the budget"
         self._write_file(head, parts, nbytes)
         now_ns = time.time_ns()
         self._add(head, nbytes, now_ns)

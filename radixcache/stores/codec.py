@@ -78,7 +78,7 @@ def head_bytes(data: memoryview) -> int:
     """How many of the first bytes of a file are enough to decode its head. Damaged: it does not begin like a block."""
     json_bytes = int.from_bytes(data[:8], "little")
     if json_bytes > MAX_JSON_BYTES or data[8 : 8 + len(_START)] != _START:
-        raise Damaged("it is no stored block")
+        raise Damaged("it is not a stored block")
     return 8 + json_bytes + 8 * BLOCK_TOKENS
 
 
@@ -96,7 +96,7 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
             raise Damaged(f"it has {file_bytes} bytes, and should have {first + int(about['data_bytes'])}")
         end = first + 8 * int(about["tokens"])
         if not first < end <= len(data):
-            raise Damaged("its tokens are not all there")
+            raise Damaged("some of its tokens are missing")
         head = Head(
             kind=about["kind"],
             identity=Identity(bytes.fromhex(about["identity"]), about["model"]),
@@ -108,7 +108,7 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
             cut=int(about.get("cut", 0)),
         )
         if head.key != bytes.fromhex(about["key"]):
-            raise Damaged("its key is not that of its tokens")
+            raise Damaged("its key does not match its tokens")
     except _WRONG as error:
         raise Damaged(f"its head cannot be read: {error!r}"[:200]) from error
     return head, end
@@ -125,7 +125,7 @@ def decoded(
     """
     head, end = decoded_head(data, len(data))
     if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
-        raise Damaged(f"its checksum is wrong{'' if secret is None else ', or made with other secrets'}")
+        raise Damaged(f"its checksum is wrong{'' if secret is None else ', or it was made with another secret'}")
     if place is not None and head.place != place:
         raise Damaged("it has another block's name")
     first = end - head.tokens.nbytes
@@ -136,7 +136,7 @@ def decoded(
     except _WRONG as error:
         raise Damaged(f"its tensors cannot be read: {error!r}"[:200]) from error
     if not is_same:
-        raise Damaged("its head is not written as heads are")
+        raise Damaged("its head is not in the form that stores write")
     buffers = {}
     for name in _order(shapes):
         begin, end = end, end + shape_bytes(*shapes[name])

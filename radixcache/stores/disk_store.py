@@ -170,11 +170,11 @@ class DiskStore(BudgetedStore):
             self._list_new_files()
             return super()._write(head, parts, nbytes)
         except OSError as error:
-            return "something else has its place" if error.errno in _NAME_TAKEN else self._stop(error)
+            return "another file has its name" if error.errno in _NAME_TAKEN else self._stop(error)
 
     def _stop(self, error: OSError) -> str:
         self._error = str(error)
-        logger.warning("%s: %s. Nothing more is written; what is stored is used.", self._folder.path, error)
+        logger.warning("%s: %s. Nothing more is written; stored blocks are still read.", self._folder.path, error)
         return self.stopped_words
 
     def _reason_not_to_write(self, nbytes: int) -> str:
@@ -182,7 +182,7 @@ class DiskStore(BudgetedStore):
         if about.f_bavail * about.f_frsize < self._min_free_bytes + nbytes:
             return "the disk is nearly full"
         self._daily.refresh()
-        return "the budget of the day is spent" if self._daily.left_bytes() < nbytes else ""
+        return "the budget of the day is used up" if self._daily.left_bytes() < nbytes else ""
 
     def _write_file(self, head: Head, parts: Sequence[Any], nbytes: int) -> None:
         self._daily.spend(nbytes)

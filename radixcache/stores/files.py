@@ -89,8 +89,8 @@ class Folder:
     def require(self, secret: bytes | None) -> None:
         """Raise StoreError unless the store was made with this secret; None: without a secret."""
         if self._secret_id != _secret_id(secret):
-            used = "no secret" if self._secret_id is None else "a secret that is not this one"
-            raise StoreError(f"{self.path}: the store was made with {used}. Give the same, or name another folder.")
+            used = "no secret" if self._secret_id is None else "another secret"
+            raise StoreError(f"{self.path}: the store was made with {used}. Give that secret, or name another folder.")
 
     def changed(self) -> Iterator[str]:
         """Names of all files in the shards that may have changed since the last call."""
@@ -112,7 +112,7 @@ class Folder:
                 data = _read_first(handle, wanted)
         head, _ = decoded_head(data, about.st_size)
         if name != file_name(head.key, head.kind):
-            raise Damaged("it has not the name of its block")
+            raise Damaged("its name is not that of its block")
         return head, about.st_size, about.st_mtime_ns
 
     def read(self, place: Place, nbytes: int, secret: bytes | None) -> Block:
@@ -249,11 +249,11 @@ def _opened(path: Path) -> Iterator[int]:
     except OSError:
         with suppress(OSError):
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise Damaged("it is no regular file") from None
+                raise Damaged("it is not a regular file") from None
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise Damaged("it is no regular file")
+            raise Damaged("it is not a regular file")
         yield handle
     finally:
         os.close(handle)

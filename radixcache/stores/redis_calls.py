@@ -124,7 +124,7 @@ class Calls:
         except Exception as error:
             self._tally.add_to("failed_calls", _kind(error))
             if self._breaker.failed():
-                words = "Redis: %s. It is not asked for %g s; requests are served without it."
+                words = "Redis: %s. The server is not asked for %g s; requests are served without it."
                 logger.warning(words, _kind(error), self._breaker.pause_s)
             self._client.connection_pool.disconnect()
             return None

@@ -58,7 +58,7 @@ BATCH_BYTES = 8 << 20
 BATCHES = 2
 
 UNANSWERED = "the server does not answer"
-UNREACHED = "what comes before it is not stored"
+UNREACHED = "the blocks before it are not stored"
 
 #: A block, None if its value is gone, or what is wrong with the value.
 Found = Block | Damaged | None
@@ -112,7 +112,7 @@ class RedisStore(BlockStore):
         self._names = Names(secret)
 
     def __repr__(self) -> str:
-        return f"<RedisStore: {len(self._index)} blocks known{', left alone' if self._calls.is_down else ''}>"
+        return f"<RedisStore: {len(self._index)} blocks known{', not asked' if self._calls.is_down else ''}>"
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
         """As `BlockStore.read`. A batch is fetched while the caller uses the last one."""
@@ -293,7 +293,7 @@ class RedisStore(BlockStore):
             return "the server refuses it"
         self._add(head, stored[0] or nbytes, time.time_ns())
         if stored[0]:
-            return "it is there"
+            return "it is already stored"
         self._tally.add(written_files=1, written_bytes=nbytes)
         return ""
 

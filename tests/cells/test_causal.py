@@ -21,7 +21,7 @@ from tests.cells.causal_rows import ROUNDING, WRONG_STATE, Rows, shared_model, w
 
 #: What cannot run on cells, and the word of the error that says why.
 REFUSED = {
-    "afm7": "where in them",
+    "afm7": "which cells it uses",
     "deepseek_v41": "LayerCache",
     "llama4": "ChunkedKVCache",
     "minimax_m3_vl": "blocks of neighbouring slots",

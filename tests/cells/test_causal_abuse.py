@@ -43,15 +43,15 @@ def unharmed(rows: Rows) -> None:
 
 Call = Callable[[CausalCache, Any], object]
 NONSENSE: dict[str, tuple[Call, str]] = {
-    "add twice": (lambda c, m: c.add(1), "there already"),
+    "add twice": (lambda c, m: c.add(1), "exists already"),
     "free unknown": (lambda c, m: c.free(9), "no sequence 9"),
     "step unknown": (lambda c, m: c.step(m, [1, 9], [1, 2]), "no sequence 9"),
     "step one without tokens": (lambda c, m: c.step(m, [1, 3], [1, 2]), "no tokens yet"),
     "step twice": (lambda c, m: c.step(m, [1, 2, 1], [1, 2, 3]), "twice"),
     "step nobody": (lambda c, m: c.step(m, [], []), "empty"),
     "step nobody lazily": (lambda c, m: c.step(m, [], mx.array([], dtype=mx.int32)), "at least one"),
-    "too few tokens": (lambda c, m: c.step(m, [1, 2], [1]), "one each"),
-    "too many tokens": (lambda c, m: c.step(m, [1, 2], mx.array([[1, 2], [3, 4]])), "one each"),
+    "too few tokens": (lambda c, m: c.step(m, [1, 2], [1]), "one token for each"),
+    "too many tokens": (lambda c, m: c.step(m, [1, 2], mx.array([[1, 2], [3, 4]])), "one token for each"),
     "logits for tokens": (lambda c, m: c.step(m, [1, 2], mx.array([0.5, 2.0])), "wanted integers"),
     "text for tokens": (lambda c, m: c.step(m, [1, 2], "ab"), "encode the text"),
     "step past the vocabulary": (lambda c, m: c.step(m, [1, 2], [1, VOCABULARY_LENGTH]), "wanted a token id"),

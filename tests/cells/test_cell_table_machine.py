@@ -122,14 +122,14 @@ class CellMachine(RuleBasedStateMachine):
             self.refused(lambda: self.table.append([(name, 1)]), "no sequence")
             self.refused(lambda: self.table.remove(name, begin, end), "no sequence")
             return
-        self.refused(lambda: self.table.add(name), "is there already")
+        self.refused(lambda: self.table.add(name), "exists already")
         self.refused(lambda: self.table.append([(name, 1), (name, 1)]), "in 2 rows")
         self.refused(lambda: self.table.append([(name, self.table.capacity + 1)]), "never fits")
         self.refused(lambda: self.table.append([(name, 0)]), "wanted at least 1")
         if self.lists[name]:
             self.refused(lambda: self.table.copy_prefix(name, name, 0), "wanted one without")
         if not 0 <= begin <= end <= len(self.lists[name]):
-            self.refused(lambda: self.table.remove(name, begin, end), "is not in there")
+            self.refused(lambda: self.table.remove(name, begin, end), "is outside")
         if other in self.lists and not self.lists[other] and not 0 <= end <= len(self.lists[name]):
             self.refused(lambda: self.table.copy_prefix(name, other, end), "can be shared")
 

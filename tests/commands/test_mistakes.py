@@ -74,7 +74,7 @@ replay TALKS --parallel 0 | --parallel is 0; wanted at least 1.
 replay TALKS --parallel 2 --cache none,radix | --parallel works with the caches radix and mlx-lm
 replay TALKS --parallel 2 --recorded | --parallel generates replies, and --recorded feeds recorded replies.
 replay TALKS --parallel 2 --exact | --exact promises equal bits
-replay TALKS --parallel 2 --model tiny:llama4 | llama4: a layer's ChunkedKVCache cannot be one row among others.
+replay TALKS --parallel 2 --model tiny:llama4 | llama4: a layer's ChunkedKVCache cannot be decoded in a batch.
 replay TALKS --budget-mib 0 | --budget-mib is 0; wanted more than 0.
 replay TALKS --budget-mib nan | --budget-mib is nan; wanted more than 0.
 replay TALKS --model /nowhere/model | /nowhere/model

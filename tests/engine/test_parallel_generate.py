@@ -546,7 +546,7 @@ def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(lla
     assert done(drain_one).done_reason == "length"
     assert ended == [never, behind, first]
     assert isinstance(done(never).error, BudgetFullError)
-    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000")
+    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000 bytes")
 
 
 @settings(max_examples=10, deadline=None)

@@ -777,10 +777,10 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
             ("tokens is", lambda: group.prefill(model, row, 0)),
             ("tokens is", lambda: group.prefill(model, row, -3)),
             ("another group", lambda: group.prefill(model, foreign)),
-            ("a int is no row", lambda: group.step(model, [0], [1])),  # type: ignore[list-item]
+            ("a int is not a row", lambda: group.step(model, [0], [1])),  # type: ignore[list-item]
             (f"{wrong - 1} follows", lambda: group.step(model, [row], [wrong])),
-            ("one each", lambda: group.step(model, [row], [1, 2])),
-            ("one each", lambda: group.step(model, [row, foreign][:1], mx.array([[1, 2]]))),
+            ("one token for each", lambda: group.step(model, [row], [1, 2])),
+            ("one token for each", lambda: group.step(model, [row, foreign][:1], mx.array([[1, 2]]))),
             ("wanted integers", lambda: group.step(model, [row], mx.array([1.0]))),
             ("no rows", lambda: group.step(model, [], [])),
             ("twice", lambda: group.step(model, [row, row], [wrong - 1] * 2)),

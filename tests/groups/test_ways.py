@@ -91,7 +91,7 @@ def test_a_model_that_is_wrong_every_way_is_refused_by_name_with_the_reasons() -
             return super().__call__(inputs, cache=cache) + self.calls
 
     model = Drifting(shared_model("llama").args)
-    with pytest.raises(UnsupportedCacheError, match="cannot be one row among others: segments: logits are off by"):
+    with pytest.raises(UnsupportedCacheError, match="cannot be decoded in a batch: segments: logits differ by"):
         found(model)
 
 
@@ -123,7 +123,7 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
         return getattr(llama, NAME)(keys, keys, values, cache=None, scale=1.0, mask=mx.array([[True]]))
 
     serve(shared_model("llama"))
-    for model, found in ((fetching, "not attended"), (masking, "mask of the model's own")):
+    for model, found in ((fetching, "reads keys outside"), (masking, "mask of its own")):
         with pytest.raises(PassError, match=found):
             caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)
         assert not handed_out.by_keys

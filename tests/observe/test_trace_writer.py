@@ -78,7 +78,7 @@ def test_torn_last_line_is_left_out_and_counted(tmp_path) -> None:
         assert [len(request.keys) for request in trace.requests] == [2, 3][: 2 - is_torn]
         assert len(trace.skipped) == is_torn
         if is_torn:
-            assert trace.skipped[0].startswith(f"{path}:3: torn")
+            assert trace.skipped[0].startswith(f"{path}:3: an incomplete line")
 
 
 def test_reopened_trace_goes_on_behind_a_torn_line(tmp_path) -> None:
@@ -187,7 +187,7 @@ def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_befo
         trace = read_trace(path, skip_bad=True)
         assert [len(request.keys) for request in trace.requests] == [2, 3]
         assert len(trace.skipped) == skipped
-        with pytest.raises(TraceError, match=r"t\.jsonl:4: (version is int 2|request 0 was there before)"):
+        with pytest.raises(TraceError, match=r"t\.jsonl:4: (version is int 2|request 0 is there twice)"):
             read_trace(path)
 
 
@@ -200,7 +200,7 @@ def test_a_plain_trace_holds_ids_and_the_namespace_and_they_are_counted(tmp_path
     found = [(line.get("after"), line["ids"], line["namespace"]) for line in (first, second)]
     assert found == [(None, [7, 8, 9], "tenant"), ([0, 1], [10], "tenant")]
     path.write_text("".join(json.dumps(each) + "\n" for each in (header, {**first, "ids": [7, 8]}, second)))
-    with pytest.raises(TraceError, match=r"t\.jsonl:2: 2 ids behind 0 blocks; tokens 3 needs 3"):
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: 2 ids after 0 blocks; 3 tokens need 3 ids"):
         read_trace(path)
 
 
@@ -209,7 +209,7 @@ def test_a_plain_trace_holds_ids_and_the_namespace_and_they_are_counted(tmp_path
     [
         ({"blocks": "AAA"}, "wanted base64"),
         ({"blocks": "AAAA"}, "blocks has 3 bytes; wanted a multiple of 8."),
-        ({"tokens": 500}, "3 blocks; tokens 500 needs 8 blocks of 64 tokens."),
+        ({"tokens": 500}, "3 blocks; 500 tokens need 8 blocks of 64 tokens."),
         ({"after": [5, 1]}, "after names 1 blocks of request 5, which has 0 here"),
         ({"after": [0, 3]}, "after names 3 blocks of request 0, which has 2 here"),
         ({"after": 7}, "after is int 7; wanted [request, blocks]."),

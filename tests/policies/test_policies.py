@@ -105,7 +105,7 @@ def test_a_policy_that_gives_up_what_may_not_go_is_named() -> None:
             session.prefill(SizedModel())
 
     serve([1, 2, 3])
-    with pytest.raises(PolicyError, match=r"policy Stubborn: victim\(\) gave Entry\(entry_id=1.*may not go"):
+    with pytest.raises(PolicyError, match=r"policy Stubborn: victim\(\) gave Entry\(entry_id=1.*must not be evicted"):
         serve([9, 8, 7, 6, 5, 4])
 
 
@@ -136,7 +136,7 @@ def test_policies_are_made_anew_by_name_or_by_module_and_class() -> None:
         ("policies.belady:Belady", "cannot be made: TypeError: .*next_use.*"),
         (
             "policies.cost:CostModel",
-            "does not follow the EvictionPolicy protocol: no inserted, touched, split, .*victim",
+            "does not follow the EvictionPolicy protocol: it has no inserted, touched, split, .*victim",
         ),
         ("math:pi", "cannot be made: TypeError: 'float' object is not callable"),
     ],
@@ -171,7 +171,9 @@ class Forgetful:
 @pytest.mark.parametrize(("wrong", "lacks"), [(Unfinished, "key"), (Forgetful, "evicted, evictable_changed, victim")])
 def test_a_policy_that_lacks_a_method_is_refused_before_the_first_request(wrong: Any, lacks: str) -> None:
     for policy in (wrong(), f"{wrong.__module__}:{wrong.__name__}"):
-        with pytest.raises(ValueError, match=rf"^policy .* does not follow the EvictionPolicy protocol: no {lacks}\.$"):
+        with pytest.raises(
+            ValueError, match=rf"^policy .* does not follow the EvictionPolicy protocol: it has no {lacks}\.$"
+        ):
             make_policy(policy)
         with pytest.raises(ValueError, match=f"no {lacks}"):
             PrefixCache(caches=list, policy=policy)

@@ -280,7 +280,7 @@ def test_no_request_waits_for_the_trial_of_the_model(monkeypatch: pytest.MonkeyP
 
 def test_a_model_that_is_wrong_beside_other_rows_answers_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise UnsupportedCacheError("cannot be one row among others.")
+        raise UnsupportedCacheError("cannot be decoded in a batch.")
 
     monkeypatch.setattr(passes, "_try_ways", refuse)
     with running() as thread:

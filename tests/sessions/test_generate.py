@@ -181,7 +181,7 @@ def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model
     cache = PrefixCache(model)
     stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
     tokens = [next(stream).token for _ in range(3)]
-    with pytest.raises(CacheBusyError, match=r"the live slot is taken: .* at token 3 behind its 50"):
+    with pytest.raises(CacheBusyError, match=r"the live slot is taken: .* at token 3 after its 50 prompt tokens"):
         cache.begin(PROMPT)
     stream.close()
     cache.check()
@@ -275,8 +275,8 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
         ({"prompt_cache": None, "temperature": 0.5}, "unexpected arguments: temperature"),
         ({"max_tokens": 0}, "max_tokens is 0; wanted 1 or more, or -1"),
         ({"max_tokens": -2}, "max_tokens is -2; wanted 1 or more, or -1"),
-        ({"embed": len}, "embed needs keys, .* and no draft_model"),
-        ({"embed": len, "keys": PROMPT, "draft_model": "draft"}, "embed needs keys, .* and no draft_model"),
+        ({"embed": len}, "embed= needs keys=, .* and no draft_model"),
+        ({"embed": len, "keys": PROMPT, "draft_model": "draft"}, "embed= needs keys=, .* and no draft_model"),
     ],
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
@@ -337,7 +337,7 @@ def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
     llama = tiny_model("llama")
     cache = PrefixCache(llama)
     stream = stream_generate(llama, tokenizer, PROMPT, draft_model=tiny_model("llama"), cache=cache)
-    with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs both models' 6"):
+    with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs the 6 of both models"):
         next(stream)
     cache.check()
     assert next(stream_generate(llama, tokenizer, PROMPT, cache=cache)).cached_tokens == 0

@@ -118,7 +118,7 @@ def test_point_state_beyond_the_tokens_is_refused_with_the_numbers(kind: str) ->
     cache = PrefixCache(model)
     serve(cache, model, tokens(5, 20))
     before = state(cache)
-    with pytest.raises(SnapshotError, match="stand at 60, beyond the 40 tokens"):
+    with pytest.raises(SnapshotError, match="are at offset 60, after the 40 tokens"):
         cache.insert(PROMPT[:40], filled(model, PROMPT))
     assert state(cache) == before
     cache.check()

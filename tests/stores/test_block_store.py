@@ -88,7 +88,7 @@ def test_what_nothing_leads_to_is_not_written(site: Site) -> None:
     blocks = chain(range(8))
     with site.open() as store:
         put_all(store, [blocks[1], checkpoint(blocks[0])])
-        assert store.stats.dropped == {"what comes before it is not stored": 2}
+        assert store.stats.dropped == {"the blocks before it are not stored": 2}
         assert resumed(store, range(8)) == 0
 
 

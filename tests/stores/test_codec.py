@@ -148,10 +148,10 @@ def test_a_head_is_read_without_the_state_and_proves_its_key() -> None:
     head, end = decoded_head(memoryview(data), len(data))
     assert head.key == block.head.key
     assert decoded_head(memoryview(data[:end]), len(data))[0].key == head.key
-    with pytest.raises(Damaged, match="tokens are not all there"):
+    with pytest.raises(Damaged, match="some of its tokens are missing"):
         decoded_head(memoryview(data[: end - 1]), len(data))
     other = data[: end - 8] + (4).to_bytes(8, "little") + data[end:]
-    with pytest.raises(Damaged, match="key is not that of its tokens"):
+    with pytest.raises(Damaged, match="key does not match its tokens"):
         decoded_head(memoryview(other), len(data))
 
 

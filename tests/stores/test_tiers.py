@@ -119,7 +119,7 @@ def test_stores_are_told_apart_and_their_figures_added_up(disks: tuple[DiskStore
     put_all(both, chain(range(8)))
     put_all(disks[1], chain(range(20, 28))[1:])
     assert both.stats.written_files == 4
-    assert both.stats.dropped == {"disk 2: what comes before it is not stored": 1}
+    assert both.stats.dropped == {"disk 2: the blocks before it are not stored": 1}
     both.check()
     assert both.close(60)
     assert not disks[0].accepts(1)

@@ -65,7 +65,7 @@ def test_the_call_is_done_and_raises_and_lru_takes_over(hook: str, points: int) 
         for error in raised:
             assert (error.policy, error.hook) == ("Failing", hook)
             assert str(error).startswith(f"policy Failing: {hook}() raised KeyError('no such\\nthing') (")
-            assert str(error).endswith("The cache evicts by LRU from here on.")
+            assert str(error).endswith("The cache evicts by LRU from now on.")
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
             assert isinstance(error.__cause__, KeyError)
         assert cache.stats.evictions > 0
@@ -109,7 +109,7 @@ def test_a_victim_that_may_not_go_is_a_failure_too(given: str) -> None:
             raised.append(str(error))
         cache.check()
     (text,) = raised
-    assert re.match(r"policy Wrong: victim\(\) gave .*, which may not go", text)
+    assert re.match(r"policy Wrong: victim\(\) gave .*, which must not be evicted", text)
 
 
 def test_a_session_that_met_it_while_it_closed_is_closed_and_its_state_is_there() -> None:

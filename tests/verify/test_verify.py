@@ -217,7 +217,7 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
 
     told: list[Event] = []
     cache = make(verify=1.0, on_event=told.append)
-    warned = pytest.warns(RuntimeWarning, match="is not what a cold prefill gives")
+    warned = pytest.warns(RuntimeWarning, match="differs from a cold prefill")
     with cache.begin(prompt) as session:
         resumed = session.cached_tokens
         assert resumed > 0
@@ -572,7 +572,7 @@ def test_what_the_tokens_do_not_tell_is_skipped() -> None:
     for share in (-0.1, 1.1, float("nan"), True, "1", None):
         with pytest.raises(ValueError, match="wanted a share from 0 to 1"):
             PrefixCache(model, verify=share)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a layout that holds sizes has none"):
+    with pytest.raises(ValueError, match="this cache has only sizes"):
         sized_cache(SizedLayout(8), budget_bytes=100, verify=0.5)
 
 

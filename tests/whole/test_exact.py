@@ -487,7 +487,7 @@ def test_caches_of_somebody_else_are_refused_since_nobody_knows_how_they_were_ma
     cache = exact_cache(model)
     caches = make_prompt_cache(model)
     model(mx.array([tokens(1, 32)]), cache=caches)
-    with pytest.raises(ValueError, match=r"insert\(\) into an exact cache: it cannot know .* 16 tokens"):
+    with pytest.raises(ValueError, match=r"insert\(\) into an exact cache: it is not known .* 16 tokens"):
         cache.insert(tokens(1, 32), caches)
     assert cache.stats.nodes == 0
 
@@ -526,7 +526,7 @@ def test_pins_and_namespaces_hold_in_exact_mode() -> None:
     assert cache.stats.tokens == 64
     with cache.begin([*prompt, 1]) as session:
         assert session.cached_tokens == 64
-    with pytest.raises(ValueError, match="15 tokens: no whole chunk of 16 to keep"):
+    with pytest.raises(ValueError, match="15 tokens; wanted at least a whole chunk of 16"):
         cache.pin(prompt[:15])
     cache.pin(prompt[:16])
     cache.unpin(prompt[:16])

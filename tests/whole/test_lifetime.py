@@ -138,7 +138,7 @@ def test_the_trace_of_a_cache_that_was_let_go_of_can_be_continued(model: Any, tm
 def test_a_trace_is_not_written_behind_something_else(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "thesis.tex"
     path.write_text("\\documentclass{book}\n")
-    with pytest.raises(ValueError, match="holds something else than a trace; name another file"):
+    with pytest.raises(ValueError, match="is not a trace; name another file"):
         PrefixCache(model, trace=path)
     assert path.read_text() == "\\documentclass{book}\n"
     torn = tmp_path / "torn.jsonl"

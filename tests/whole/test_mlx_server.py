@@ -161,7 +161,7 @@ def test_what_cannot_be_stored_is_refused_with_a_reason_and_changes_nothing(llam
     with pytest.raises(UnsupportedCacheError, match=r"layer 1 \(Unknown\)"):
         cache.insert_cache("a", OTHER, [KVCache(), Unknown()])
     sliding = tiny_model("llama_sliding")
-    with pytest.raises(SnapshotError, match="stand at 60, beyond the 40 tokens"):
+    with pytest.raises(SnapshotError, match="are at offset 60, after the 40 tokens"):
         cache.insert_cache("b", PROMPT[:40], filled(sliding, PROMPT))
     with pytest.raises(KeyError, match="tool"):
         cache.insert_cache("a", OTHER, filled(llama, OTHER), cache_type="tool")
