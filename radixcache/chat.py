@@ -22,9 +22,12 @@ needs one tokenization per message. Never imports MLX.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,12 +43,64 @@ _RESERVED_ARGUMENTS = (
     *("continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
     *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 )
+_REASONING_ARGUMENTS = ("reasoning_effort", "thinking")
+# Types of parts whose strings are no text.
+_IMAGES = ("image", "image_url", "input_image")
+
+
+#: How a rendering ends: with the opening of the next reply, behind the last message, or inside the last message.
+Ending = Literal["reply", "message", "continue"]
+
+# Stands behind the first character of a control token's text, so that it stays text. It is no character of any text.
+_BREAK = "\ufdd0"
+# Shows where a content starts; no character of any text either.
+_MARK = "\ufdd1"
+
+
+class _Learnt:
+    """What is learnt of a tokenizer once: its control tokens, and what its chat templates do."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        #: Ids and texts of the tokens that never merge with text beside them; white space does not count.
+        self.control = {int(token_id): token.content for token_id, token in added if token.content.strip()}
+        self.special = {token.content for _, token in added if token.special}
+        self.patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
+        #: For each template; see `Turns`.
+        self.turns: dict[str, dict[str, bool]] = {}
+
+    def starts(self, template: str, *, special_only: bool) -> re.Pattern[str]:
+        """A pattern of the first characters of control tokens' texts: all that the template can write."""
+        if (known := self.patterns.get((template, special_only))) is not None:
+            return known
+        texts = [each for each in self.control.values() if each in self.special or (each in template)]
+        rests: dict[str, set[str]] = {}
+        for text in texts:
+            if len(text) > 1 and (text in self.special or not special_only):
+                # Some tokenizers number thousands of tokens. A number that is no token's does no harm.
+                rests.setdefault(text[0], set()).add(re.sub(r"\d+", r"\\d+", re.escape(text[1:])))
+        parts = [f"{re.escape(first)}(?={'|'.join(sorted(each))})" for first, each in sorted(rests.items())]
+        return self.patterns.setdefault((template, special_only), re.compile("|".join(parts) or "(?!)"))
+
+
+_LEARNT: WeakKeyDictionary[Any, _Learnt] = WeakKeyDictionary()
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with the arguments of one call."""
+    """A tokenizer's chat template with the arguments of one call.
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: dict[str, Any]):
+    `is_plain_text`: a control token's text that a message or a tool contains stays text. In messages of the assistant,
+    this holds for special tokens only: templates find reasoning and tool calls by the texts of others.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+        *,
+        is_plain_text: bool = False,
+    ):
         for name in filter(template_kwargs.__contains__, _RESERVED_ARGUMENTS):
             raise ValueError(
                 f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
@@ -54,63 +109,102 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
         self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
-        self._kwargs: dict[str, Any] = {"tools": [dict(tool) for tool in tools] if tools else None, **template_kwargs}
         # mlx-lm may replace the tokenizer's Jinja template with a function.
         is_python = self._inner is not tokenizer and getattr(tokenizer, "_chat_template", None) is not None
+        if is_python:  # and refuses arguments that it does not know, which requests may have for other templates
+            template_kwargs = {key: template_kwargs[key] for key in template_kwargs if key not in _REASONING_ARGUMENTS}
         is_fast = getattr(self._inner, "is_fast", False) and not template_kwargs.get("sanitize_control_tokens")
         #: Whether the template gives text, which the tokenizer then tokenizes.
         self.as_text = bool(is_fast and (is_python or _has_stock_renderer(self._inner)))
+        self._source = str(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
+        self.is_plain_text = is_plain_text and self.as_text
+        self.tools = [dict(tool) for tool in tools] if tools else None
+        if self.is_plain_text and self.tools:
+            starts = self.learnt.starts(self._source, special_only=False)
+            if starts.search(json.dumps(self.tools, ensure_ascii=False)):
+                self.tools = self._plain_text(self.tools, special_only=False)
+        self._kwargs: dict[str, Any] = {"tools": self.tools, **template_kwargs}
         if not self.as_text and not is_python:
             self._kwargs["return_dict"] = False
+
+    @property
+    def learnt(self) -> _Learnt:
+        if (learnt := _LEARNT.get(self._inner)) is None:
+            learnt = _LEARNT[self._inner] = _Learnt(self._inner)
+        return learnt
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
         """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""
         rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=generation_prompt,
-            tokenize=not self.as_text,
-            **{**self._kwargs, **arguments},
+            **{"tokenize": not self.as_text, **self._kwargs, **arguments},
         )
-        return str(rendered) if self.as_text else [int(token) for token in rendered]
+        return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
 
-    def attempt(self, messages: Sequence[Message], generation_prompt: bool = False) -> Rendering | None:
+    def attempt(
+        self, messages: Sequence[Message], generation_prompt: bool = False, **arguments: Any
+    ) -> Rendering | None:
         """Render; None: the template refuses these messages."""
         try:
-            return self.render(messages, generation_prompt)
+            return self.render(messages, generation_prompt, **arguments)
         except Exception:  # A template may raise anything.
             return None
 
     def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
         """Give each turn the nearest role that the template takes; see `Turns`."""
-        return Turns(self._probe, _known_turns(self._tokenizer, self._kwargs.get("chat_template"))).fit(messages)
+        try:
+            known = self.learnt.turns.setdefault(self._source, {})
+        except (AttributeError, TypeError):  # another maker's tokenizer
+            known = {}
+        return Turns(self._probe, known).fit(messages)
 
     def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        rendering = self.attempt(messages, messages[-1]["role"] != "assistant", tools=tools)
+        if rendering is None or isinstance(rendering, str):
+            return rendering
         try:
-            rendering = self.render(messages, messages[-1]["role"] != "assistant", tools=tools)
-            return rendering if isinstance(rendering, str) else str(self._tokenizer.decode(rendering))
-        except Exception:  # A template may raise anything.
+            return str(self._tokenizer.decode(rendering))
+        except Exception:  # another maker's tokenizer
             return None
 
-    def encode(self, texts: Sequence[str]) -> Any:
-        return self._inner(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    def in_plain_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with breaks in the texts of control tokens; see `TokenSpans`."""
+        plain: dict[str, Any] = self._plain_text(message, special_only=message["role"] == "assistant")
+        return plain
 
-    def control_tokens(self) -> dict[int, str]:
-        """Ids and texts of the tokens that never merge with text beside them; white space does not count."""
-        added = self._inner.added_tokens_decoder.items()
-        return {int(token_id): token.content for token_id, token in added if token.content.strip()}
+    def breaks_before(self, message: Mapping[str, Any], end: int) -> int:
+        """How many breaks `in_plain_text` puts before a character of the message's content."""
+        if not self.is_plain_text:
+            return 0
+        starts = self.learnt.starts(self._source, special_only=message["role"] == "assistant")
+        return sum(found.end() < end for found in starts.finditer(message["content"]))
 
+    def _plain_text(self, value: Any, *, special_only: bool) -> Any:
+        if isinstance(value, str):
+            return self.learnt.starts(self._source, special_only=special_only).sub(rf"\g<0>{_BREAK}", value)
+        if isinstance(value, Mapping):
+            if value.get("type") in _IMAGES:
+                return value
+            changed = [
+                tuple(self._plain_text(each, special_only=special_only) for each in pair) for pair in value.items()
+            ]
+            return dict(changed)
+        if isinstance(value, list | tuple):
+            return [self._plain_text(each, special_only=special_only) for each in value]
+        return value
 
-#: What is known of each tokenizer's templates; see `Turns`.
-_KNOWN_TURNS: WeakKeyDictionary[Any, dict[str, dict[str, bool]]] = WeakKeyDictionary()
-
-
-def _known_turns(tokenizer: Any, own_template: Any) -> dict[str, bool]:
-    """What is known of the turns of a template; empty at first."""
-    template = own_template or getattr(tokenizer, "chat_template", None)
-    try:
-        return _KNOWN_TURNS.setdefault(tokenizer, {}).setdefault(str(template), {})
-    except TypeError:  # no weak references to it
-        return {}
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """Encodings of the library tokenizers: they hold ids and offsets, and give them one by one."""
+        encoded = self._inner(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        encodings: list[Any] = encoded.encodings
+        return encodings
 
 
 def _has_stock_renderer(tokenizer: Any) -> bool:
@@ -133,14 +227,14 @@ def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
 
 
 def choose_form(
-    template: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool
+    template: ChatTemplate, messages: Sequence[Message], generation_prompt: bool
 ) -> tuple[list[dict[str, Any]], Rendering]:
     """Find the first form of the messages that the template accepts, and render it.
 
     Most templates want the arguments of a tool call as an object and quote text twice; a few need text. Most accept a
-    message without content if it calls tools; a few need a string.
+    message without content if it calls tools; a few need a string. Arguments that are no JSON stay text; a template
+    that lists the arguments one by one gets them as one argument.
     """
-    generation_prompt = add_generation_prompt and messages[-1]["role"] != "assistant"
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
     refusals: list[Exception] = []
     for form in _forms(messages):
@@ -161,16 +255,18 @@ def choose_form(
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with tool arguments as objects or as text, and with missing content left out or as ''."""
-    parsed = [_plain(message, parse_arguments=True) for message in messages]
-    written = [_plain(message, parse_arguments=False) for message in messages]
-    for form in [parsed, written] if parsed != written else [parsed]:
-        yield form
-        if any("content" not in message for message in form):
-            yield [{"content": "", **message} for message in form]
+    """The messages with tool arguments as JSON values, as text, or as objects; missing content left out or ''."""
+    forms: list[list[dict[str, Any]]] = []
+    for arguments in ("parsed", "written", "named"):
+        form = [_plain(message, arguments) for message in messages]
+        if form not in forms:
+            forms.append(form)
+            yield form
+            if any("content" not in message for message in form):
+                yield [{"content": "", **message} for message in form]
 
 
-def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
+def _plain(message: Message, arguments: str) -> dict[str, Any]:
     """Copy a message, join its text parts, and leave out None values, which templates write as text."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
@@ -178,21 +274,22 @@ def _plain(message: Message, parse_arguments: bool) -> dict[str, Any]:
         plain["content"] = "".join(str(part.get("text", "")) for part in content)
     calls = plain.get("tool_calls")
     if isinstance(calls, Sequence) and not isinstance(calls, str):
-        plain["tool_calls"] = [_plain_call(call, parse_arguments) for call in calls]
+        plain["tool_calls"] = [_plain_call(call, arguments) for call in calls]
     return plain
 
 
-def _plain_call(call: Any, parse_arguments: bool) -> Any:
+def _plain_call(call: Any, form: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
     arguments = function["arguments"]
-    if parse_arguments and isinstance(arguments, str):
+    if form != "written" and isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
-    elif not parse_arguments and isinstance(arguments, Mapping):
+            arguments = json.loads(arguments)
+    elif form == "written" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+    if form == "named" and not isinstance(arguments, Mapping):
+        arguments = {"arguments": arguments} if arguments else {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -219,29 +316,61 @@ def common_rendering(left: Rendering, right: Rendering) -> int:
 
 # Beginnings of text that a tokenizer may merge with the text before, one per character class.
 _FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
-# Characters before a border that are examined: merges reach back over a word, not over a page.
+# Text before a border that is examined: merges reach back over a word, not over a page.
+_WINDOW_WORDS = 4
 _WINDOW_CHARS = 256
 
 
 class TokenSpans:
+    """The tokens of a text, and where they stand in it. A break (`_BREAK`) parts the text and has no token."""
+
     def __init__(self, template: ChatTemplate, text: str) -> None:
-        encoding = template.encode([text])
-        spans = np.asarray(encoding["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
-        self._template = template
-        self._text = text
-        self.tokens = np.asarray(encoding["input_ids"][0], dtype=np.int32)
-        # Several tokens may stand for one character, and some omit their spaces: make both columns ascend.
-        self._starts = np.maximum.accumulate(spans[:, 0])
-        self._ends = np.maximum.accumulate(spans[:, 1])
-        control = template.control_tokens()
-        self.control_texts = tuple(control.values())
-        self._control_indices = np.flatnonzero(np.isin(self.tokens, np.fromiter(control, dtype=np.int32)))
+        self._template, self._text, self._control = template, text, template.learnt.control
+        self._encoding = template.encode([text])[0]
+        self._ids: list[int] = self._encoding.ids
+        # Indices of the tokens that are left out.
+        self._breaks = np.asarray([*self._break_indices()] if template.is_plain_text else [], dtype=np.int64)
+        self.tokens = np.delete(np.asarray(self._ids, dtype=np.int32), self._breaks)
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        return tuple(self._control.values())
 
     def offset(self, end: int, closed: bool) -> int:
         """The number of tokens before the character at `end` that no later text can change."""
-        if not closed and end not in self._ends[self._control_indices]:
+        if not closed and not self._is_control(self._token_at(end - 1), end):
             end = self._settled_end(end)
-        return int(np.searchsorted(self._ends, end, "right"))
+        index = self._token_at(end)
+        return index - int(np.searchsorted(self._breaks, index))
+
+    def _break_indices(self) -> Iterator[int]:
+        at = self._text.find(_BREAK)
+        while at >= 0:
+            index = self._token_at(at)
+            while index < len(self._ids) and self._span(index)[0] == at:
+                if self._span(index) != (at, at + 1):
+                    raise ValueError(
+                        "the tokenizer joins a noncharacter with other text; allow special tokens in text."
+                    )
+                yield index
+                index += 1
+            at = self._text.find(_BREAK, at + 1)
+
+    def _token_at(self, position: int) -> int:
+        """The index of the first token that reaches behind a position. Some tokens omit their spaces."""
+        for each in range(max(position, 0), len(self._text)):
+            if (index := self._encoding.char_to_token(each)) is not None:
+                return int(index)
+        return len(self._ids)
+
+    def _span(self, index: int) -> tuple[int, int]:
+        start, end = self._encoding.token_to_chars(index)
+        return start, end
+
+    def _is_control(self, index: int, end: int) -> bool:
+        """Whether a token is a control token that ends there."""
+        is_token = index < len(self._ids) and self._ids[index] in self._control
+        return is_token and self._span(index)[1] == end
 
     def _settled_end(self, end: int) -> int:
         """The last offset before a border at which text after the border cannot change the tokens.
@@ -249,29 +378,43 @@ class TokenSpans:
         The last word before the border (as the pre-tokenizer splits words) may grow, so it is left out. Tokenizing the
         text with each follower shows the other changes.
         """
-        before = self._control_indices[self._ends[self._control_indices] <= end]
-        control_start = int(self._starts[before[-1]]) if len(before) else -1
-        start = max(control_start, end - _WINDOW_CHARS, 0)
+        start, is_control = self._window_start(end)
         window = self._text[start:end]
-        encoding = self._template.encode([window, *(window + follower for follower in _FOLLOWERS)])
-        settled = min(_common_end(encoding, other, len(window)) for other in range(1, len(_FOLLOWERS) + 1))
-        return start + min(settled, _last_word_start(encoding, len(window), skip=start == control_start))
+        encodings = self._template.encode([window, *(window + follower for follower in _FOLLOWERS)])
+        settled = min(_common_end(encodings[0], other, len(window)) for other in encodings[1:])
+        return start + min(settled, _last_word_start(encodings[0], len(window), skip=is_control))
+
+    def _window_start(self, end: int) -> tuple[int, bool]:
+        """Where the text to examine starts, and whether a control token stands there."""
+        words: set[int | None] = set()
+        first = index = min(self._token_at(end - 1), len(self._ids) - 1)
+        while index >= 0:
+            start, stop = self._span(index)
+            if stop <= end and self._ids[index] in self._control:
+                return start, True
+            word = self._encoding.token_to_word(index)
+            if word not in words and len(words) == _WINDOW_WORDS:
+                return first, False
+            if end - start > _WINDOW_CHARS:
+                return end - _WINDOW_CHARS, False
+            words.add(word)
+            first, index = start, index - 1
+        return 0, False
 
 
-def _common_end(encoding: Any, other: int, length: int) -> int:
-    """The character offset in text 0 where its tokens diverge from those of another text of the batch."""
-    spans, tokens = encoding["offset_mapping"][0], encoding["input_ids"][0]
-    shared = common_rendering(tokens, encoding["input_ids"][other])
-    return length if shared == len(tokens) else max((int(end) for _, end in spans[:shared]), default=0)
+def _common_end(encoding: Any, other: Any, length: int) -> int:
+    """The character offset in a text where its tokens diverge from those of another text."""
+    shared = common_rendering(encoding.ids, other.ids)
+    return length if shared == len(encoding) else max((int(end) for _, end in encoding.offsets[:shared]), default=0)
 
 
 def _last_word_start(encoding: Any, length: int, skip: bool) -> int:
-    """The start of the last word of text 0; its length if it is one word. `skip`: it starts with a control token."""
-    words = encoding.word_ids(0)
+    """The start of the last word of a text; its length if it is one word. `skip`: it starts with a control token."""
+    words = encoding.word_ids
     first = len(words)
     while first > 0 and words[first - 1] == words[-1]:
         first -= 1
-    return int(encoding["offset_mapping"][0][first][0]) if first > int(skip) else length
+    return int(encoding.offsets[first][0]) if first > int(skip) else length
 
 
 # Contents after a border; they differ in the first character.
@@ -320,11 +463,8 @@ def chat_tokens(
     **template_kwargs: Any,
 ) -> NDArray[np.int32]:
     """The int32 tokens of `render_chat` without marks: the template runs once. Raises the same errors."""
-    _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
-    fitted, _ = template.fit([dict(message) for message in messages])
-    _, rendering = choose_form(template, fitted, add_generation_prompt)
-    return TokenSpans(template, rendering).tokens if isinstance(rendering, str) else np.asarray(rendering, np.int32)
+    return RenderedChat(template, messages, _ending(messages, add_generation_prompt)).tokens
 
 
 def message_ends(
@@ -346,21 +486,15 @@ def message_ends(
         The opening is what the template adds to the system prompt (a default one, a tool list), shared by all
         conversations that begin with the same system prompt and a user message. 0: not certain, or not asked for.
     """
-    _validate(messages)
     template = ChatTemplate(tokenizer, tools, template_kwargs)
-    fitted, places = template.fit([dict(message) for message in messages])
-    borders = _Borders(template, *choose_form(template, fitted, add_generation_prompt))
-    last = {place.turn: count for count, place in enumerate(places, 1)}
-    text_ends = [
-        0
-        if counts is not None and count not in counts
-        else borders.message_end(place.turn + 1)
-        if last[place.turn] == count
-        else borders.inner_end(place.turn, place.end)
-        for count, place in enumerate(places, 1)
-    ]
-    tokens, (opening, *ends) = borders.to_tokens([borders.opening_end(text_ends[0]), *text_ends])
-    return tokens, opening, ends
+    chat = RenderedChat(template, messages, _ending(messages, add_generation_prompt))
+    ends = [chat.end(count) if counts is None or count in counts else 0 for count in range(1, len(messages) + 1)]
+    return chat.tokens, chat.opening, ends
+
+
+def _ending(messages: Sequence[Message], add_generation_prompt: bool) -> Ending:
+    _validate(messages)
+    return "reply" if add_generation_prompt and messages[-1]["role"] != "assistant" else "message"
 
 
 def _validate(messages: Sequence[Message]) -> None:
@@ -376,85 +510,229 @@ def _validate(messages: Sequence[Message]) -> None:
             raise ValueError(f"messages[{index}] has no role (keys: {', '.join(map(str, message)) or 'none'}).")
 
 
-class _Borders:
-    """Where the messages of one rendered conversation end."""
+class RenderedChat:
+    """A conversation as its template renders it: its tokens, and where its messages end.
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], full: Rendering) -> None:
-        self._template = template
-        self._messages = messages
-        self._full = full
-        self._later = self._render_with_a_later_turn()
-        # A later user turn does not change the rendering up to here.
-        self._lasting = common_rendering(full, self._later) if self._later is not None else len(full)
+    Ends are found in renderings with one tool at most, as a list of tools can be most of a prompt.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message], ending: Ending) -> None:
+        """ValueError: the template refuses the messages, or leaves out the last one, which is to be continued."""
+        self._template, self._ending = template, ending
+        given = [template.in_plain_text(dict(each)) if template.is_plain_text else dict(each) for each in messages]
+        self._given = [dict(message) for message in messages]
+        fitted, self._places = template.fit(given)
+        probed = fitted if ending != "continue" else _with_content(fitted, len(fitted) - 1, _PROBE_CONTENTS[0])
+        form, rendering = choose_form(template, probed, ending == "reply")
+        if ending == "continue":
+            self._messages = [*form[:-1], {**form[-1], "content": form[-1]["content"].removesuffix(_PROBE_CONTENTS[0])}]
+            rendering = self._cut(rendering, self._messages)
+        else:
+            self._messages = form
+        self.rendering = rendering
+        self._ends: dict[int, int] = {}
+        # Text of the template between the ends of messages of one kind and the contents behind them.
+        self._headers: dict[Any, str] = {}
         # Ends that are followed by text of the template, not by content of a message.
         self._complete: set[int] = set()
 
-    def message_end(self, count: int) -> int:
-        """The end of `messages[:count]` in the full rendering; 0: not certain."""
-        beginning = self._messages[:count]
-        alone = self._template.attempt(beginning)
-        if not alone or self._full[: len(alone)] != alone:
+    @cached_property
+    def tokens(self) -> NDArray[np.int32]:
+        return np.asarray(self.rendering, dtype=np.int32) if self._spans is None else self._spans.tokens
+
+    def end(self, count: int) -> int:
+        """The end of `messages[:count]` in tokens; 0: not certain."""
+        place = self._places[count - 1]
+        if count == len(self._places) or self._places[count].turn != place.turn:
+            return self._offset(self._message_end(place.turn + 1))
+        return self._offset(self._inner_end(place.turn, place.end))
+
+    def end_inside(self, index: int, characters: int) -> int:
+        """The end of the first characters of a message's content in tokens; 0: not certain."""
+        place = self._places[index]
+        if place.start is None:
+            return 0
+        characters += self._template.breaks_before(self._given[index], characters)
+        return self._offset(self._inner_end(place.turn, place.start + characters))
+
+    @property
+    def opening(self) -> int:
+        """The end of all before the first user text, if that is more than the system prompt, in tokens."""
+        system = self._messages[:1] if _is_system(self._messages[0]) else []
+        system_end = self._in_full(self._message_end(1)) if system else 0
+        parting = min(self._parting(system, ("user",)) or 0, self._lasting)
+        end = self._in_full(parting)
+        header_length = _HEADER_CHARS if isinstance(self._base, str) else _HEADER_TOKENS
+        is_lost = bool(system) and not system_end
+        return self._offset(parting) if is_lost or end - system_end > header_length else 0
+
+    @cached_property
+    def _spans(self) -> TokenSpans | None:
+        return TokenSpans(self._template, self.rendering) if isinstance(self.rendering, str) else None
+
+    @cached_property
+    def _with_one_tool(self) -> tuple[dict[str, Any], Rendering]:
+        """Arguments for renderings with one tool, and the conversation's own with them."""
+        tools = self._template.tools
+        if tools and len(tools) > 1 and (base := self._render(self._messages, tools=tools[:1])) is not None:
+            return {"tools": tools[:1]}, base
+        return {}, self.rendering
+
+    @property
+    def _few(self) -> dict[str, Any]:
+        return self._with_one_tool[0]
+
+    @property
+    def _base(self) -> Rendering:
+        """The conversation with one tool. All ends are found in it."""
+        return self._with_one_tool[1]
+
+    @cached_property
+    def _shared(self) -> tuple[int, int]:
+        """How long the beginning and the end are that the rendering has with one tool and with all."""
+        start = common_rendering(self.rendering, self._base)
+        longest = min(len(self.rendering), len(self._base)) - start
+        return start, min(longest, common_rendering(self.rendering[::-1], self._base[::-1]))
+
+    def _in_full(self, end: int) -> int:
+        """An end with all tools; 0: it lies inside of the tools."""
+        start, rest = self._shared if self._few else (len(self._base), 0)
+        if end <= start:
+            return end
+        return end + len(self.rendering) - len(self._base) if end >= len(self._base) - rest else 0
+
+    def _render(self, messages: list[dict[str, Any]], **arguments: Any) -> Rendering | None:
+        """Render messages as the conversation is rendered; None: the template refuses them."""
+        if self._ending != "continue":
+            return self._template.attempt(messages, self._ending == "reply", **arguments)
+        probed = _with_content(messages, len(messages) - 1, _PROBE_CONTENTS[0])
+        rendering = self._template.attempt(probed, **arguments)
+        return None if rendering is None else self._cut(rendering, messages, **arguments)
+
+    def _cut(self, rendering: Rendering, messages: list[dict[str, Any]], **arguments: Any) -> Rendering:
+        """A rendering of messages, whose last content was continued, up to the continuation."""
+        continued = _with_content(messages, len(messages) - 1, _PROBE_CONTENTS[1])
+        end = common_rendering(rendering, self._template.render(continued, False, **arguments))
+        if end == len(rendering):
+            raise ValueError("the chat template leaves out the last message, so a reply cannot continue it.")
+        return rendering[:end]
+
+    @cached_property
+    def _starts(self) -> dict[int, int]:
+        """Where contents start in the rendering with one tool, as far as a mark in front of each shows it."""
+        contents = {index: each["content"] for index, each in enumerate(self._messages) if each.get("content")}
+        if not isinstance(self._base, str) or not all(isinstance(content, str) for content in contents.values()):
+            return {}
+        marked = [
+            {**each, "content": _MARK + contents[index]} if index in contents else each
+            for index, each in enumerate(self._messages)
+        ]
+        rendering = self._render(marked, **self._few)
+        pieces = rendering.split(_MARK) if isinstance(rendering, str) else []
+        if len(pieces) != len(contents) + 1 or "".join(pieces) != self._base:
+            return {}
+        return dict(zip(contents, accumulate(map(len, pieces)), strict=False))
+
+    def _offset(self, end: int) -> int:
+        """An end in tokens of the conversation; 0 stays 0."""
+        found = self._in_full(end) if end else 0
+        return found if not found or self._spans is None else self._spans.offset(found, self._is_closed(end))
+
+    def _is_closed(self, end: int) -> bool:
+        """Whether a control token of the template follows, so that no token reaches over the border."""
+        text = self._base if end < len(self._base) else self._later
+        assert self._spans is not None
+        return end in self._complete and isinstance(text, str) and text.startswith(self._spans.control_texts, end)
+
+    @cached_property
+    def _lasting(self) -> int:
+        """A later user turn does not change the rendering up to here."""
+        return common_rendering(self._base, self._later) if self._later is not None else len(self._base)
+
+    def _message_end(self, count: int) -> int:
+        """The end of the first messages in the rendering with one tool; 0: not certain."""
+        if count not in self._ends:
+            self._ends[count] = min(self._own_end(count), self._lasting)
+        return self._ends[count]
+
+    def _own_end(self, count: int) -> int:
+        beginning, start = self._messages[:count], self._starts.get(count)
+        # Where messages of one kind meet, a template writes one text, so it is rendered once.
+        kind = (
+            None
+            if start is None
+            else tuple((each["role"], *sorted(each)) for each in self._messages[count - 1 : count + 1])
+        )
+        header = self._headers.get(kind, "")
+        if header and start is not None and self._base[start - len(header) : start] == header:
+            self._complete.add(start - len(header))
+            return start - len(header)
+        alone = self._template.attempt(beginning, **self._few)
+        if not alone or self._base[: len(alone)] != alone:
             # Refused, or rewritten by later messages: compare conversations that continue from here.
             end = self._parting(beginning, _next_roles(beginning[-1]))
-            if end is None:
-                end = common_rendering(self._full, alone) if alone else 0
-        elif count == 1 and _is_held_back(beginning[0], alone):
-            end = 0
-        else:
-            end = len(alone)
-            self._complete.add(end)
-        return min(end, self._lasting)
+            self._learn_header(kind, self._last_control(end or 0), start)
+            return (common_rendering(self._base, alone) if alone else 0) if end is None else end
+        if count == 1 and _is_held_back(beginning[0], alone):
+            return 0
+        self._complete.add(len(alone))
+        self._learn_header(kind, len(alone), start)
+        return len(alone)
 
-    def inner_end(self, index: int, end: int | None) -> int:
-        """The end of the first `end` characters of a message's content in the full rendering; 0: not certain."""
+    def _learn_header(self, kind: Any, end: int, start: int | None) -> None:
+        if start is not None and 0 < end <= start and isinstance(self._base, str):
+            self._headers[kind] = self._base[end:start]
+
+    def _last_control(self, end: int) -> int:
+        """Where the last control token before an end starts, if it belongs to a header; else 0."""
+        if self._spans is None or not isinstance(self._base, str):
+            return 0
+        first = max(0, end - _HEADER_CHARS)
+        return max([0, *(self._base.rfind(text, first, end) for text in self._spans.control_texts)])
+
+    def _inner_end(self, turn: int, end: int | None) -> int:
+        """The end of the first characters of a content in the rendering with one tool; 0: not certain."""
         if end is None:
             return 0
-        message = self._messages[index]
-        others = [{**message, "content": message["content"][:end] + content} for content in _PROBE_CONTENTS]
-        later = self._messages[index + 1 :]
-        found = [self._template.attempt([*self._messages[:index], other, *later], True) for other in others]
-        return min((common_rendering(self._full, other) for other in found if other is not None), default=0)
-
-    def opening_end(self, first_end: int) -> int:
-        """The end of all before the first user text, if that is more than the system prompt."""
-        system = self._messages[:1] if _is_system(self._messages[0]) else []
-        system_end = first_end if system else 0
-        end = min(self._parting(system, ("user",)) or 0, self._lasting)
-        header_length = _HEADER_CHARS if isinstance(self._full, str) else _HEADER_TOKENS
-        is_lost = bool(system) and not system_end
-        return end if is_lost or end - system_end > header_length else 0
-
-    def to_tokens(self, text_ends: list[int]) -> tuple[NDArray[np.int32], list[int]]:
-        """Tokens of the whole conversation, and the ends as token offsets."""
-        if not isinstance(self._full, str):
-            return np.asarray(self._full, dtype=np.int32), text_ends
-        spans = TokenSpans(self._template, self._full)
-        return spans.tokens, [spans.offset(end, self._is_closed(end, spans)) if end else 0 for end in text_ends]
-
-    def _is_closed(self, end: int, spans: TokenSpans) -> bool:
-        """Whether a control token of the template follows, so that no token reaches over the border."""
-        text = self._full if end < len(self._full) else self._later
-        return end in self._complete and isinstance(text, str) and text.startswith(spans.control_texts, end)
+        content = self._messages[turn]["content"][:end]
+        # A system prompt may be held back until the next message; few templates want all messages.
+        for beginning in (self._messages[: turn + 2], self._messages):
+            others = [_with_content(beginning, turn, probe, content) for probe in _PROBE_CONTENTS]
+            found = [self._template.attempt(other, **self._few) for other in others]
+            if ends := [common_rendering(self._base, other) for other in found if other is not None]:
+                return min(ends)
+        return 0
 
     def _parting(self, beginning: Sequence[dict[str, Any]], roles: Sequence[str]) -> int | None:
-        """The common prefix of the full rendering and of conversations that continue with one of these roles.
+        """The common prefix of the conversation and of others that continue with one of these roles.
 
         None: the template accepts fewer than two of them.
         """
         probes = [[*beginning, _probe(role, content, beginning)] for role in roles for content in _PROBE_CONTENTS]
-        others = [other for other in map(self._template.attempt, probes) if other is not None]
+        attempts = [self._template.attempt(probe, **self._few) for probe in probes]
+        others = [other for other in attempts if other is not None]
         # A single one may continue exactly as this conversation.
-        return min(common_rendering(self._full, other) for other in others) if len(others) > 1 else None
+        return min(common_rendering(self._base, other) for other in others) if len(others) > 1 else None
 
-    def _render_with_a_later_turn(self) -> Rendering | None:
+    @cached_property
+    def _later(self) -> Rendering | None:
+        """The conversation with a later user turn."""
         for roles in (("user",), ("assistant", "user"), ("tool", "assistant", "user")):
             longer = list(self._messages)
             for role in roles:
                 longer.append(_probe(role, _PROBE_CONTENTS[0], longer))
-            later = self._template.attempt(longer)
+            later = self._template.attempt(longer, **self._few)
             if later is not None:
                 return later
         return None
+
+
+def _with_content(
+    messages: Sequence[dict[str, Any]], index: int, more: str, content: str | None = None
+) -> list[dict[str, Any]]:
+    """The messages, one of which goes on differently behind its content, or behind another one."""
+    content = messages[index]["content"] if content is None else content
+    return [*messages[:index], {**messages[index], "content": content + more}, *messages[index + 1 :]]
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:

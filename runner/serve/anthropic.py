@@ -14,8 +14,8 @@
 
 Successive turns of one role become one turn, as in Anthropic's API. Every end of a message is a checkpoint anyway, so a
 mark (`cache_control`) adds a checkpoint only on a text inside a message. The server refuses what it cannot honour:
-documents, server tools, a forced tool, structured output, a reply that continues a beginning. `null` means the same as
-no field.
+documents, server tools, a forced tool, structured output. A last turn of the assistant is a beginning that the reply
+continues. `null` means the same as no field.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
-from runner.serve.openai import ChatBody, without_billing
+from runner.serve.openai import ChatBody, ThinkingChoice, without_billing
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, PrefillProgress, Request
 from runner.serve.service import (
@@ -221,13 +221,8 @@ class ToolChoice(Checked):
     disable_parallel_tool_use: Literal[False] = False
 
 
-class ThinkingChoice(Checked):
-    """Whether the chat template asks for reasoning; adaptive leaves it to the template. A budget is ignored."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
 class OutputConfig(Checked):
+    effort: Annotated[str, Field(max_length=100)] | None = None
     format: None = None
 
 
@@ -245,10 +240,7 @@ class AnthropicPromptBody(Checked):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        checked = cls.checked({name: value for name, value in body.items() if value is not None})
-        if checked.messages[-1].role == "assistant":
-            raise ApiError(400, "the last one is the assistant's; a reply cannot go on from it.", param="messages")
-        return checked
+        return cls.checked({name: value for name, value in body.items() if value is not None})
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
         turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
@@ -258,7 +250,6 @@ class AnthropicPromptBody(Checked):
         return replace(request, marked_texts=[(index, end) for index, (_, ends) in enumerate(found) for end in ends])
 
     def _openai_fields(self) -> dict[str, Any]:
-        thinking = self.thinking.type
         tools = self.tools if self.tool_choice.type == "auto" else []
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools
@@ -267,7 +258,8 @@ class AnthropicPromptBody(Checked):
             "model": self.model,
             "max_tokens": 1,
             "tools": [{"type": "function", "function": function} for function in functions],
-            "chat_template_kwargs": {} if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
+            "thinking": self.thinking.model_dump(),
+            "reasoning_effort": self.output_config.effort,
         }
 
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer as BPEStreamingDetokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer as SPMStreamingDetokenizer
 
-CompletionRequest, ToolCallFormatter = server.CompletionRequest, server.ToolCallFormatter
+ToolCallFormatter = server.ToolCallFormatter
 get_system_fingerprint = server.get_system_fingerprint
 maybe_set_recommended_wired_limit = utils.maybe_set_recommended_wired_limit
 make_sampler = server._make_sampler  # (args, tokenizer): `args.sampling` may be a Request, which has all fields
@@ -25,6 +25,6 @@ byte_decoder = tokenizer_utils._byte_decoder  # (): the byte that each character
 parse_size = utils._parse_size  # (text): bytes; KeyError or ArithmeticError if it is no size
 #: (messages): the parts of their contents that are images. image_url (part): its address, or a data URL.
 image_parts, image_url = server._image_parts, server._image_url
-#: (self, tokenizer, request, args): tokens, segments, their kinds, the initial state, images. `self` needs
-#: `model_provider.processor` and `model_provider.cli_args.chat_template_args`; `args` may be a Request.
-tokenize = server.ResponseGenerator._tokenize
+#: decode_image (data URL): an array. make_vision (tokens, urls, pixel_values, token_id): mlx-lm's Vision.
+decode_image, make_vision = server._decode_image, server._make_vision
+convert_chat = server.convert_chat  # (messages, role_mapping): the prompt's text for models without a chat template

@@ -198,7 +198,8 @@ class Models:
         except ModelError as error:
             raise ApiError(404, str(error), param="model") from error
         processor = None if current is None else current.processor
-        return len(prompt_of(asked, tokenizer, self._options.chat_template_args, processor=processor).tokens)
+        args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
+        return len(prompt_of(asked, tokenizer, args, processor=processor, special_tokens=special_tokens).tokens)
 
     def outlined(self, name: str) -> Any:
         """The tokenizer of a model, without its weights. ModelError: there is no such model."""

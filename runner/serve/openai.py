@@ -147,11 +147,20 @@ class CompletionBody(OpenAIBody):
     suffix: Literal[""] = ""
 
 
+class ThinkingChoice(Checked):
+    """Whether the chat template asks for reasoning; adaptive leaves it to the template. A budget is ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class ChatBody(OpenAIBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[Tool] = Field(default_factory=list)
     role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = Field(default_factory=dict)
+    reasoning_effort: Annotated[str, Field(max_length=100)] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingChoice | None = None
 
     def request(self, namespace: str) -> Request:
         for index, message in enumerate(self.messages):
@@ -159,7 +168,18 @@ class ChatBody(OpenAIBody):
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
         request = replace(super().request(namespace), messages=[*_without_billing(self.messages)])
-        return replace(request, tools=self.tools or None, chat_template_kwargs=self.chat_template_kwargs or None)
+        arguments = {**self._reasoning_args(), **self.chat_template_kwargs}
+        return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None)
+
+    def _reasoning_args(self) -> dict[str, Any]:
+        """Arguments of the chat template that say whether to reason, by each name that templates have for it."""
+        effort, thinking = self.reasoning_effort, self.thinking
+        if isinstance(thinking, ThinkingChoice):
+            thinking = None if thinking.type == "adaptive" else thinking.type == "enabled"
+        said = (self.enable_thinking, thinking, False if effort == "none" else None)
+        is_thinking = next((each for each in said if each is not None), None)
+        named = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def without_billing(text: str) -> str:

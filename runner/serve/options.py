@@ -33,6 +33,9 @@ class ServeOptions:
     use_default_chat_template: Annotated[
         bool, Option("--use-default-chat-template", help="Use the default template if the tokenizer has none.")
     ] = False
+    special_tokens_in_text: Annotated[
+        bool, Option("--special-tokens-in-text", help="Let texts of special tokens in messages be these tokens.")
+    ] = False
     temp: Annotated[float, Option(help="Temperature, if a request sets none.", min=0)] = 0.0
     top_p: Annotated[float, Option(help="Top-p, if a request sets none.", min=0, max=1)] = 1.0
     top_k: Annotated[int, Option(help="Top-k, if a request sets none; 0 switches it off.", min=0)] = 0

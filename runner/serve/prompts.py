@@ -9,21 +9,18 @@ An image is a run of tokens that all images of its size share. In the tree each 
 from __future__ import annotations
 
 import base64
-import copy
 import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from radixcache.chat import ChatTemplate, common_rendering, message_ends
+from radixcache.chat import ChatTemplate, RenderedChat, TokenSpans, common_rendering
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 
@@ -33,6 +30,7 @@ MAX_PIXELS = 1 << 27
 #: Marked ends of messages, each of which is rendered: so many of the last messages, and as many spread over all.
 MARKED_MESSAGES = 16
 MARKED_TEXTS = 4  # most marks in Anthropic's API
+THINKING_TOKENS = 11  # most tokens of a reply's opening that begins with reasoning, as in mlx_lm.server
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ def prompt_of(
     *,
     processor: Any = None,
     with_marks: bool = False,
+    special_tokens: bool = False,
 ) -> RenderedPrompt:
     """Return the request's prompt in tokens. ApiError: it is empty, or template, tokenizer or processor refuse it.
 
@@ -70,51 +69,99 @@ def prompt_of(
         template_args: of the server; the request's own take precedence.
         processor: of images; None: they are refused.
         with_marks: mark the ends of messages and of `request.marked_texts`, for models that cannot resume at any token.
+        special_tokens: the text of a control token in a message is that token; else it stays text.
     """
     is_chat = request.prompt is None
     if is_chat and not request.messages:
         raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
-    tools = list(request.tools) if request.tools else None
-    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=dict(template_args)))
     try:
-        kwargs = {**template_args, **(request.chat_template_kwargs or {})}
-        messages, texts = fitted_messages(request, tokenizer, tools, kwargs)
-        completion = mlx_lm_border.CompletionRequest(
-            "chat" if is_chat else "text", request.prompt or "", messages, tools, request.role_mapping
-        )
-        require_images(messages, processor)
-        tokens, segments, _, initial_state, vision = mlx_lm_border.tokenize(
-            SimpleNamespace(model_provider=provider), tokenizer, completion, request
-        )
+        if request.prompt is not None:
+            prompt = RenderedPrompt(tokenizer.encode(request.prompt), (), "normal")
+        elif tokenizer.has_chat_template:
+            kwargs = {**template_args, **(request.chat_template_kwargs or {})}
+            template = ChatTemplate(tokenizer, request.tools, kwargs, is_plain_text=not special_tokens)
+            prompt = _chat_prompt(request, tokenizer, template, processor, with_marks)
+        else:
+            text = _text_without_template(with_text(request.messages, None), request.role_mapping)
+            prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
     except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.
         raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
-    if not tokens:
+    if not prompt.tokens:
         raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
-    marks = {sum(map(len, segments[: count + 1])) for count in range(len(segments) - 1)}
-    if with_marks and is_chat and tokenizer.has_chat_template:
-        # Some templates refuse a part of a conversation. Without a mark, some tokens are prefilled again.
-        with suppress(Exception):
-            marks |= _message_marks(tokens, tokenizer, messages, tools, kwargs)
-        with suppress(Exception):
-            marks |= _text_marks(tokens, texts[-MARKED_TEXTS:], tokenizer, messages, tools, kwargs)
-    return RenderedPrompt(tokens, tuple(sorted(marks)), initial_state, vision)
+    return prompt
 
 
-def fitted_messages(
-    request: Request, tokenizer: Any, tools: Any, kwargs: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """Copies of the messages with the roles that the template takes, and the marked texts in them."""
-    messages, texts = copy.deepcopy(list(request.messages)), list(request.marked_texts)
-    if not messages:
-        return messages, texts
-    if not tokenizer.has_chat_template:  # mlx-lm has a prefix for each role, and none for developers
-        for message in messages:
-            if message["role"] == "developer" and "developer" not in (request.role_mapping or {}):
-                message["role"] = "system"
-        return messages, texts
-    fitted, places = ChatTemplate(tokenizer, tools, kwargs).fit(messages)
-    starts = [(places[index], end) for index, end in texts]
-    return fitted, [(place.turn, place.start + end) for place, end in starts if place.start is not None]
+def _chat_prompt(
+    request: Request, tokenizer: Any, template: ChatTemplate, processor: Any, with_marks: bool
+) -> RenderedPrompt:
+    require_images(request.messages, processor)
+    messages = with_text(request.messages, processor)
+    last = messages[-1]
+    content = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
+    is_begun = isinstance(content, str) and content != ""
+    chat = RenderedChat(template, messages, "continue" if is_begun else "reply")
+    vision = None
+    if urls := [mlx_lm_border.image_url(part) for part in mlx_lm_border.image_parts(messages)]:
+        if not isinstance(chat.rendering, str):
+            raise ValueError("there is an image, and the tokenizer's chat template gives no text.")
+        text, pixel_values = processor(chat.rendering, images=[mlx_lm_border.decode_image(url) for url in urls])
+        tokens = TokenSpans(template, text).tokens.tolist()
+        token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
+        vision = mlx_lm_border.make_vision(tokens, urls=urls, pixel_values=pixel_values, token_id=token_id)
+    else:
+        tokens = chat.tokens.tolist()
+    marks = _marks(chat, tokens, len(messages), request.marked_texts) if with_marks else set()
+    initial_state = tokenizer.response_initial_state or "normal"
+    if tokenizer.has_thinking:
+        start, end = _last(tokens, tokenizer.think_start_tokens), _last(tokens, tokenizer.think_end_tokens)
+        if start > end and not tokenizer.response_initial_state:
+            initial_state = "reasoning"
+        if with_marks and start >= len(tokens) - THINKING_TOKENS:
+            marks.add(start)
+    return RenderedPrompt(tokens, tuple(sorted(marks - {0})), initial_state, vision)
+
+
+def with_text(messages: Sequence[dict[str, Any]], processor: Any) -> list[dict[str, Any]]:
+    """The messages with content that is text, or text and images. ValueError: there are parts of another type."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        has_images = processor is not None and any(mlx_lm_border.image_parts([message]))
+        if isinstance(content, list) and not has_images:
+            if any(part["type"] != "text" for part in content):
+                raise ValueError("Only 'text' content type is supported.")
+            content = "".join(part["text"] for part in content)
+        found.append({**message, "content": "" if content is None else content})
+    return found
+
+
+def _text_without_template(messages: list[dict[str, Any]], role_mapping: Mapping[str, str] | None) -> str:
+    """The prompt of a model without a chat template, in mlx-lm's form. A last reply is continued."""
+    for message in messages:
+        if message["role"] == "developer" and "developer" not in (role_mapping or {}):
+            message["role"] = "system"  # mlx-lm has no prefix for developers
+    is_begun = messages[-1]["role"] == "assistant"
+    text: str = mlx_lm_border.convert_chat(messages[:-1] if is_begun else messages, role_mapping)
+    # The prefix of a reply ends with a space, which the prompt leaves out.
+    return f"{text} {messages[-1]['content']}" if is_begun else text
+
+
+def _marks(chat: RenderedChat, tokens: list[int], count: int, texts: Sequence[tuple[int, int]]) -> set[int]:
+    """The ends of messages and marked texts in the prompt, as far as the chat has the prompt's tokens."""
+    step = -(-count // MARKED_MESSAGES)
+    last = range(count - MARKED_MESSAGES, count)
+    counts = {1 + each for each in (*range(0, count, step), *last) if each >= 0}
+    ends = {chat.opening, *map(chat.end, counts)}
+    ends |= {chat.end_inside(index, end) for index, end in texts[-MARKED_TEXTS:] if index < count}
+    shared = len(tokens) if len(tokens) == len(chat.tokens) else common_rendering(chat.tokens.tolist(), tokens)
+    return {end for end in ends if end <= shared}
+
+
+def _last(tokens: list[int], sequence: Sequence[int]) -> int:
+    """Where a sequence of tokens occurs last; -1: nowhere."""
+    length = len(sequence)
+    first = np.flatnonzero(np.asarray(tokens) == sequence[0])
+    return next((int(at) for at in first[::-1] if tokens[at : at + length] == list(sequence)), -1)
 
 
 def digest_of(prompt: RenderedPrompt) -> bytes:
@@ -221,29 +268,3 @@ def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.a
         return embeddings[offset - start :]
 
     return embed
-
-
-def _message_marks(tokens: list[int], tokenizer: Any, messages: list[Any], tools: Any, kwargs: Any) -> set[int]:
-    step = -(-len(messages) // MARKED_MESSAGES)
-    last = range(len(messages) - MARKED_MESSAGES, len(messages))
-    counts = {1 + each for each in (*range(0, len(messages), step), *last)}
-    rendered, opening, ends = message_ends(tokenizer, messages, tools, counts=counts, **kwargs)
-    # Only `rendered` has an end behind a reply that the client began.
-    shared = common_rendering(rendered.tolist(), tokens)
-    return {end for end in (opening, *ends) if 0 < end <= shared}
-
-
-def _text_marks(
-    tokens: list[int], ends: Sequence[tuple[int, int]], tokenizer: Any, messages: list[Any], tools: Any, kwargs: Any
-) -> set[int]:
-    """For each end, the common prefix with conversations in which that message goes on differently."""
-
-    def shared(index: int, end: int, rest: str) -> int:
-        other = {**messages[index], "content": messages[index]["content"][:end] + rest}
-        others = [*messages[:index], other, *messages[index + 1 :]]
-        render = tokenizer.apply_chat_template
-        return common_rendering(
-            tokens, render(others, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs)
-        )
-
-    return {min(shared(*end, rest) for rest in ("alpha", "Zulu")) for end in ends}

@@ -98,8 +98,14 @@ class ServedModel:
 
     def prompt(self, request: Request) -> RenderedPrompt:
         """Tokenize the request's prompt. ApiError: it cannot be made."""
-        template_args = self._options.chat_template_args
-        return prompt_of(request, self.tokenizer, template_args, processor=self.processor, with_marks=self._is_marked)
+        return prompt_of(
+            request,
+            self.tokenizer,
+            self._options.chat_template_args,
+            processor=self.processor,
+            with_marks=self._is_marked,
+            special_tokens=self._options.special_tokens_in_text,
+        )
 
     def round(self) -> None:
         for prepared in [each for each in self._queue if each.opened.is_cancelled]:

@@ -341,13 +341,20 @@ def test_wrapper_of_mlx_lm_gives_the_same_as_the_tokenizer_inside() -> None:
 
 
 def test_template_that_is_a_python_function_of_mlx_lm_is_used() -> None:
-    def template(messages: list[dict[str, Any]], add_generation_prompt: bool = False, **_: Any) -> str:
+    def template(
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+        enable_thinking: bool = False,
+    ) -> str:
         text = "<s>" + "".join(f"<|im_start|>{message['content']}<|im_end|>" for message in messages)
         return text + "<|im_start|>" * add_generation_prompt
 
     wrapper = TokenizerWrapper(make_tokenizer(None), chat_template=template)
     tokens, marks = render_chat(wrapper, TURNS)
     assert pieces(wrapper, tokens, marks)[-1] == "<|im_start|>And in Lisbon?<|im_end|>"
+    told, _ = render_chat(wrapper, TURNS, enable_thinking=True, thinking=True, reasoning_effort="low")
+    assert told.tolist() == tokens.tolist(), "such a function refuses arguments that it does not know"
 
 
 class OffsetlessTokenizer:

@@ -10,12 +10,14 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from radixcache.chat import message_ends, render_chat
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ModelNames, Request
-from tests.chat.test_chat import make_tokenizer
+from tests.chat.test_chat import make_tokenizer, two_conversations_that_share_a_beginning
 
 # Turns of other roles than these three are left out without a word.
 CHATML = (
@@ -200,6 +202,20 @@ def test_each_message_has_its_own_end_also_where_several_are_one_turn() -> None:
     assert "<s><|im_start|>user\nBe brief.".startswith(texts[0])
     assert texts[1].endswith("Hi<|im_end|>\n")
     assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=10, deadline=None)
+@given(pair=two_conversations_that_share_a_beginning(), tool_count=st.integers(0, 3))
+def test_a_mark_is_a_promise_with_any_number_of_tools(name: str, pair: Any, tool_count: int) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    one, other, count = pair
+    tools = [{**TOOL, "function": {**TOOL["function"], "name": f"tool{index}"}} for index in range(tool_count)]
+    tokens, opening, ends = message_ends(tokenizer, one, tools)
+    other_tokens, _, _ = message_ends(tokenizer, other, tools)
+    shares_opening = count > 0 or one[0]["role"] == "user"
+    for end in [opening] * shares_opening + ends[:count]:
+        assert tokens[:end].tolist() == other_tokens[:end].tolist()
 
 
 @pytest.mark.parametrize("mapping", [None, {"system": "RULE: ", "developer": "DEV: "}])

@@ -144,10 +144,17 @@ def test_tools_become_functions_unless_the_choice_is_none() -> None:
 
 
 def test_thinking_is_an_argument_of_the_chat_template_where_it_is_said() -> None:
-    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}
-    assert asked(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    on, off = ({"enable_thinking": is_on, "thinking": is_on} for is_on in (True, False))
+    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == on
+    assert asked(thinking={"type": "disabled"}).chat_template_kwargs == off
     assert asked(thinking={"type": "adaptive"}).chat_template_kwargs is None
+    assert asked(output_config={"effort": "low"}).chat_template_kwargs == {"reasoning_effort": "low"}
     assert asked().chat_template_kwargs is None
+
+
+def test_a_last_turn_of_the_assistant_stays_the_last_message() -> None:
+    begun = {"role": "assistant", "content": "So I"}
+    assert asked(messages=[USER, begun]).messages == [USER, begun]
 
 
 def test_sampling_is_the_bodys_and_else_the_servers() -> None:
@@ -185,7 +192,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),
     ({"messages": [{**USER, "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
      f"{BLOCKS}.text.cache_control.type"),
-    ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"system": [{"type": "image"}]}, "system.0.type"),
     ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),

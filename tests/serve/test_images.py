@@ -174,12 +174,18 @@ def at(url: Any) -> list[dict[str, Any]]:
         (asking(ONE[:-200]), "the prompt cannot be made: OSError"),
         (asking(bomb(20_000, 20_000)), "DecompressionBombError"),
         (asking(*[bomb(9_000, 9_000)] * 2), "the images have more than 134217728 pixels together."),
-        (asking(ONE, text="<|patch|>"), "The text has 2 <|patch|> for 1 images."),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused_with_the_reason(shared, messages, found):
     failure = Waiting(shared, messages=messages).failure
     assert (failure.status, found in failure.message) == (400, True), failure.message
+
+
+def test_the_token_of_an_image_in_a_text_is_text(shared: Scheduler, folder: str) -> None:
+    assert Waiting(shared, messages=asking(ONE, text="<|patch|>")).record.outcome == "length"
+    with running(model=folder, special_tokens_in_text=True) as thread:
+        failure = Waiting(thread, messages=asking(ONE, text="<|patch|>")).failure
+    assert "The text has 2 <|patch|> for 1 images." in failure.message
 
 
 def test_images_beyond_the_models_context_are_refused_also_where_text_would_be_shifted(folder: str) -> None:

@@ -62,6 +62,24 @@ def test_a_stop_word_may_stand_alone_and_an_empty_one_is_none(stop, words):
     assert asked_by({"messages": [USER], "stop": stop}).stop_words == words
 
 
+def test_how_much_to_reason_reaches_the_template_by_each_name_that_templates_have():
+    def arguments(**fields):
+        return asked_by({"messages": [{"role": "user", "content": "Hi"}], **fields}).chat_template_kwargs
+
+    on, off = ({"enable_thinking": is_on, "thinking": is_on} for is_on in (True, False))
+    assert arguments() is None
+    assert arguments(enable_thinking=False) == arguments(thinking={"type": "disabled"}) == off
+    assert arguments(thinking=True) == arguments(thinking={"type": "enabled", "budget_tokens": 9}) == on
+    assert arguments(thinking={"type": "adaptive"}) is None
+    assert arguments(reasoning_effort="high") == {"reasoning_effort": "high"}
+    assert arguments(reasoning_effort="none") == {"reasoning_effort": "none", **off}
+    assert arguments(reasoning_effort="none", enable_thinking=True) == {"reasoning_effort": "none", **on}
+    assert arguments(enable_thinking=True, chat_template_kwargs={"enable_thinking": False}) == {
+        **on,
+        **{"enable_thinking": False},
+    }
+
+
 BILLING = "x-anthropic-billing-header: cc_version=2; cch=1f0a9;"
 
 

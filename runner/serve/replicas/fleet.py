@@ -197,7 +197,8 @@ class RoutedPrompts:
         """The prompt's tokens; None: it is for another model than the server's."""
         if self._models.key_of(request.names) != self._models.key_of(ModelNames()):
             return None
-        return prompt_of(request, self._tokenizer, self._options.chat_template_args).tokens
+        args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
+        return prompt_of(request, self._tokenizer, args, special_tokens=special_tokens).tokens
 
 
 def replica_options(options: ServeOptions) -> ServeOptions:
