@@ -59,6 +59,10 @@ class Refusal(Checked):
     type: Literal["refusal"]
     refusal: str
 
+    @property
+    def text(self) -> str:
+        return self.refusal
+
 
 class ImagePart(Checked):
     type: Literal["input_image"]
@@ -196,21 +200,15 @@ def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _content_of(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    texts = [part for part in parts if not isinstance(part, ImagePart)]
+    texts = [part.text for part in parts if not isinstance(part, ImagePart)]
     if len(texts) == len(parts):
-        return _text_of(texts)
+        return "\n".join(texts)
     return [
         {"type": "image_url", "image_url": {"url": part.image_url}}
         if isinstance(part, ImagePart)
-        else {"type": "text", "text": _text_of([part])}
+        else {"type": "text", "text": part.text}
         for part in parts
     ]
-
-
-def _text_of(parts: Iterable[TextPart | Refusal]) -> str:
-    return "\n".join(
-        part.refusal if isinstance(part, Refusal) else part.text for part in parts if not isinstance(part, ImagePart)
-    )
 
 
 class FunctionTool(Checked):
@@ -339,6 +337,7 @@ class ResponsesBody(Checked):
             **(self.model_extra or {}),
             **self.model_dump(include={"model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key"}),
             "messages": [*messages_of(turns)],
+            "n": None,
             "max_tokens": self.max_output_tokens,
             "tools": [{"type": "function", "function": function} for function in functions],
             "tool_choice": self._tool_choice(),
@@ -573,7 +572,7 @@ def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
 
 def _text_input(arguments: str) -> str:
     """The text for a custom tool: `input` of the arguments, or all of them if a model wrote something else."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(arguments)
         if isinstance(found, dict) and isinstance(found.get("input"), str):
             text: str = found["input"]
@@ -610,26 +609,32 @@ class ResponseMemory:
         return conversation
 
     def resolved(self, owner: str, items: Any, hold: Callable[[int], None]) -> Any:
-        """The items of a body, those in place that an `item_reference` names. ApiError: one is not here.
+        """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
 
-        `hold` gets the bytes that are read. Nothing may be named twice, so a small body cannot name much.
+        An `item_reference` names an item. So does reasoning without text, as LangChain sends it back; it stays as it is
+        if it is not here. `hold` gets the bytes that are read. An item is found once, so a small body cannot name much.
         """
 
         @cache
         def output(response_id: str) -> dict[str, Any]:
+            if (owner, response_id) not in self._conversations:
+                return {}
             piece = self.get(owner, response_id)[-1]
             hold(len(piece))
             return {item["id"]: item for item in json.loads(piece) if "id" in item}
 
         def resolve(item: Any) -> Any:
-            if not isinstance(item, dict) or item.get("type") != "item_reference":
+            kind = item.get("type") if isinstance(item, dict) else None
+            is_empty = kind == "reasoning" and not any(map(item.get, ("content", "summary", "encrypted_content")))
+            if kind != "item_reference" and not is_empty:
                 return item
-            try:
-                return output("resp_" + item["id"].split("_")[1]).pop(item["id"])
-            except (AttributeError, KeyError, IndexError, ApiError) as error:
-                name = shortened(str(item.get("id")), 80)
+            id = item.get("id")
+            found = output("resp_" + id.split("_")[1]).pop(id, None) if isinstance(id, str) and "_" in id else None
+            if found is None and not is_empty:
+                name = shortened(str(id), 80)
                 message = f"Item with id {name!r} not found: not of this server, too old, or named twice."
-                raise ApiError(404, message, param="input", code="item_not_found") from error
+                raise ApiError(404, message, param="input", code="item_not_found")
+            return found or item
 
         return [resolve(item) for item in items] if isinstance(items, list) else items
 

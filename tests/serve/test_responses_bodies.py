@@ -206,6 +206,15 @@ def test_items_of_a_response_may_be_named(runs: ScriptedRuns, client: TestClient
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, "input", "item_not_found")
 
 
+def test_reasoning_that_comes_back_without_its_text_is_found_again(runs: ScriptedRuns, client: TestClient) -> None:
+    thought, *others = post(client, input="Look.")[1]["output"]
+    bare = {"type": "reasoning", "id": thought["id"], "summary": [], "content": []}
+    post(client, input=[USER, bare, *others, RESULT])
+    assert runs.opened[1].request.messages[1]["reasoning_content"] == "A tool."
+    assert post(client, input=[{**bare, "id": "rs_1"}, *others, RESULT])[0] == 200
+    assert "reasoning_content" not in runs.opened[2].request.messages[0]
+
+
 def test_a_response_that_is_not_here_or_was_not_to_be_stored_is_not_found(client: TestClient) -> None:
     secret = post(client, input="Look.", store=False)[1]
     for id in (secret["id"], "resp_1", ""):
