@@ -72,10 +72,13 @@ def _ask_all(url: str) -> None:
 
 
 def _picture(browser: str, url: str, name: str, width: int, height: int, dark: bool) -> None:
-    with Page(browser, width, height, dark) as page:
+    with Page(browser) as page:
+        page.resize(width, height, is_dark=dark)
         page.open(url)
         page.run("document.documentElement.style.scrollbarWidth = 'none'")
         time.sleep(2)  # the page asks for what it shows
+        page.run("document.querySelectorAll('#requests button')[6]?.click()")
+        time.sleep(1)
         (PICTURES / f"{name}.png").write_bytes(page.screenshot())
     print(f"docs/pictures/{name}.png")
 

@@ -8,6 +8,7 @@
   // What the reader did goes by the keys of rows, which stay the same when another state of the tree is shown.
   let keys = [], known = new Set(), open = new Set(), told = new Set();
   const shown = new Map(), elements = new Map();
+  let way = [], onWay = new Set(), wayRoot = "";
   let matches = [], matched = new Set(), current = -1;
 
   const number = (value) => value.toLocaleString("en-US");
@@ -44,6 +45,7 @@
     if (kind === "node") drawNode(row, index, line, label);
     if (kind !== "node") line.append(element("span"), element("span"), element("span"), element("span", "axis"));
     if (matched.has(index)) line.classList.add("found");
+    if (onWay.has(index)) line.classList.add("way");
     elements.set(index, line);
     return line;
   }
@@ -183,6 +185,26 @@
     found.textContent = wanted ? `${count(matches.length, "match")}${some}`.replace("matchs", "matches") : "";
   }
 
+  // Mark the nodes of a namespace that end at these offsets, one below the other, as far as they are still there.
+  function mark(namespace, ends) {
+    [way, wayRoot] = [ends, namespace];
+    follow();
+    [...onWay].forEach(reveal);
+    redraw();
+  }
+
+  function follow() {
+    const head = tops.find((index) => rows[index][1] === "namespace" && rows[index][4] === wayRoot);
+    let below = head === undefined ? tops : children[head];
+    onWay = new Set();
+    for (const end of way) {
+      const fits = below.filter((index) => rows[index][1] === "node" && rows[index][5] === end);
+      if (fits.length !== 1) return;
+      onWay.add(fits[0]);
+      below = children[fits[0]];
+    }
+  }
+
   function step() {
     if (!matches.length) return;
     current = (current + 1) % matches.length;
@@ -196,7 +218,7 @@
     document.getElementById("axis").replaceChildren();
     while (longest / unit > 6) unit *= String(unit)[0] === "2" ? 2.5 : 2;
     for (let tick = 0; tick <= longest; tick += unit) {
-      const label = element("b", "", number(tick));
+      const label = element("b", "", tick ? number(tick) : "0 tokens");
       label.style.left = left(tick);
       document.getElementById("axis").append(label);
     }
@@ -246,6 +268,7 @@
     keyed();
     openNew();
     find();
+    follow();
     axis();
     redraw();
   }
@@ -263,7 +286,7 @@
   };
   document.getElementById("close").onclick = () => { open.clear(); shown.clear(); redraw(); };
   // A page that shows one tree has it in itself; one that shows a tree as it changes calls `show` with each state.
-  globalThis.prefixTree = { show, element, number, bytes };
+  globalThis.prefixTree = { show, mark, element, number, bytes };
   const embedded = document.getElementById("tree");
   if (embedded) show(JSON.parse(embedded.textContent));
 })();

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +34,7 @@ from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_cach
 from runner.serve.models import WarmEntry
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import RenderedPrompt, digest_of, part_at
+from runner.serve.prompts import RenderedPrompt, part_at
 from runner.serve.request import DEFAULT, ApiError, ModelNames, Request, RequestRecord
 from runner.serve.responses import ResponsesBody
 from runner.serve.service import read_json, to_json
@@ -52,7 +52,7 @@ SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only c
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
     "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
-    "ttft_ms", "tokens_per_s", "outcome",
+    "ttft_ms", "tokens_per_s", "outcome", "saved_s", "fork_words",
 )  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def page_state(
         "waiting": watched.waiting,
         "disk": stores_words(watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)),
         "points": [point._asdict() for point in watch.points()],
+        "refused": [each._replace(reason=cut(each.reason) if show_text else "")._asdict() for each in watch.refused()],
         "requests": [_row(time_s, record, show_text) for time_s, record in watch.ended()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
@@ -280,18 +281,23 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
             prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(request)
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
             part = part_at(request, loaded.tokenizer, prompt.tokens, found.fork.start) if found.fork else ""
-            last = watch.last_with(digest_of(prompt), request.namespace)
+            last = watch.last_with(prompt.keys or prompt.tokens, request.namespace)
             came = explained(*last) if last else None
             return {**asdict(found), "cost": found.cost, "report": str(found), "part": part, "as_it_came": came}
 
         return await on_generation_thread(work)
 
     @router.get("/cache/requests/{id}")
-    async def requested(id: str) -> Response:
-        """What one of the last requests found when it came. `id` may be its beginning, as in the log."""
+    def requested(id: str) -> Response:
+        """What one of the last requests found when it came, and its path now. `id` may be the beginning of an id."""
+        caches = dict(scheduler.caches())
         for time_s, record in watch.ended():
             if record.id.startswith(id):
-                return to_json(explained(time_s, record))
+                path: Sequence[int] = ()
+                if record.keys is not None and record.names in caches:
+                    with suppress(CacheClosedError, ValueError):  # keys of images are no tokens
+                        path = caches[record.names].explain(record.keys, record.namespace, keys=record.keys).path
+                return to_json({**explained(time_s, record), "path_now": path})
         raise ApiError(404, f"no request {cut(id)!r} among the last {LISTED_REQUESTS}.", param="id")
 
     @router.post("/cache/warm")

@@ -32,7 +32,7 @@ def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastA
 
 
 def assemble_app(
-    options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int], None]
+    options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int, str], None]
 ) -> FastAPI:
     """Return the application around any backend. `count` gets the route and status of each HTTP request."""
     wrong = {"description": "What is wrong with the request, in the form of the API that was asked."}
@@ -47,7 +47,7 @@ def assemble_app(
     return guard(app, options, count)
 
 
-def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int], None]) -> FastAPI:
+def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int, str], None]) -> FastAPI:
     keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
     # The last one is outermost.
     app.add_middleware(BodyLimit, max_mib=options.max_body_mib)

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -38,7 +38,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: Requests that the page lists, and requests for which it shows what the caches held at their end.
-LISTED_REQUESTS, POINTS = 50, 500
+LISTED_REQUESTS, LISTED_REFUSALS, POINTS = 50, 20, 500
 
 #: Counters: radixcache_serve_NAME_total, help, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -80,6 +80,35 @@ class Point(NamedTuple):
     live_bytes: int
     paged_bytes: int
     budget_bytes: int
+    saved_s: float
+
+
+class Refusal(NamedTuple):
+    time_s: float
+    route: str
+    status: int
+    reason: str  # may quote what the client sent
+
+
+class PrefillSpeed:
+    """The time of prefill as a straight line over its tokens: the slope of the least squares over all requests."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_tokens = self._mean_s = self._tokens_squared = self._tokens_by_s = 0.0
+
+    def add(self, tokens: int, elapsed_s: float) -> None:
+        self._count += 1
+        off = tokens - self._mean_tokens
+        self._mean_tokens += off / self._count
+        self._mean_s += (elapsed_s - self._mean_s) / self._count
+        self._tokens_squared += off * (tokens - self._mean_tokens)
+        self._tokens_by_s += off * (elapsed_s - self._mean_s)
+
+    @property
+    def s_per_token(self) -> float:
+        """Seconds that one token more takes; 0: not known yet."""
+        return max(0.0, self._tokens_by_s / self._tokens_squared) if self._tokens_squared else 0.0
 
 
 class Watch(Collector):
@@ -98,14 +127,20 @@ class Watch(Collector):
         self._lock = threading.Lock()
         self._ended: deque[tuple[float, RequestRecord]] = deque(maxlen=LISTED_REQUESTS)
         self._points: deque[Point] = deque(maxlen=POINTS)
+        self._refused: deque[Refusal] = deque(maxlen=LISTED_REFUSALS)
+        self._speeds: dict[ModelNames, PrefillSpeed] = {}
         self._cause = "pressure"
 
     def attach(self, watched: Scheduler) -> None:
         self._watched = watched
         self._registry.register(self)
 
-    def on_http(self, route: str, status: int) -> None:
+    def on_http(self, route: str, status: int, refusal: str) -> None:
+        """Count a request; `refusal` says why it was refused, and is empty if it was not."""
         self._counters["http_requests"].labels(route, str(status)).inc()
+        if refusal:
+            with self._lock:
+                self._refused.append(Refusal(self._clock(), route, status, refusal))
 
     def on_event(self, event: Event) -> None:
         """Count an eviction; the listener of every cache."""
@@ -125,13 +160,24 @@ class Watch(Collector):
         for name, value_ms in (*timed, *(("inter_token", gap_ms) for gap_ms in record.gaps_ms)):
             if value_ms is not None:
                 self._histograms[name].observe(value_ms / 1e3)
+        record.saved_s = self._saved_s(record)
         held = [stats for _, stats in read_caches(self._watched, lambda cache: cache.stats)] if self._watched else []
         live_bytes, paged_bytes = sum(each.live_bytes for each in held), sum(each.paged_bytes for each in held)
         budget_bytes, now_s = max((each.budget_bytes for each in held), default=0), self._clock()
-        point = Point(now_s, record.prompt_tokens, record.cached_tokens, live_bytes, paged_bytes, budget_bytes)
+        of_prompt = (record.prompt_tokens, record.cached_tokens)
+        point = Point(now_s, *of_prompt, live_bytes, paged_bytes, budget_bytes, record.saved_s)
         with self._lock:
             self._ended.append((now_s, record))
             self._points.append(point)
+
+    def _saved_s(self, record: RequestRecord) -> float:
+        """The time that the prefill of the cached tokens would have taken, at the speed of this model so far."""
+        if record.queue_ms is None or record.ttft_ms is None:
+            return 0.0
+        with self._lock:
+            speed = self._speeds.setdefault(record.names, PrefillSpeed())
+            speed.add(record.prompt_tokens - record.cached_tokens, (record.ttft_ms - record.queue_ms) / 1e3)
+            return record.cached_tokens * speed.s_per_token
 
     @contextmanager
     def evicting(self, cause: str) -> Iterator[None]:
@@ -146,10 +192,15 @@ class Watch(Collector):
         with self._lock:
             return list(reversed(self._ended))
 
-    def last_with(self, prompt_digest: bytes, namespace: str) -> tuple[float, RequestRecord] | None:
+    def last_with(self, keys: Sequence[int], namespace: str) -> tuple[float, RequestRecord] | None:
         """The last request that had this prompt, and when it ended; None: it is not among those listed."""
-        found = ((at, each) for at, each in self.ended() if each.prompt_digest == prompt_digest)
-        return next(((at, each) for at, each in found if each.namespace == namespace), None)
+        found = ((at, each) for at, each in self.ended() if each.namespace == namespace and each.keys is not None)
+        return next(((at, each) for at, each in found if each.keys.tolist() == [*keys]), None)
+
+    def refused(self) -> list[Refusal]:
+        """The last refused requests, newest first."""
+        with self._lock:
+            return list(reversed(self._refused))
 
     def points(self) -> list[Point]:
         with self._lock:

@@ -249,7 +249,7 @@ class BodyLimit:
 class Frame:
     """Adds CORS headers, answers when `app` raises, and calls `count` with each request's route and status."""
 
-    def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int, str], None]) -> None:
         self._app, self._allowed_origins, self._count = app, allowed_origins, count
         self._refusals = Refusals()
 
@@ -290,9 +290,9 @@ class Frame:
                 error = ApiError(500, "the server failed at this request; its log says where.")
             await error_response(scope, error)(scope, receive, framed)
         finally:
-            if reason := scope.get("state", {}).get("refused"):
+            if reason := scope.get("state", {}).get("refused", ""):
                 self._refusals.log(scope, status or CLIENT_CLOSED_REQUEST, reason)
-            self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST)
+            self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST, reason)
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         headers = {"Access-Control-Allow-Methods": "*", "Access-Control-Allow-Headers": "*, Authorization"}

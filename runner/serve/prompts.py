@@ -9,7 +9,6 @@ An image is a run of tokens that all images of its size share. In the tree each 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -162,10 +161,6 @@ def _last(tokens: list[int], sequence: Sequence[int]) -> int:
     length = len(sequence)
     first = np.flatnonzero(np.asarray(tokens) == sequence[0])
     return next((int(at) for at in first[::-1] if tokens[at : at + length] == list(sequence)), -1)
-
-
-def digest_of(prompt: RenderedPrompt) -> bytes:
-    return hashlib.blake2b(np.asarray(prompt.keys or prompt.tokens, np.int64).tobytes(), digest_size=16).digest()
 
 
 def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int) -> str:

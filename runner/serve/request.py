@@ -129,7 +129,7 @@ class RequestRecord:
 
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
     and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
-    the prompt with its fork. `prompt_digest` is equal for equal prompts.
+    the prompt with its fork. `keys`: the tree's keys of the prompt. `saved_s`: the prefill that it did without.
     """
 
     id: str
@@ -148,7 +148,8 @@ class RequestRecord:
     shortfalls: tuple[tuple[int, int, str], ...] = ()
     explanation: Any = None
     fork_part: str = ""
-    prompt_digest: bytes = b""
+    keys: Any = None
+    saved_s: float = 0.0
 
     @property
     def fork_words(self) -> str:

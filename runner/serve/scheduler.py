@@ -170,7 +170,8 @@ class Scheduler:
             self._run_call(models)
             for opened in arrived:
                 try:
-                    waiting.append((models.key_of(opened.request.names), opened))
+                    opened.record.names = models.key_of(opened.request.names)
+                    waiting.append((opened.record.names, opened))
                 except ApiError as error:
                     opened.fail_with(error)
             self._begin(models, waiting)

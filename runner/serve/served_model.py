@@ -32,7 +32,7 @@ from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import RenderedPrompt, digest_of, embedder, part_at, prompt_of
+from runner.serve.prompts import RenderedPrompt, embedder, part_at, prompt_of
 from runner.serve.request import ApiError, FinishReason, LikelyToken, ModelNames, OpenRequest, Request, Started, Token
 from runner.serve.service import ReplyReader
 
@@ -181,7 +181,8 @@ class ServedModel:
         record.cached_tokens, record.matched_tokens = found.resumable_tokens, found.matched_tokens
         record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
         record.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
-        record.explanation, record.prompt_digest = found, digest_of(prompt)
+        record.explanation = found
+        record.keys = np.array(prompt.tokens, np.int32) if prompt.keys is None else np.array(prompt.keys, np.int64)
         if found.fork is not None:
             record.fork_part = part_at(opened.request, self.tokenizer, prompt.tokens, found.fork.start)
 

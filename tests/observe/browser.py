@@ -125,6 +125,12 @@ class Page:
             " value ? done(value) : setTimeout(look, 20); }; look(); })"
         )
 
+    def resize(self, width: int, height: int, *, is_dark: bool = False) -> None:
+        """Give the window a size in pixels, and a scheme of colours."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+
     def screenshot(self) -> bytes:
         """What is in the window, as PNG."""
         return b64decode(self._call("Page.captureScreenshot")["data"])

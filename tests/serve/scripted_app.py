@@ -29,7 +29,7 @@ def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, tim
     app.include_router(openai_routes(service, chosen))
     app.include_router(responses_routes(service, chosen))
     app.include_router(anthropic_routes(service, chosen))
-    app.add_middleware(Frame, allowed_origins=(), count=lambda route, status: None)
+    app.add_middleware(Frame, allowed_origins=(), count=lambda *_: None)
     return app
 
 

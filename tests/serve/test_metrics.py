@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixcache import PrefixCache
 from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import Event, EventKind
-from runner.serve.metrics import LISTED_REQUESTS, Watch, in_a_line
+from runner.serve.metrics import LISTED_REFUSALS, LISTED_REQUESTS, Watch, in_a_line
 from runner.serve.request import ModelNames
 from runner.text import LONGEST_TEXT
 from tests.serve.watched import Watched, record
@@ -32,7 +32,7 @@ def value(watch: Watch, name: str, **labels: str) -> float:
 def test_counters_end_in_total_and_nothing_else_does() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.on_http("/metrics", 200)
+    watch.on_http("/metrics", 200, "")
     for family in text_string_to_metric_families(watch.exposition().decode()):
         assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples), family
         assert family.documentation.endswith(".")
@@ -155,4 +155,30 @@ def test_the_last_requests_are_kept_with_the_time_and_the_bytes_at_their_end(lla
     ]
     stats = cache.stats
     held = (stats.live_bytes, stats.paged_bytes, stats.budget_bytes)
-    assert watch.points()[-1] == (LISTED_REQUESTS + 4, LISTED_REQUESTS + 104, 60, *held)
+    assert watch.points()[-1][:-1] == (LISTED_REQUESTS + 4, LISTED_REQUESTS + 104, 60, *held)
+
+
+def test_the_time_saved_is_that_of_the_tokens_that_were_not_prefilled() -> None:
+    watch = Watch()
+    for evaluated_tokens, cached_tokens in ((500, 0), (1000, 0), (100, 900), (50, 2000)):
+        asked = record(
+            prompt_tokens=evaluated_tokens + cached_tokens,
+            cached_tokens=cached_tokens,
+            queue_ms=5.0,
+            ttft_ms=5.0 + 30.0 + 2.0 * evaluated_tokens,  # 30 ms for each request, 2 ms for each token
+        )
+        watch.on_record(asked)
+    assert [each.saved_s for _, each in reversed(watch.ended())] == pytest.approx([0, 0, 1.8, 4.0])
+    # Another model has a speed of its own, which one request does not tell.
+    other = record(names=ModelNames("large", None, None), prompt_tokens=1000, cached_tokens=900)
+    watch.on_record(other)
+    assert other.saved_s == 0
+
+
+def test_the_last_refused_requests_are_kept_with_their_reasons() -> None:
+    watch = Watch(clock=lambda: 7.0)
+    watch.on_http("/v1/models", 200, "")
+    for number in range(LISTED_REFUSALS + 1):
+        watch.on_http("/v1/messages", 400, f"reason {number}")
+    assert watch.refused()[0] == (7.0, "/v1/messages", 400, f"reason {LISTED_REFUSALS}")
+    assert len(watch.refused()) == LISTED_REFUSALS

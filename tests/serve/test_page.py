@@ -8,6 +8,7 @@ import json
 import math
 import re
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,8 +56,8 @@ def served(**options: Any) -> Iterator[str]:
         yield url
 
 
-def ask(url: str, text: str, key: str = "") -> None:
-    body = json.dumps({"prompt": text, "max_tokens": 3}).encode()
+def ask(url: str, text: str, key: str = "", **fields: Any) -> None:
+    body = json.dumps({"prompt": text, "max_tokens": 3, **fields}).encode()
     headers = {"Content-Type": "application/json", "x-api-key": key}
     with urllib.request.urlopen(
         urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=GUARD_S
@@ -154,9 +155,44 @@ def test_it_changes_while_requests_run_and_shows_the_branch_of_one_that_parts(pa
         assert "diverged" in rows[0]
         assert "never stored" in rows[1]
         assert page.run("document.querySelector('#rate path').getAttribute('d').split('L').length") == 2
+        heads = page.run("[...document.querySelectorAll('thead th')].map(head => head.textContent)")
+        assert "tenant" not in heads
+        assert "tiny:llama" in rows[0]  # the request named no model
+        percent = page.run("document.querySelector('#requests tr').cells[4].textContent")
+        reused, prompt = (page.run(f"document.querySelector('#requests tr').cells[{at}].textContent") for at in (3, 2))
+        assert percent == f"{100 * int(reused) / int(prompt):.1f}"
         assert "paged" in page.run("document.getElementById('bytes-words').textContent")
         assert page.complaints == []
         assert all(asked.startswith(f"{url}/cache") for asked in page.requested)
+
+
+@pytest.mark.slow
+def test_a_click_on_a_request_shows_its_fork_and_its_path_in_the_tree(page: Page) -> None:
+    with served(show_text=True) as url:
+        for text in ("What is bread made of?", "What is the capital of France?"):
+            ask(url, text)
+        with pytest.raises(urllib.error.HTTPError):
+            ask(url, "x", max_tokens="many")
+        page.open(f"{url}/cache")
+        page.wait_for(f"{REQUESTS} === 2 && {ROWS} > 2")
+        page.click("#requests button")
+        page.wait_for("document.querySelector('.details')")
+        details = page.run("document.querySelector('.details').innerText")
+        assert "diverged at 8 of 30, in the text" in details
+        assert "stored bread" in details
+        assert "asked the cap" in details
+        assert page.run("document.querySelector('.prompt .fork').style.left") == f"{100 * 8 / 30:.4f}%"
+        way = page.run("[...document.querySelectorAll('.way .label bdi')].map(label => label.textContent)")
+        assert way[0] == "What is "
+        assert way[1].startswith("the capital of France?")
+        for width in (380, 1400):  # nothing is cut off, and nothing has to be moved sideways
+            page.resize(width, 900)
+            assert page.run("document.documentElement.scrollWidth") <= width
+        refused = page.run("document.getElementById('refused').innerText")
+        assert "400 /v1/completions" in refused
+        page.click("#requests .chosen button")
+        page.wait_for("!document.querySelector('.details') && !document.querySelector('.way')")
+        assert page.complaints == []
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Scrape:
         name, about = "radixcache_serve_http_requests", "HTTP requests by route and status."
         self._http = Counter(name, about, ["route", "status"], registry=self._own)
 
-    def on_http(self, route: str, status: int) -> None:
+    def on_http(self, route: str, status: int, refusal: str) -> None:
         self._http.labels(route, str(status)).inc()
 
     def exposition(self, texts: Mapping[str, str]) -> bytes:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from radixcache.errors import CacheClosedError
 from radixcache.observe.hints import Edge
@@ -102,7 +103,7 @@ class Replica:
 
     def _on_record(self, record: RequestRecord) -> None:
         self._watch.on_record(record)
-        self._records.append(record)
+        self._records.append(replace(record, keys=None))
         self._changes += 1
 
     def _on_event(self, event: Event) -> None:
