@@ -83,7 +83,7 @@ class Point(NamedTuple):
     saved_s: float
 
 
-class Refusal(NamedTuple):
+class RefusedRequest(NamedTuple):
     time_s: float
     route: str
     status: int
@@ -127,7 +127,7 @@ class Watch(Collector):
         self._lock = threading.Lock()
         self._ended: deque[tuple[float, RequestRecord]] = deque(maxlen=LISTED_REQUESTS)
         self._points: deque[Point] = deque(maxlen=POINTS)
-        self._refused: deque[Refusal] = deque(maxlen=LISTED_REFUSALS)
+        self._refused: deque[RefusedRequest] = deque(maxlen=LISTED_REFUSALS)
         self._speeds: dict[ModelNames, PrefillSpeed] = {}
         self._cause = "pressure"
 
@@ -140,7 +140,7 @@ class Watch(Collector):
         self._counters["http_requests"].labels(route, str(status)).inc()
         if refusal:
             with self._lock:
-                self._refused.append(Refusal(self._clock(), route, status, refusal))
+                self._refused.append(RefusedRequest(self._clock(), route, status, refusal))
 
     def on_event(self, event: Event) -> None:
         """Count an eviction; the listener of every cache."""
@@ -197,7 +197,7 @@ class Watch(Collector):
         found = ((at, each) for at, each in self.ended() if each.namespace == namespace and each.keys is not None)
         return next(((at, each) for at, each in found if each.keys.tolist() == [*keys]), None)
 
-    def refused(self) -> list[Refusal]:
+    def refused(self) -> list[RefusedRequest]:
         """The last refused requests, newest first."""
         with self._lock:
             return list(reversed(self._refused))
