@@ -257,7 +257,7 @@ Tool: TypeAlias = Annotated[
 ]
 
 
-class NamedTool(Checked):
+class ChosenTool(Checked):
     type: Literal["function", "custom"]
     name: str
 
@@ -265,10 +265,10 @@ class NamedTool(Checked):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(Checked):
+class ChosenTools(Checked):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[ChosenTool]
 
 
 class TextFormat(Checked):
@@ -301,7 +301,7 @@ class ResponsesBody(Checked):
     previous_response_id: str | None = None
     instructions: str | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | ChosenTools = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Tokens | None = None
     temperature: Temperature | None = None
@@ -348,10 +348,10 @@ class ResponsesBody(Checked):
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
-        if isinstance(choice, AllowedTools):
+        if isinstance(choice, ChosenTools):
             allowed = {"mode": choice.mode, "tools": [tool.in_chats() for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
-        return choice.in_chats() if isinstance(choice, NamedTool) else choice
+        return choice.in_chats() if isinstance(choice, ChosenTool) else choice
 
     def _response_format(self) -> dict[str, Any] | None:
         wanted = self.text.format

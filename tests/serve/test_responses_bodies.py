@@ -42,6 +42,12 @@ def test_a_text_is_a_users_message_behind_the_instructions() -> None:
     assert (request.temperature, request.top_k, request.tools) == (0.5, 3, None)
 
 
+def test_an_effort_reaches_the_template_by_the_names_of_chats() -> None:
+    assert asked(reasoning={"effort": "high", "summary": "auto"}).chat_template_kwargs == {"reasoning_effort": "high"}
+    assert asked(reasoning={"effort": "none"}).chat_template_kwargs["enable_thinking"] is False
+    assert asked(reasoning={"effort": None}, chat_template_kwargs={"x": 1}).chat_template_kwargs == {"x": 1}
+
+
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started() -> None:
     options = ServeOptions(temp=0.5, top_p=0.9, max_tokens=33)
     names = ("model", "instructions", "tools", "temperature", "text", "reasoning", "stream", "metadata", "conversation")
