@@ -97,7 +97,8 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given, add=_add)
     loads = QUICK if options.quick else LONG if options.long else FULL
     rows = [row for load in loads for row in measure(load)]
-    title = "Decoding together: straight from the tree, and mlx-lm's batch generator"
+    prefixes = " with long prefixes" if options.long else ""
+    title = f"Decode speed of many users{prefixes}: radixcache and mlx-lm's batches"
     publish(
         "decode-long" if options.long else "decode",
         title,

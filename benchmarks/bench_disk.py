@@ -80,11 +80,11 @@ def main(given: Sequence[str] | None = None) -> None:
         choices = list(_choices(next(folders), options.quick))
         requests = list(_requests(folders, options.quick))
     where = {"folder": options.results, "repeats": None}
-    publish("disk", f"State to and from a disk, page cache {PAGE_CACHE}, MB/s", copies, **where)
-    publish("disk-folder", "A folder of many blocks", about_folder, **where)
-    publish("disk-choices", "Read or prefilled, where reading takes longer or less long", choices, **where)
+    publish("disk", f"Speed of a disk store, page cache {PAGE_CACHE}, MB/s", copies, **where)
+    publish("disk-folder", "Open a folder of many blocks, and look up blocks", about_folder, **where)
+    publish("disk-choices", "Does the cache read from the disk only if that is faster?", choices, **where)
     about = conclusion(copies, choices, requests)
-    publish("disk-requests", "A request's own time, with a store and without", requests, conclusion=about, **where)
+    publish("disk-requests", "A request with a disk store and without", requests, conclusion=about, **where)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ def main(given: Sequence[str] | None = None) -> None:
     script = Script(hollow, requests, max_tokens=1, recorded=True)
     free, *exact = (_served(hollow, script, step_size) for step_size in (None, *STEP_SIZES))
     rows = [_row("no", free, free), *(_row(str(n), run, free) for n, run in zip(STEP_SIZES, exact, strict=True))]
-    title = f"Prompt tokens that are cached, {len(script)} requests of the built-in conversations"
+    title = f"Cached prompt tokens in exact mode, {len(script)} requests of the built-in conversations"
     publish("exact", title, rows, folder=options.results, repeats=1)
 
 

@@ -80,7 +80,7 @@ def main(given: Sequence[str] | None = None) -> None:
     publish("explain", title, asked, folder=options.results, repeats=repeats, conclusion=asking(asked))
     configurations = QUICK_CONFIGURATIONS if options.quick else CONFIGURATIONS
     kept = [row for kind, layers in configurations for row in _measure_keeping(kind, layers, counts[1], rounds)]
-    title = "What events and history add to a request, us of Python"
+    title = "Cost of events and history per request, us of Python"
     publish("explain-keeping", title, kept, folder=options.results, repeats=rounds, conclusion=keeping(kept))
 
 

@@ -50,7 +50,7 @@ QUICK = (Load("tiny", 300, (32,)),)
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     rows = [row for load in (QUICK if options.quick else FULL) for row in measure(load)]
-    title = "First token of a row whose prompt begins with what is in the tree"
+    title = "TTFT of a row with a cached prefix"
     publish("first-token", title, rows, folder=options.results, repeats=REPEATS, conclusion=conclusion(rows))
 
 

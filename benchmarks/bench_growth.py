@@ -99,7 +99,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     sizes, repeats = (QUICK_SIZES, 2) if options.quick else (SIZES, REPEATS)
     rows = [row for size in sizes for row in _measure(*size, repeats)]
-    title = "Writing the live caches: growth by 256 tokens, and room that was made before"
+    title = "Cost of growing buffers: mlx-lm and radixcache"
     publish("growth", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 

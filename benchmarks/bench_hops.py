@@ -158,7 +158,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for name, figures in measure().items():
         hops, files = BEFORE[name]
         rows.append({"call": name, **figures, "hops before": hops, "files before": files})
-    question = "How many files does a call cross, and how often does it pass from one to another?"
+    question = "Files that a call crosses"
     publish("hops", question, rows, folder=options.results, repeats=1)
 
 

@@ -33,7 +33,7 @@ def main(given: Sequence[str] | None = None) -> None:
         {"way": "one row alone, one level", "kernels": _kernels(_cascade([None], rows=1))},
         *({"way": way, "kernels": _kernels(_cascade(readers))} for way, readers in _ways().items()),
     ]
-    title = "Kernels of one layer's attention in a decode step, of 16 rows where nothing else is said"
+    title = "Kernels of cascade attention per layer and decode step, for 16 rows if not stated"
     publish("kernels", title, rows, folder=options.results, repeats=1, conclusion=conclusion(rows))
 
 

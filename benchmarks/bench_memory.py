@@ -107,10 +107,10 @@ def main(given: Sequence[str] | None = None) -> None:
     mx.set_cache_limit(0)
     models = {kind: random_model(kind, small=True) for kind in KINDS}
     held = [row for kind, model in models.items() for row in _measure_held(kind, model, sizes)]
-    title = f"Bytes held for users who share a system prompt of {sizes.system_tokens:,} tokens"
+    title = f"Memory of users who share a system prompt of {sizes.system_tokens:,} tokens"
     publish("memory", title, held, folder=options.results, repeats=1, conclusion=held_conclusion(held))
     kept = [row for kind, model in models.items() for row in _measure_pressure(kind, model, sizes)]
-    title = "Hit tokens of the second turn, under a budget"
+    title = "Hit tokens of the second turn under a byte budget"
     publish(
         "memory-pressure",
         title,

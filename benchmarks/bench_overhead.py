@@ -62,9 +62,9 @@ def main(given: Sequence[str] | None = None) -> None:
     tokens = [measure_tokens(name, model, blocks) for name, model in models.items()]
     tokens.append(measure_tokens("tiny:llama", tiny_model("llama"), blocks))
     requests = [row for name, model in models.items() for row in _measure_requests(name, model, counts, repeats)]
-    title = "What step and prefill add to the model's own forward pass, us"
+    title = "Python time per decoded token and per chunk of prefill, us"
     publish("overhead-tokens", title, tokens, folder=options.results, repeats=blocks)
-    title = "What a request costs beside its forward passes, ms"
+    title = "Python time per request, ms"
     about = conclusion(tokens, requests)
     publish("overhead", title, requests, folder=options.results, repeats=repeats, conclusion=about)
 

@@ -44,7 +44,7 @@ def main(given: Sequence[str] | None = None) -> None:
     # Paging takes milliseconds, so other load on the machine matters: more repeats than elsewhere.
     lengths, repeats = ((100, 600), 2) if options.quick else ((500, 2000, 8000), 2 * REPEATS + 1)
     rows = [row for tokens in lengths for row in _measure(tokens, repeats)]
-    title = "Page-out and page-in beside a plain copy of the same bytes"
+    title = "Speed of page-out and page-in, compared with a plain copy"
     publish("paging", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 

@@ -75,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     loads = QUICK if options.quick else FULL
     rows = [row for load in loads for row in measure(load)]
-    title = "Users at a time: straight from the tree, in mlx-lm's batches, one by one"
+    title = "Many users at a time: radixcache, mlx-lm's batches, one by one"
     # None: the rows have a column for the repeats.
     publish("parallel", title, rows, folder=options.results, repeats=None, conclusion=conclusion(rows))
 

@@ -367,7 +367,7 @@ def main(given: Sequence[str] | None = None) -> None:
         sys.exit(f"No server could be measured: {left_out}")
     publish(
         "peers",
-        "Servers for MLX models with their prefix caches on: the same requests to each",
+        "Prefix caches of MLX servers",
         rows,
         folder=options.results,
         repeats=1,

@@ -54,13 +54,13 @@ def main(given: Sequence[str] | None = None) -> None:
     minutes = (time.perf_counter() - began) / 60
     table = _table(rows, capacities)
     infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    title = "Block hit ratio: blocks of prompts found / blocks of prompts"
+    title = "Block hit ratio of eviction policies"
     about = "\n".join([conclusion(rows, minutes), *policy_notes(traces, rows)])
     more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
     write_atomically(options.results / "policies.png", policies_picture(rows, infinite))
     speed = list(_speeds(traces[0], options.quick))
-    publish("policies-speed", "What the simulator takes", speed, folder=options.results, repeats=REPEATS)
+    publish("policies-speed", "Speed of the simulator", speed, folder=options.results, repeats=REPEATS)
 
 
 def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:

@@ -53,9 +53,15 @@ def main(given: Sequence[str] | None = None) -> None:
         server.end()
     even = list(_break_even(max(row["get MiB/s"] for row in copies)))
     where = {"folder": options.results, "repeats": repeats}
-    publish("redis", "State to and from Redis, and plain SET and GET of the same bytes", copies, **where)
-    publish("redis-keys", "Questions to Redis", keys, **where)
-    publish("redis-break-even", "What a link brings", even, conclusion=conclusion(copies, even), **where)
+    publish("redis", "Speed of a Redis store, compared with plain SET and GET", copies, **where)
+    publish("redis-keys", "Time of look-ups in Redis", keys, **where)
+    publish(
+        "redis-break-even",
+        "Prefill speed up to which a network link is faster",
+        even,
+        conclusion=conclusion(copies, even),
+        **where,
+    )
 
 
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:

@@ -85,7 +85,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     sizes, repeats = (QUICK_SIZES, 2) if options.quick else (SIZES, REPEATS)
     rows = [row for name, model in _models(options.quick) for row in _measure(name, model, sizes, repeats)]
-    title = "Time to first token of a hit, beside the forward pass of its uncached tokens alone"
+    title = "TTFT of a hit, compared with the forward pass of its uncached tokens"
     publish("restore", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 

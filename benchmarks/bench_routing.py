@@ -80,13 +80,17 @@ def main(given: Sequence[str] | None = None) -> None:
     to_publish = partial(publish, folder=options.results, repeats=1)
     table = [_line(row, **{"of pooled": row.token_hit_ratio / pooled[row.trace, row.replicas]}) for row in found]
     about = conclusion(found)
-    to_publish("routing", "Routers before replicas", table, conclusion=about, grid=[asdict(row) for row in found])
-    to_publish("routing-speeds", f"At {MANY} replicas, by how fast they are", list(_by_speeds(traces)))
-    to_publish("routing-parts", f"The prefix router without its parts, at {MANY} replicas", list(_by_parts(traces)))
+    to_publish(
+        "routing", "Routers in front of 1 to 64 replicas", table, conclusion=about, grid=[asdict(row) for row in found]
+    )
+    to_publish("routing-speeds", f"Slower and faster replicas, at {MANY} replicas", list(_by_speeds(traces)))
+    to_publish(
+        "routing-parts", f"The prefix router without each of its terms, at {MANY} replicas", list(_by_parts(traces))
+    )
     sessions = list(_by_arrivals(options.traces, options.quick))
     if sessions:
-        to_publish("routing-arrivals", f"Other arrivals of the same sessions, at {MANY} replicas", sessions)
-    to_publish("routing-shared", f"A tier behind {MANY} replicas, 128 KiB a token", list(_by_networks(traces)))
+        to_publish("routing-arrivals", f"Other start times of the sessions, at {MANY} replicas", sessions)
+    to_publish("routing-shared", f"A shared tier behind {MANY} replicas, 128 KiB per token", list(_by_networks(traces)))
 
 
 def conclusion(rows: Sequence[ReplicaRow]) -> str:

@@ -118,7 +118,7 @@ def main(given: Sequence[str] | None = None) -> None:
     # None: the rows have a column for the repeats.
     publish(
         "serve",
-        "The same requests to both servers",
+        "radixcache serve and mlx_lm.server",
         rows,
         folder=options.results,
         repeats=None,

@@ -79,7 +79,7 @@ def main(given: Sequence[str] | None = None) -> None:
     rows = [_measure(part, length, count) for length in lengths for count in counts]
     rows += [_measure(chain, length, count) for length in lengths for count in counts if count * TURN_TOKENS >= length]
     rows += [_measure(short, lengths[0], count) for count in counts]
-    title = "Longest stored prefix, new sequence, cut edge: radix tree and mlx-lm's trie, ms per call"
+    title = "Radix tree and mlx-lm's trie, ms per call"
     publish("tree", title, rows, folder=options.results, conclusion=conclusion(rows))
 
 

@@ -47,7 +47,7 @@ def main(given: Sequence[str] | None = None) -> None:
             reply_tokens = min(reply_tokens, QUICK_REPLY) if options.quick else reply_tokens
             say(f"{kind}, {name}")
             rows.append(measure(f"{kind} x {len(model.layers)}", model, name, reply_tokens, repeats))
-    title = "A request that is checked beside one that is not, and what 1 % of them add"
+    title = "Cost of verification per request"
     publish("verify", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
 

@@ -43,7 +43,7 @@ def main(given: Sequence[str] | None = None) -> None:
     budgets = (1, 4) if options.quick else BUDGETS_GIB
     traces = traces_in(options.traces, options.quick)
     rows = [_measure(name, trace, gib) for name in MODELS for trace in traces for gib in budgets]
-    title = "Prompt tokens found of models that cannot be cut anywhere, %"
+    title = "Hit rate of models with windows or recurrent layers, %"
     publish("windows", title, rows, folder=options.results, repeats=1, conclusion=conclusion(rows))
 
 

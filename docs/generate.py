@@ -1,11 +1,12 @@
 """Write the generated pages: `python docs/generate.py`.
 
 options.md       every command with its options, and every metric, from the code
-benchmarks.md    behind the marker: every published result, from benchmarks/results
+benchmarks.md    behind the marker: every published result, from benchmarks/results, and the docstrings of benchmarks
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import sys
@@ -101,21 +102,35 @@ def _table(heading: Row, rows: Iterable[Row]) -> list[str]:
 
 
 def figures() -> str:
-    """A part for each result: command, date, machine and versions; the rows of a short table; what they show."""
+    """A part for each benchmark, with its docstring, and in it a part for each of its results."""
+    results = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    shown = {path: result for path, result in results.items() if "question" in result}  # the replay stands above
     lines: list[str] = []
-    for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if "question" not in result:  # the replay, which stands above
-            continue
-        machine, versions = result["machine"], result["versions"]
-        device = machine["device"] or f"{machine['processor']}, {machine['logical_cores']} cores"
-        made = [f"`{result['command']}`", result["date"][:10], device, f"MLX {versions['mlx']}", f"`{path.name}`"]
-        lines += ["", f"### {result['question']}", "", ", ".join(made) + ".", ""]
-        rows = result["rows"]
-        if len(rows) <= MOST_ROWS or path.stem in WHOLE:
-            lines += [*_table(tuple(rows[0]), (tuple(map(_cell, row.values())) for row in rows)), ""]
-        lines += result.get("conclusion", "").splitlines()
+    for module in sorted(set(map(_module, shown.values()))):
+        code = (DOCS.parent / "benchmarks" / f"{module}.py").read_text(encoding="utf-8")
+        lines += ["", f"### {module}", "", ast.get_docstring(ast.parse(code)) or ""]
+        for path, result in shown.items():
+            if _module(result) == module:
+                lines += _result(path, result)
     return "\n".join(lines) + "\n"
+
+
+def _module(result: dict[str, Any]) -> str:
+    """The benchmark of a result, from `python -m benchmarks.bench_NAME --options`."""
+    module: str = result["command"].partition("benchmarks.")[2].partition(" ")[0]
+    return module
+
+
+def _result(path: Path, result: dict[str, Any]) -> list[str]:
+    """Title, command, date, machine and versions; the rows of a short table; the conclusion."""
+    machine, versions = result["machine"], result["versions"]
+    device = machine["device"] or f"{machine['processor']}, {machine['logical_cores']} cores"
+    made = [f"`{result['command']}`", result["date"][:10], device, f"MLX {versions['mlx']}", f"`{path.name}`"]
+    lines = ["", f"#### {result['question']}", "", ", ".join(made) + ".", ""]
+    rows = result["rows"]
+    if len(rows) <= MOST_ROWS or path.stem in WHOLE:
+        lines += [*_table(tuple(rows[0]), (tuple(map(_cell, row.values())) for row in rows)), ""]
+    return lines + result.get("conclusion", "").splitlines()
 
 
 def _cell(value: Any) -> str:
