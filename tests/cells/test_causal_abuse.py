@@ -65,7 +65,7 @@ NONSENSE: dict[str, tuple[Call, str]] = {
 }
 SPANS = {
     "share more than there is": (lambda c, m: c.copy_prefix(1, 3, 11), "no prefix of 11"),
-    "remove behind the end": (lambda c, m: c.remove(m, 1, 8, 11), "not in there"),
+    "remove behind the end": (lambda c, m: c.remove(m, 1, 8, 11), "is outside"),
 }
 
 
