@@ -269,7 +269,7 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
 def _break_lines(each: Break, total: int) -> list[str]:
     head = f"{each.lost_tokens:>11,}  {each.lost_tokens / total:>10.1%}  {each.requests:>8,}"
     lines = [f"{head}  {_where(each)}: {_why(each)}"]
-    gap, margin = each.example, " " * 35
+    gap, margin = each.example, " " * 6
     assert gap is not None, each
     lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
     if gap.reason != Reason.DIVERGED or gap.before_text is None:

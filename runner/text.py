@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from textwrap import wrap
+from typing import Any, Literal
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 MIB = 1 << 20
 GIB = 1 << 30
-_SHOWN_CHARS = 40
+_SHOWN_CHARS, MOST_NAME_CHARS = 40, 24
 LONGEST_TEXT = 200  # characters of a client's text in a log line
 FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
 
@@ -58,10 +61,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def table_of_figures(first: str, *figures: str) -> Table:
-    """A table with these headers: names in the first column, figures in the others."""
-    table = Table()
-    table.add_column(first)
-    for header in figures:
-        table.add_column(header, justify="right")
+def figures_table(columns: Iterable[Sequence[str]], *, names: Collection[str]) -> Table:
+    """A table of columns, each a title and its cells. Titles wrap, and so do long cells of `names`; figures do not."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    columns = list(columns)
+    for title, *texts in columns:
+        width = max(map(len, [*title.split(), *texts]))
+        width = min(width, MOST_NAME_CHARS) if title in names else width
+        justify: Literal["left", "right"] = "left" if title in names else "right"
+        table.add_column("\n".join(wrap(title, width)), justify=justify, overflow="fold", width=width)
+    for row in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*map(Text, row))
     return table

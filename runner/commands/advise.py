@@ -90,7 +90,7 @@ def advise(
     compared = Comparison(None if simulation is None else _read_rows(simulation))
 
     from runner.files import json_bytes
-    from runner.simulate.advice import advice_document, advice_html, advice_of, best_policy, lru_text, policy_text
+    from runner.simulate.advice import advice_document, advice_html, advice_of, best_policy, lru_report, policy_text
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
@@ -110,7 +110,7 @@ def advise(
         own_blocks is None or own_blocks > 0,
         f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
-    results.show(lru_text(advice))  # at once: comparing policies takes a while
+    results.show(*lru_report(advice))  # at once: comparing policies takes a while
     if compared.rows is None and own_blocks is not None:
         if disk is None and advice.disk_bytes:
             disk = disk_plan("--disk-gib", advice.disk_bytes / GIB, *speeds, sizes)

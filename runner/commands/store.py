@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from radixcache.errors import StoreError
 from runner.commands.outputs import EXIT_CHECK_FAILED, Outputs, say, usage_errors
-from runner.text import MIB, plural, table_of_figures
+from runner.text import MIB, figures_table, plural
 
 if TYPE_CHECKING:
     from radixcache.stores.files import StoredFile
@@ -28,14 +28,14 @@ def list_all(path: Folder) -> None:
     for file in _scan(path):
         identity = file.head.identity
         groups[identity.model, identity.digest.hex()[:8], file.head.namespace].append(file)
-    table = table_of_figures("model", "identity", "namespace", "tokens", "files", "MiB", "last used (UTC)")
+    rows: list[tuple[str, ...]] = [("model", "identity", "namespace", "tokens", "files", "MiB", "last used (UTC)")]
     for names, files in sorted(groups.items()):
         tokens = sum(len(file.head.tokens) for file in files if file.head.kind == "block")
         nbytes, used_s = sum(file.nbytes for file in files), max(file.used_s for file in files)
         used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(used_s))
-        table.add_row(*names, f"{tokens:,}", f"{len(files):,}", f"{nbytes / MIB:,.1f}", used)
+        rows.append((*names, f"{tokens:,}", f"{len(files):,}", f"{nbytes / MIB:,.1f}", used))
     outputs = Outputs({})
-    outputs.show(table)
+    outputs.show(figures_table(zip(*rows, strict=True), names=rows[0][:3]))
     outputs.finish()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from runner.origin import machine, versions
-from runner.text import MIB, plural, table_of_figures
+from runner.text import MIB, figures_table, plural
 
 if TYPE_CHECKING:
     from runner.replay.replayer import AnswerDifference, CacheRun
@@ -67,22 +67,21 @@ MANY_USERS_KEYS = {"users_at_a_time", "output_tokens", "output_tokens_per_s", "p
 #: Header, cell, and for how many users at a time the column is; None: for any number.
 COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
     ("cache", lambda each: each.cache, None),
-    ("users at\na time", lambda each: str(each.users_at_a_time), "many"),
+    ("users at a time", lambda each: str(each.users_at_a_time), "many"),
     ("requests", lambda each: str(each.requests), None),
-    ("prompt\ntokens", lambda each: f"{each.prompt_tokens:,}", None),
-    ("cached\ntokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
-    ("tokens\nper s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
-    ("TTFT\np50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
-    ("TTFT\np95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
-    ("token\np50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
-    ("prefill\ns", lambda each: f"{each.prefill_s:.1f}", "one"),
-    ("decode\ns", lambda each: f"{each.decode_s:.1f}", "one"),
-    ("wall\ns", lambda each: f"{each.wall_s:.1f}", "many"),
-    ("peak cache\nMiB", lambda each: f"{each.peak_cache_bytes / MIB:,.1f}", None),
-    ("evictions", lambda each: str(each.evictions), "one"),
-    ("evicted", lambda each: str(each.evictions), "many"),
+    ("prompt tokens", lambda each: f"{each.prompt_tokens:,}", None),
+    ("cached tokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
+    ("tokens per s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
+    ("TTFT p50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
+    ("TTFT p95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
+    ("token p50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
+    ("prefill s", lambda each: f"{each.prefill_s:.1f}", "one"),
+    ("decode s", lambda each: f"{each.decode_s:.1f}", "one"),
+    ("wall s", lambda each: f"{each.wall_s:.1f}", "many"),
+    ("peak cache MiB", lambda each: f"{each.peak_cache_bytes / MIB:,.1f}", None),
+    ("evicted", lambda each: str(each.evictions), None),
     (
-        f"answers equal\nto {REFERENCE}",
+        f"answers equal to {REFERENCE}",
         lambda each: "-" if each.answers_equal is None else f"{each.answers_equal}/{each.requests}",
         "one",
     ),
@@ -147,11 +146,9 @@ class Report:
 
     def table(self) -> Table:
         users = "many" if self._is_parallel else "one"
-        shown = {header: cell for header, cell, only in COLUMNS if only in (None, users)}
-        table = table_of_figures(*shown)
-        for summary in (*self.summaries, *self._alone_summaries):
-            table.add_row(*(cell(summary) for cell in shown.values()))
-        return table
+        rows = (*self.summaries, *self._alone_summaries)
+        shown = [[header, *map(cell, rows)] for header, cell, only in COLUMNS if only in (None, users)]
+        return figures_table(shown, names=("cache",))
 
     def sentence(self) -> str:
         if self._is_parallel:

@@ -22,11 +22,13 @@ from itertools import accumulate
 from statistics import fmean, stdev
 from typing import Any
 
+from rich.table import Table
+
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate.curve import CURVE_COUNTS, Curve
 from runner.simulate.rows import Column, DiskPlan, SimulationRow, cells
-from runner.text import GIB, MIB, plural
+from runner.text import GIB, MIB, figures_table, plural
 from runner.traces.trace import Trace, TurnInference
 
 #: How many samples there are, block references per sample, and prompts that a sample's cache has room for at least.
@@ -34,7 +36,7 @@ SAMPLES, SAMPLE_REFS, LEAST_PROMPTS = 3, 25_000, 8
 #: Up to this many block references all policies run on the whole trace.
 WHOLE_REFS = 200_000
 #: Budgets are named that save these shares of what an infinite cache saves.
-SHARES, SHARE_NAME = (0.9, 0.99), "{:.0%} of possible savings"
+SHARES, SHARE_NAME, BUDGETS = (0.9, 0.99), "{:.0%} of savings", "LRU budget for"
 #: Policies that know the future: bounds, not advice.
 BOUNDS = ("belady", "belady-bypass")
 #: How many policies a note on samples names.
@@ -234,7 +236,7 @@ def advice_of(
         rate = None if saved_s is None or not nbytes else saved_s / (nbytes / GIB)
         return Budget(name, capacity_blocks, nbytes, curve.block_hit_ratio_at(capacity_blocks), ratio, saved_s, rate)
 
-    named = [("the knee of the curve", curve.knee_blocks())]
+    named = [("the knee", curve.knee_blocks())]
     named += [(SHARE_NAME.format(share), curve.capacity_for(share)) for share in SHARES]
     named += [("everything", curve.capacity_for(1.0))]
     budgets = sorted((budget(name, blocks) for name, blocks in named), key=lambda each: each.capacity_blocks)
@@ -266,15 +268,9 @@ def best_policy(
     return BestPolicy(policy, capacity, online[policy], gain, bound)
 
 
-def lru_text(advice: Advice) -> str:
-    found = _budget_cells(advice)
-    aligned = [
-        [text.rjust(width) if number else text.ljust(width) for text in texts]
-        for number, texts in enumerate(found)
-        for width in [max(map(len, texts))]
-    ]
-    lines = ["  ".join(row) for row in zip(*aligned, strict=True)]
-    return "\n".join([*_savable(advice), "", *lines, ""])
+def lru_report(advice: Advice) -> tuple[str, Table, str]:
+    """What a cache can save, the budgets with LRU, and an empty line."""
+    return "\n".join([*_savable(advice), ""]), figures_table(_budget_cells(advice), names=(BUDGETS,)), ""
 
 
 def policy_text(advice: Advice, best: BestPolicy | None = None, notes: Sequence[str] = ()) -> str:
@@ -373,7 +369,7 @@ def _savable(advice: Advice) -> list[str]:
 def _budget_cells(advice: Advice) -> list[list[str]]:
     """The columns that are known, with a figure per budget."""
     columns = [
-        Column("LRU with room for", "name"),
+        Column(BUDGETS, "name"),
         Column("blocks", "capacity_blocks", ","),
         Column("tokens", lambda budget: budget.capacity_blocks * advice.trace.block_tokens, ","),
         Column("GiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
@@ -395,7 +391,7 @@ def _remarks(advice: Advice, best: BestPolicy | None, notes: Sequence[str]) -> l
         remarks.append("Capacities are in tokens; with --model-config or --bytes-per-token also in GiB.")
     if advice.checkpoint_bytes:
         remarks.append(
-            f"The model resumes only at checkpoints, of {advice.checkpoint_bytes:,} bytes each. These budgets leave"
+            f"The model resumes only at checkpoints of {advice.checkpoint_bytes:,} bytes each. These budgets leave"
             " checkpoints out; radixcache simulate counts them."
         )
     if advice.curve.sample_rate < 1:

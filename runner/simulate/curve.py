@@ -32,8 +32,8 @@ import numpy.typing as npt
 from rich.table import Table
 
 from runner.picture import new_figure, picture_bytes
-from runner.simulate.rows import RATIO_LABEL, Column, figures_table
-from runner.text import GIB
+from runner.simulate.rows import RATIO_LABEL, Column, cells
+from runner.text import GIB, figures_table
 from runner.traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
@@ -338,7 +338,7 @@ def curve_table(curve: Curve, trace: Trace, block_bytes: int | None) -> Table:
     )
     least = int(curve.capacity_blocks[0]) if len(curve.capacity_blocks) else 1
     rows = _rows(curve, [capacity for capacity in capacities_of(curve) if capacity >= least], block_bytes)
-    return figures_table(columns, rows)
+    return figures_table(cells(columns, rows), names=())
 
 
 def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[str, Any]:

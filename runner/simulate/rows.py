@@ -1,7 +1,7 @@
 """Results of simulations: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
 
-A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` and `figures_table` make
-text and tables from any columns and rows.
+A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` makes
+text from any columns and rows.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import asdict, dataclass
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from radixcache.stores.block_store import WriteOn
 from runner.picture import new_figure, picture_bytes
-from runner.text import GIB, plural
+from runner.text import GIB, figures_table, plural
 from runner.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -168,10 +165,6 @@ class Column:
         return format(value if self.unit == 1 else value / self.unit, self.form)
 
 
-#: Longer names of traces wrap.
-TRACE_CHARS = 24
-
-
 def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
     """The columns as text, each with its title first, without optional columns that have no value."""
     rows = list(rows)
@@ -181,21 +174,6 @@ def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
         for column, values in found
         if not column.is_optional or any(value is not None for value in values)
     ]
-
-
-def figures_table(columns: Iterable[Column], rows: Iterable[Any], *, names: Sequence[str] = ()) -> Table:
-    """A table with `names` left-aligned. Titles wrap, and so do long names of traces; figures do not."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    found = cells(columns, rows)
-    for title, *texts in found:
-        width = max(map(len, [*title.split(), *texts]))
-        if title == "trace":
-            width = min(width, TRACE_CHARS)
-        justify: Any = "left" if title in names else "right"
-        shown.add_column("\n".join(wrap(title, width)), justify=justify, overflow="fold", width=width)
-    for row in list(zip(*found, strict=True))[1:]:
-        shown.add_row(*map(Text, row))
-    return shown
 
 
 def _tier_columns(field: str, origin: str) -> tuple[Column, ...]:
@@ -243,7 +221,7 @@ def rows_table(columns: Sequence[Column], rows: Sequence[ResultRow]) -> Table:
     """A row per simulation, with the name of the trace if there are several."""
     if len({row.trace for row in rows}) > 1:
         columns = (Column("trace", "trace"), *columns)
-    return figures_table(columns, rows, names=("trace", "policy", "router"))
+    return figures_table(cells(columns, rows), names=("trace", "policy", "router"))
 
 
 POLICY_COUNTS = (

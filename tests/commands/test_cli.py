@@ -69,7 +69,7 @@ def test_a_replay_prints_a_table_and_a_sentence_and_writes_what_was_asked_for(co
     code, stdout, stderr = command(*arguments)
     assert code == 0, stderr
     for cache in ("none", "single", "mlx-lm", "radix"):
-        assert f"│ {cache} " in stdout
+        assert f"\n{cache} " in stdout
         assert cache in stderr, "a progress bar per run"
     assert "Every answer is the same as without a cache." in stdout
     assert "radix:\n" in stdout
@@ -165,7 +165,7 @@ def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(command, talks
         signal.signal(number, before)
     assert code == 128 + number
     assert last_line(stderr) == "interrupted: 2 of 4 requests had finished."
-    assert "│ none " in stdout
+    assert "\nnone " in stdout
     document = json.loads(out.read_text())
     assert document["interrupted"] is True
     assert [(run["cache"], len(run["rows"])) for run in document["runs"]] == [("none", 2), ("single", 2)]

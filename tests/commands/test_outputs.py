@@ -18,7 +18,7 @@ import pytest
 
 from runner.cli import main
 from runner.commands import inputs, outputs
-from runner.replay.report import Report
+from runner.text import figures_table
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace_formats import compact_bytes
 
@@ -198,15 +198,30 @@ def test_a_name_that_is_no_utf_8_is_a_name(command: Command, trace: Path, tmp_pa
     assert (code, err.count("\n")) == (2, 1)
 
 
-def test_no_figure_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(outputs, "PIPE_COLUMNS", 80)
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int) -> None:
+    monkeypatch.setattr(outputs, "PIPE_COLUMNS", width)
     figures = ["10,000", "12,345,678", "98.7", "12,345", "123,456", "1,234.5", "1,234.5", "12,345.6", "123,456"]
-    table = Report([]).table()
-    table.add_row("radix", *figures, "10,000/10,000")
-    outputs.Outputs({}).show(table)
+    titles = ["requests", "prompt tokens", "cached tokens %", "TTFT p50 ms", "TTFT p95 ms", "prefill s", "decode s"]
+    cells = zip([*titles, "peak cache MiB", "evicted"], figures, strict=True)
+    outputs.Outputs({}).show(figures_table([["cache", "radix"], *cells], names=("cache",)))
     shown = capsys.readouterr().out
-    assert all(figure in shown for figure in (*figures, "10,000/10,000"))
+    assert all(figure in shown for figure in figures)
     assert "…" not in shown
+    assert ("───" in shown) == (width >= 80)
+
+
+@pytest.mark.parametrize("sizes", ["", "--bytes-per-token 2048"])
+def test_tables_over_traces_fit_60_columns(
+    command: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, sizes: str
+) -> None:
+    monkeypatch.setattr(outputs, "PIPE_COLUMNS", 60)
+    for arguments in ("simulate --capacity-blocks 50,20000 --policy lru,belady", "mrc --sample 0.9", "advise"):
+        name, *options = f"{arguments} {sizes}".split()
+        code, out, _ = command(name, trace, *options)
+        assert (code, "─" * 30 in out) == (0, True), out
+        table = out.partition("─" * 30)
+        assert len(table[0].splitlines()[-1]) <= 60, out
 
 
 # Signals
@@ -290,7 +305,7 @@ def test_an_interrupt_is_said(command: Command, trace: Path, tmp_path: Path, mon
     code, out, err = command("advise", trace, "--capacity-blocks", 100, "--json", json_file, "--html", html_file)
     assert code == 130
     assert err.splitlines()[-1] == "interrupted: policies were not compared."
-    assert "LRU with room for" in out, "what LRU saves was printed before"
+    assert "LRU budget for" in out, "what LRU saves was printed before"
     assert json.loads(json_file.read_text())["interrupted"] is True
     assert "Interrupted: policies were not compared." in html_file.read_text()
 

@@ -16,7 +16,7 @@ from runner.simulate.advice import (
     best_two,
     distinct,
     estimates_of,
-    lru_text,
+    lru_report,
     parts_of,
     paste_line,
     policy_text,
@@ -64,10 +64,8 @@ def test_budgets_are_where_the_curve_says() -> None:
 def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     found = advised(budget_blocks=10)
     assert found.budgets[0].capacity_bytes is found.budgets[0].saved_s is found.budgets[0].saved_s_per_gib is None
-    text = lru_text(found)
-    header = next(line for line in text.splitlines() if line.startswith("LRU with room for"))
-    assert "GiB" not in header
-    assert "seconds" not in header
+    text, table, _ = lru_report(found)
+    assert [column.header for column in table.columns] == ["LRU budget for", "blocks", "tokens", "prefill\nsaved"]
     assert "with --model-config or --bytes-per-token also in GiB" in policy_text(found)
     assert "can save at most 95.0% of prefill" in text
     with pytest.raises(ValueError, match="needs token_bytes"):
@@ -184,8 +182,8 @@ def test_the_line_to_paste_names_budget_and_policy() -> None:
 
 def test_an_assumed_rate_of_arrivals_is_said_with_its_option() -> None:
     found = advised()
-    assert "sessions per hour are assumed" not in lru_text(found)
+    assert "sessions per hour are assumed" not in lru_report(found)[0]
     guessed = replace(found, trace=replace(found.trace, sessions_per_hour=30.0))
-    assert "30 sessions per hour are assumed" in lru_text(guessed)
-    assert "With another --sessions-per-hour" in lru_text(guessed)
+    assert "30 sessions per hour are assumed" in lru_report(guessed)[0]
+    assert "With another --sessions-per-hour" in lru_report(guessed)[0]
     assert advice_document(guessed)["sessions_per_hour"] == 30.0
