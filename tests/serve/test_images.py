@@ -125,7 +125,7 @@ def client(folder: str, looked: list[int]) -> Iterator[TestClient]:
         yield client
 
 
-def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loaded: LoadedModel) -> None:
+def test_all_apis_take_images_and_say_what_was_reused(client: TestClient, loaded: LoadedModel) -> None:
     body = {"messages": asking(ONE), "max_tokens": 12}
     whole = client.post("/v1/chat/completions", json=body).json()
     wanted = loaded.tokenizer.decode(expected(loaded, asking(ONE), ONE))
@@ -142,6 +142,12 @@ def test_both_apis_take_images_and_say_what_was_reused(client: TestClient, loade
     assert message["content"] == [{"type": "text", "text": wanted}]
     assert message["usage"]["cache_read_input_tokens"] == prompt_tokens - 1
     assert client.post("/v1/messages/count_tokens", json=asked).json() == {"input_tokens": prompt_tokens}
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{source['data']}"}
+    content = [image, {"type": "input_text", "text": "What is it?"}]
+    body = {"instructions": SYSTEM["content"], "input": [{"role": "user", "content": content}]}
+    response = client.post("/v1/responses", json={**body, "max_output_tokens": 12}).json()
+    assert response["output"][0]["content"][0]["text"] == wanted
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == prompt_tokens - 1
     explained = client.post("/cache/explain", json={"messages": asking(ONE)}).json()
     assert explained["resumable_tokens"] == prompt_tokens - 1
     warmed = client.post("/cache/warm", json={"messages": asking(ONE)})
