@@ -27,6 +27,7 @@ INSTALLED = ("Requires-Dist: numpy>=2", "Requires-Dist: absent; sys_platform == 
 def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An installation without faults, whatever the machine has."""
     monkeypatch.setattr(runner, "BLAS_ADVICE", None)
+    monkeypatch.setenv("COLUMNS", "10000")
     monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RADIXCACHE_REDIS", raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30, total=16 << 30))
