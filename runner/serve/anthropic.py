@@ -14,8 +14,8 @@
 
 Successive turns of one role become one turn, as in Anthropic's API. Every end of a message is a checkpoint anyway, so a
 mark (`cache_control`) adds a checkpoint only on a text inside a message. The server refuses what it cannot honour:
-documents, server tools, a forced tool, structured output. A last turn of the assistant is a beginning that the reply
-continues. `null` means the same as no field.
+documents and server tools. A last turn of the assistant is a beginning that the reply continues. `null` means the same
+as no field.
 """
 
 from __future__ import annotations
@@ -215,15 +215,26 @@ class Tool(Markable):
 
 
 class ToolChoice(Checked):
-    """Whether the model gets the tools. Forcing a call, or at most one call, is refused."""
+    """Whether the model may call tools, must not, must call one, or must call the one that is named."""
 
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: Literal[False] = False
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def in_chats(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return self.type
+
+
+class OutputFormat(Checked):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Checked):
     effort: Annotated[str, Field(max_length=100)] | None = None
-    format: None = None
+    format: OutputFormat | None = None
 
 
 class AnthropicPromptBody(Checked):
@@ -246,18 +257,22 @@ class AnthropicPromptBody(Checked):
         turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
         found = [*messages_of(_without_billing(turns))]
         fields = {"messages": [message for message, _ in found], **self._openai_fields()}
-        request = ChatBody.read(fields, options).request(namespace)
+        request = ChatBody.read(fields, options).request(namespace, format_field="output_config.format")
         return replace(request, marked_texts=[(index, end) for index, (_, ends) in enumerate(found) for end in ends])
 
     def _openai_fields(self) -> dict[str, Any]:
-        tools = self.tools if self.tool_choice.type == "auto" else []
         functions = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
         ]
+        wanted = self.output_config.format
+        schema = None if wanted is None else {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
         return {
             "model": self.model,
             "max_tokens": 1,
             "tools": [{"type": "function", "function": function} for function in functions],
+            "tool_choice": self.tool_choice.in_chats(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "response_format": schema,
             "thinking": self.thinking.model_dump(),
             "reasoning_effort": self.output_config.effort,
         }

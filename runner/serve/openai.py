@@ -29,6 +29,7 @@ from runner.serve.request import (
     DEFAULT,
     NO_MODEL,
     ApiError,
+    Constraint,
     LikelyToken,
     ModelNames,
     PrefillProgress,
@@ -153,6 +154,36 @@ class ThinkingChoice(Checked):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class JsonSchema(Checked):
+    """The schema that a reply's text must satisfy. Every schema is enforced, whatever `strict` says."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Checked):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class NamedFunction(Checked):
+    name: str
+
+
+class NamedChoice(Checked):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedFunctions(Checked):
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice]
+
+
+class AllowedChoice(Checked):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class ChatBody(OpenAIBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[Tool] = Field(default_factory=list)
@@ -161,15 +192,20 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Annotated[str, Field(max_length=100)] | None = None
     enable_thinking: bool | None = None
     thinking: bool | ThinkingChoice | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: Literal["auto", "none", "required", "any"] | NamedChoice | AllowedChoice = "auto"
+    parallel_tool_calls: bool = True
 
-    def request(self, namespace: str) -> Request:
+    def request(self, namespace: str, *, format_field: str = "response_format") -> Request:
+        """As above; `format_field` is the field of the client's body from which `response_format` was made."""
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
         request = replace(super().request(namespace), messages=[*_without_billing(self.messages)])
         arguments = {**self._reasoning_args(), **self.chat_template_kwargs}
-        return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None)
+        constraint = self._constraint(format_field)
+        return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None, constraint=constraint)
 
     def _reasoning_args(self) -> dict[str, Any]:
         """Arguments of the chat template that say whether to reason, by each name that templates have for it."""
@@ -180,6 +216,36 @@ class ChatBody(OpenAIBody):
         is_thinking = next((each for each in said if each is not None), None)
         named = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
         return {name: value for name, value in named.items() if value is not None}
+
+    def _constraint(self, format_field: str) -> Constraint | None:
+        """What the reply must be. ApiError: a schema, a tool or a function is missing."""
+        wanted = self.response_format
+        schema = {"type": "object"} if wanted and wanted.type == "json_object" else None
+        if wanted and wanted.type == "json_schema":
+            _require(wanted.json_schema is not None, "response_format.json_schema", "an object with a schema")
+            assert wanted.json_schema is not None
+            schema = wanted.json_schema.schema_
+        choice = self.tool_choice
+        functions: tuple[str, ...] | None = None
+        calls: Any = "required" if choice == "any" or isinstance(choice, NamedChoice) else choice
+        if isinstance(choice, NamedChoice):
+            functions = (choice.function.name,)
+        elif isinstance(choice, AllowedChoice):
+            calls = choice.allowed_tools.mode
+            functions = tuple(tool.function.name for tool in choice.allowed_tools.tools)
+            _require(calls == "required", "tool_choice.allowed_tools.mode", "required: no other is enforced")
+        names = {tool["function"]["name"] for tool in self.tools}
+        _require(calls != "required" or bool(names), "tools", "a list of functions, as tool_choice asks for a call")
+        _require(names.issuperset(functions or ()), "tool_choice", "the name of a function in tools")
+        constraint = Constraint(
+            schema,
+            calls if names else "auto",
+            functions,
+            is_single=bool(names) and (not self.parallel_tool_calls or isinstance(choice, NamedChoice)),
+            has_tools=bool(names),
+            at=format_field,
+        )
+        return None if constraint == Constraint(has_tools=bool(names), at=format_field) else constraint
 
 
 def without_billing(text: str) -> str:

@@ -37,6 +37,27 @@ class ModelNames:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What a reply must be; see grammars.py.
+
+    Attributes:
+        schema: JSON schema of the text; None: any text.
+        calls: whether the model may call tools, must not, or must.
+        functions: that may be called, by name; None: all.
+        is_single: a reply has one call at most.
+        has_tools: the prompt has tools.
+        at: the field that the schema comes from, for errors.
+    """
+
+    schema: Any = None
+    calls: Literal["auto", "none", "required"] = "auto"
+    functions: tuple[str, ...] | None = None
+    is_single: bool = False
+    has_tools: bool = False
+    at: str = "response_format"
+
+
+@dataclass(frozen=True)
 class Request:
     """One reply to generate, checked except for what needs a tokenizer.
 
@@ -49,6 +70,7 @@ class Request:
         temperature to xtc_threshold: for mlx_lm.sample_utils.make_sampler.
         logit_bias to frequency_context_size: for mlx_lm.sample_utils.make_logits_processors.
         seed: None: all such requests draw from one random stream.
+        constraint: None: the reply may be anything.
     """
 
     names: ModelNames
@@ -78,6 +100,7 @@ class Request:
     top_logprobs: int = -1
     seed: int | None = None
     namespace: str = ""
+    constraint: Constraint | None = None
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

@@ -344,7 +344,7 @@ class ResponsesBody(Checked):
             "response_format": self._response_format(),
             "reasoning_effort": self.reasoning.effort,
         }
-        return ChatBody.read(chat, options).request(namespace)
+        return ChatBody.read(chat, options).request(namespace, format_field="text.format")
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice

@@ -17,6 +17,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from runner.engine.replies import Piece, Sampler, StopWords
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
+from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, embedder, part_at, prompt_of
 from runner.serve.request import ApiError, FinishReason, LikelyToken, ModelNames, OpenRequest, Request, Started, Token
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
 RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
+COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for requests again
 SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
@@ -82,6 +85,8 @@ class ServedModel:
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
+        self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
+        self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
         self._draws = random.Random(0)
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
@@ -90,7 +95,7 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queue and self._is_free
+        return not self._queue and not self._compiling and self._is_free
 
     @property
     def _is_free(self) -> bool:
@@ -111,6 +116,7 @@ class ServedModel:
         for prepared in [each for each in self._queue if each.opened.is_cancelled]:
             self._queue.remove(prepared)
             prepared.opened.end("cancelled")
+        self._take_compiled()
         self._advance()
         if self._alone is not None:
             self._step_alone(*self._alone)
@@ -127,6 +133,8 @@ class ServedModel:
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
         left = [*self._together.values(), *(each.opened for each in self._queue)]
+        left += [prepared.opened for prepared, _ in self._compiling.values()]
+        self._grammars.close()
         if self._alone is not None:
             opened, steps = self._alone
             steps.close()  # type: ignore[attr-defined]
@@ -136,6 +144,7 @@ class ServedModel:
         for opened in left:
             opened.end("cancelled")
         self._queue.clear()
+        self._compiling.clear()
         self._together.clear()
         self.model = self.draft_model = self._generator = self._alone = None
 
@@ -155,15 +164,42 @@ class ServedModel:
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
         machine = mlx_lm_border.make_text_state_machine(tokenizer)
         formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
-        reader = ReplyReader(machine, prompt.initial_state, formatter)
+        is_single = request.constraint is not None and request.constraint.is_single
+        reader = ReplyReader(machine, prompt.initial_state, formatter, has_one_call=is_single)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
-        self._queue.append(_Prepared(opened, prompt, sampler, processors, max_tokens, is_alone))
+        prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
+        started = Started(prompt_tokens, reader)
+        if request.constraint is None:
+            self._accept(prepared, started)
+        else:
+            self._compiling[self._grammars.guide(request, prompt)] = prepared, started
+
+    def _accept(self, prepared: _Prepared, started: Started) -> None:
+        opened = prepared.opened
+        self._queue.append(prepared)
         self._advance()
         if not opened.is_over:
-            opened.record.prompt_tokens = prompt_tokens
-            opened.put(Started(prompt_tokens, reader))
+            opened.record.prompt_tokens = started.prompt_tokens
+            opened.put(started)
+
+    def _take_compiled(self) -> None:
+        """Accept the requests whose grammars are compiled, without waiting if anything runs."""
+        is_waiting = self._compiling and self._is_free and not self._queue
+        done, _ = wait(self._compiling, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
+        for future, (prepared, started) in [*self._compiling.items()]:
+            if prepared.opened.is_cancelled:
+                prepared.opened.end("cancelled")
+            elif future in done:
+                try:
+                    processors: Sequence[LogitsProcessor] = [*prepared.logits_processors, future.result()]
+                    self._accept(prepared._replace(logits_processors=processors), started)
+                except Exception as error:
+                    prepared.opened.fail_with(error)
+            else:
+                continue
+            del self._compiling[future]
 
     def _advance(self) -> None:
         while self._queue and self._alone is None:
@@ -311,7 +347,8 @@ class ServedModel:
             logits_processors=prepared.logits_processors,
             prefill_step_size=self._options.prefill_step_size,
             prompt_progress_callback=progress,
-            num_draft_tokens=opened.request.num_draft_tokens,
+            # A draft would have to be as the constraint says, too.
+            num_draft_tokens=opened.request.num_draft_tokens if opened.request.constraint is None else 0,
         )
         outcome: FinishReason | None = None
         stop_words = StopWords(opened.request.stop_words)

@@ -82,9 +82,15 @@ class ReplyReader:
     """
 
     def __init__(
-        self, machine: Any, initial_state: str, format_tool_calls: Callable[[Sequence[str]], list[dict[str, Any]]]
+        self,
+        machine: Any,
+        initial_state: str,
+        format_tool_calls: Callable[[Sequence[str]], list[dict[str, Any]]],
+        *,
+        has_one_call: bool = False,
     ) -> None:
         self._machine, self._format_tool_calls = machine, format_tool_calls
+        self._left_calls = 1 if has_one_call else None  # None: any number
         self._state = machine.make_state(initial_state)
         self._current = initial_state
         self._is_over, self._is_cut = False, True
@@ -136,7 +142,11 @@ class ReplyReader:
         self._current = current
 
     def _take(self, *tokens: Token) -> Delta:
-        calls = tuple(call for tool_text in self._tool_texts for call in self._tool_calls(tool_text))
+        calls = tuple(call for tool_text in self._tool_texts for call in self._tool_calls(tool_text))[
+            : self._left_calls
+        ]
+        if self._left_calls is not None:
+            self._left_calls -= len(calls)
         delta = Delta(self._text, self._reasoning, calls, tokens)
         self._text = self._reasoning = ""
         self._tool_texts = []

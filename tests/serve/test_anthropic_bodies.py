@@ -11,7 +11,7 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic import MessagesBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import ApiError, Request
+from runner.serve.request import ApiError, Constraint, Request
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -134,12 +134,19 @@ def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginn
     assert monday.tokens[: ends[0]] == sunday.tokens[: ends[0]]
 
 
-def test_tools_become_functions_unless_the_choice_is_none() -> None:
+def test_tools_become_functions_whatever_the_choice() -> None:
     function = {"name": "weather", "description": "of a place", "parameters": {"type": "object"}}
     as_function = [{"type": "function", "function": function}]
     assert asked(tools=[TOOL]).tools == as_function
     assert asked(tools=[TOOL], tool_choice={"type": "auto"}).tools == as_function
-    assert asked(tools=[TOOL], tool_choice={"type": "none"}).tools is None
+    for choice, calls in (("none", "none"), ("any", "required"), ("tool", "required")):
+        request = asked(tools=[TOOL], tool_choice={"type": choice, "name": "weather"})
+        assert request.tools == as_function
+        assert request.constraint is not None
+        assert (request.constraint.calls, request.constraint.is_single) == (calls, choice == "tool")
+    single = asked(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert single.constraint == Constraint(is_single=True, has_tools=True, at="output_config.format")
+    assert asked(tools=[TOOL]).constraint is None
     assert asked(tools=[]).tools is None
 
 
@@ -197,11 +204,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
     ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
     ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools.0.type"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
-    ({"tool_choice": {"type": "tool", "name": "t"}}, "tool_choice.type"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+    ({"tool_choice": {"type": "any"}}, "tools"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"stop_sequences": [""]}, "stop_sequences.0"),
     ({"cache_control": {"type": "forever"}}, "cache_control.type"),
 ]  # fmt: skip

@@ -1,0 +1,246 @@
+"""Replies of random weights are what their requests demand: JSON of a schema, calls of functions, none or one call."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from runner.serve.request import Constraint
+from runner.serve.scheduler import Scheduler
+from tests.serve.jobs import MESSAGES as TURNS
+from tests.serve.jobs import Waiting, application, local_client, running
+from tests.serve.scripted_app import CHAT, MESSAGES, USER
+from tests.serve.talking_model import CALL, CALLED, END, THINK, THOUGHT, TOOL_F, saying, write_talking_model
+
+GROUP = 8
+PATTERNS = ("^[a-z]{2,5}$", "^(red|green|blue)$", "^[0-9]{3}-[0-9]{2}$", "x+y?", "^\\d{1,4}$")
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Whose texts and arrays are short, so that most replies end."""
+    kinds = ["string", "pattern", "integer", "number", "boolean", "null", "enum", "const"]
+    kind = draw.choice(kinds if depth == 3 else [*kinds, "object", "object", "array", "anyOf", "$ref"])
+    low = draw.randint(-500, 500)
+    if kind == "object":
+        names = draw.sample(["a", "b", "naïve", "key 1", 'quo"te'], draw.randint(0, 4))
+        required = [name for name in names if draw.random() < 0.7]
+        properties = {name: random_schema(draw, depth + 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        least = draw.randint(0, 2)
+        return {
+            "type": "array", "items": random_schema(draw, depth + 1), "minItems": least,
+            "maxItems": least + draw.randint(0, 2),
+        }  # fmt: skip
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
+    return {
+        "$ref": {"$ref": "#/$defs/leaf"},
+        "string": {"type": "string", "minLength": 1, "maxLength": 6},
+        "pattern": {"type": "string", "pattern": draw.choice(PATTERNS), "maxLength": 12},
+        "integer": {"type": "integer", "minimum": low, "maximum": low + draw.randint(0, 1000)},
+        "number": {"type": "number", "exclusiveMinimum": low, "maximum": low + 0.5 + draw.random()},
+        "boolean": {"type": "boolean"},
+        "null": {"type": "null"},
+        "enum": {"enum": draw.sample(["x", "", "long text", 7, -1.5, None, True, ["a"], {"b": 1}], 3)},
+        "const": {"const": draw.choice(["only", 3, None, [1, {"a": None}]])},
+    }[kind]
+
+
+def random_root(seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    node = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/leaf"}, {"type": "null"}]}}}
+    leaf = draw.choice([random_schema(draw, 3), {**node, "required": ["next"], "additionalProperties": False}])
+    return {**random_schema(draw), "$defs": {"leaf": leaf}}
+
+
+@pytest.fixture(scope="module", params=["together", "alone"])
+def talking(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
+    with running(model=str(folder), exact=request.param == "alone", prefill_step_size=64) as thread:
+        yield thread
+
+
+def said(reply: Waiting) -> str:
+    """The text of a reply without its reasoning."""
+    _, mark, text = reply.text.partition("</think>")
+    assert bool(mark) == reply.text.startswith("<think>")
+    return text if mark else reply.text
+
+
+def require_valid(thread: Scheduler, seeds: range) -> None:
+    """Groups of requests at temperature 1, each of which has another one beside it that may say anything."""
+    ended = 0
+    for start in range(seeds.start, seeds.stop, GROUP):
+        schemas = [random_root(seed) for seed in range(start, min(start + GROUP, seeds.stop))]
+        asked: dict[str, Any] = {"messages": TURNS, "temperature": 1.0, "max_tokens": 300}
+        group = [Waiting(thread, **asked, constraint=Constraint(schema), seed=start) for schema in schemas]
+        beside = Waiting(thread, **{**asked, "max_tokens": 20})
+        for reply, schema in zip(group, schemas, strict=True):
+            if reply.record.outcome == "stop":
+                jsonschema.validate(json.loads(said(reply)), schema)
+                ended += 1
+        assert beside.record.completion_tokens > 0
+    assert ended >= 0.8 * len(seeds)
+
+
+def test_replies_that_end_are_json_of_their_schemas(talking: Scheduler) -> None:
+    require_valid(talking, range(24))
+
+
+@pytest.mark.slow
+def test_replies_to_two_hundred_schemas_are_json_of_them(talking: Scheduler) -> None:
+    require_valid(talking, range(1000, 1200))
+
+
+FUNCTIONS = [
+    {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
+    for name, parameters in {
+        "near": {
+            "type": "object", "properties": {"place": {"$ref": "#/$defs/place"}, "km": {"type": "integer"}},
+            "required": ["place"], "additionalProperties": False, "$defs": {"place": {"enum": ["here", "there"]}},
+        },
+        "now": {},
+        "say": {"properties": {"text": {"type": "string", "maxLength": 9}}, "additionalProperties": False},
+    }.items()
+]  # fmt: skip
+PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0} for tool in FUNCTIONS}
+#: Reasoning of random weights has no end.
+ASKED = {"temperature": 1.0, "max_tokens": 300, "messages": [USER], "tools": FUNCTIONS, "logit_bias": {THINK: -100}}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
+    with application(model=str(folder)) as (app, _), local_client(app) as client:
+        yield client
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+def ask(client: Any, **fields: Any) -> dict[str, Any]:
+    answer = client.post(CHAT, json={**ASKED, **fields})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["choices"][0])
+
+
+def require_calls(choice: dict[str, Any], names: set[str]) -> int:
+    calls = choice["message"].get("tool_calls", [])
+    if choice["finish_reason"] == "tool_calls":
+        assert not (choice["message"]["content"] or "").strip()
+        assert calls
+        for call in calls:
+            assert call["function"]["name"] in names
+            jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS[call["function"]["name"]])
+    else:
+        assert choice["finish_reason"] == "length"
+    return len(calls)
+
+
+def test_a_forced_call_is_a_call_with_arguments_of_its_schema(client: Any) -> None:
+    counts = [require_calls(ask(client, seed=seed, tool_choice="required"), set(PARAMETERS)) for seed in range(4)]
+    assert max(counts) > 1, "nothing but one call has been seen"
+
+
+@pytest.mark.parametrize("name", ["near", "say"])
+def test_a_named_function_is_called_once(client: Any, name: str) -> None:
+    choice = {"type": "function", "function": {"name": name}}
+    assert {require_calls(ask(client, seed=seed, tool_choice=choice), {name}) for seed in range(3)} <= {0, 1}
+
+
+def test_no_tools_means_no_call_and_the_same_prompt(client: Any) -> None:
+    spoken = {**saying("A", CALL, TOOL_F, CALLED, "B", END), "temperature": 0}
+    usage = []
+    for choice, names in (("auto", ["f"]), ("none", [])):
+        answer = client.post(CHAT, json={**ASKED, **spoken, "tool_choice": choice}).json()
+        calls = answer["choices"][0]["message"].get("tool_calls", [])
+        assert [call["function"]["name"] for call in calls] == names
+        usage.append(answer["usage"])
+    assert usage[0]["prompt_tokens"] == usage[1]["prompt_tokens"]
+    assert usage[1]["prompt_tokens_details"]["cached_tokens"] >= usage[1]["prompt_tokens"] - 1
+
+
+def test_without_parallel_calls_a_reply_ends_behind_its_first_call(client: Any) -> None:
+    spoken = {**saying("A", CALL, TOOL_F, CALLED, "B", END), "temperature": 0}
+    both = ask(client, **spoken)
+    one = ask(client, **spoken, parallel_tool_calls=False)
+    assert (both["message"]["content"], one["message"]["content"]) == ("AB", "A")
+    assert [len(each["message"]["tool_calls"]) for each in (both, one)] == [1, 1]
+    assert one["finish_reason"] == "tool_calls"
+
+
+def test_the_format_begins_where_the_reasoning_ends(client: Any) -> None:
+    spoken = {**saying(THINK, END, "AB", THOUGHT, "Q"), "temperature": 0, "max_tokens": 40, "tools": []}
+    choice = ask(client, **spoken, **as_format({"enum": ["XYZ"]}))
+    assert choice["message"]["reasoning"] == "AB", "an end of the reply in the reasoning has been possible"
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('"XYZ"', "stop")
+
+
+def test_a_tool_call_may_take_the_place_of_the_format(client: Any) -> None:
+    wanted = {"type": "json_object"}
+    call = ask(client, **{**saying(CALL, TOOL_F, CALLED, END), "temperature": 0}, response_format=wanted)
+    assert [each["function"]["name"] for each in call["message"]["tool_calls"]] == ["f"]
+    other = ask(client, **{**saying("A", "{", "}", END), "temperature": 0}, response_format=wanted)
+    assert other["message"]["content"] == "{}"
+
+
+def test_anthropics_fields_do_the_same(client: Any) -> None:
+    tools = [{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()]
+    body = {"model": "m", "max_tokens": 300, "messages": [USER], "tools": tools, "temperature": 1.0}
+    for choice, names in (({"type": "tool", "name": "say"}, {"say"}), ({"type": "any"}, set(PARAMETERS))):
+        more = {"tool_choice": {**choice, "disable_parallel_tool_use": True}, "thinking": {"type": "disabled"}}
+        message = client.post(MESSAGES, json={**body, **more}).json()
+        uses = [block for block in message["content"] if block["type"] == "tool_use"]
+        assert message["stop_reason"] == "max_tokens" or ([use["name"] in names for use in uses] == [True])
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    message = client.post(MESSAGES, json={**body, "tools": [], "output_config": wanted}).json()
+    if message["stop_reason"] == "end_turn":
+        jsonschema.validate(json.loads(message["content"][-1]["text"]), schema)
+
+
+SCHEMA = "response_format"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (as_format({"type": "array", "uniqueItems": True}), SCHEMA, "uniqueItems"),
+    (as_format({"type": "string", "pattern": "(?=a)b"}), SCHEMA, "look-around"),
+    (as_format({"$ref": "http://127.0.0.1/x"}), SCHEMA, "http://127.0.0.1/x"),
+    (as_format({"not": {}}), SCHEMA, "not"),
+    (as_format({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), SCHEMA, "no reply"),
+    (as_format({"type": "integer", "multipleOf": 999_983}), SCHEMA, "multipleOf"),
+    (as_format({"enum": ["x" * 20_000]}), SCHEMA, "enum"),
+    (as_format({"properties": {f"p{index}": {} for index in range(1000)}}), SCHEMA, "properties"),
+    (as_format({"enum": [f"value {index}" for index in range(100_000)]}), SCHEMA, "characters"),
+    (as_format({"properties": 1, "required": 2, "enum": 3, "format": {}}), SCHEMA, "schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"tool_choice": "required", "tools": []}, "tools", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "far"}}}, "tool_choice", "function"),
+    (
+        {
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+        },
+        "tools.0.function.parameters",
+        "not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "word"), REFUSED, ids=[json.dumps(each[0])[:70] for each in REFUSED])
+def test_what_cannot_be_enforced_is_refused_and_says_why(client: Any, fields: Any, param: str, word: str) -> None:
+    answer = client.post(CHAT, json={**ASKED, **fields, "stream": True})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert word in error["message"]
