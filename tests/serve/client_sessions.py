@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-MODEL = "default_model"
+MODEL = "gpt-4o"
 SYSTEM = "You are a careful assistant who looks a town up before saying anything about it. " * 4
 TOWNS = ("Rome", "Oslo", "Lima")
 QUESTIONS = [f'How is the weather there? <<weather {{"town": "{town}"}}>>' for town in TOWNS]

@@ -115,12 +115,18 @@ class Network:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.output.read_text()[-4000:]}"
         return str(done.stdout)
 
-    def ask(self, url: str, method: str = "GET") -> str:
+    def look(self, url: str, *, clear: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
+        """The last requests of a server, oldest first, and the counts of those that it did not answer with success."""
         code = (
             "import sys, urllib.request as asked\n"
-            "print(asked.urlopen(asked.Request(sys.argv[1], method=sys.argv[2])).read().decode())"
+            "for each in sys.argv[1:]:\n"
+            "    method, url = each.split()\n"
+            "    print(asked.urlopen(asked.Request(url, method=method)).read().decode(), end='\\0')\n"
         )
-        return self.run([sys.executable, "-c", code, url, method])
+        asked = [f"GET {url}/cache/state?tree=false", f"GET {url}/metrics", *([f"DELETE {url}/cache"] if clear else [])]
+        state, metrics, *_ = self.run([sys.executable, "-S", "-c", code, *asked]).split("\0")
+        counts = [line for line in metrics.splitlines() if "http_requests_total{" in line]
+        return json.loads(state)["requests"][::-1], [line for line in counts if 'status="2' not in line]
 
 
 def _can_be_closed() -> bool:
@@ -189,8 +195,8 @@ def claude_code(turn: Turn) -> None:
 
 def opencode(turn: Turn) -> None:
     options = {"baseURL": f"{turn.url}/v1", "apiKey": "dummy"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"default_model": {}}}
-    config = {"provider": {"local": provider}, "model": "local/default_model", "share": "disabled"}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"some-model": {}}}
+    config = {"provider": {"local": provider}, "model": "local/some-model", "share": "disabled"}
     (turn.folder / "opencode.json").write_text(json.dumps(config))
 
     def ask(index: int, file: str) -> str:
@@ -201,7 +207,7 @@ def opencode(turn: Turn) -> None:
 
 def codex(turn: Turn) -> None:
     provider = f'model_providers.local={{name="local",base_url="{turn.url}/v1",wire_api="responses",env_key="KEY"}}'
-    options = ["-c", provider, "-c", 'model_provider="local"', "-m", "default_model", "--skip-git-repo-check"]
+    options = ["-c", provider, "-c", 'model_provider="local"', "-m", "some-model", "--skip-git-repo-check"]
 
     def ask(index: int, file: str) -> str:
         command = ["exec", *(["resume", "--last"] if index else []), *options]
@@ -264,24 +270,18 @@ def test_no_request_is_refused_and_each_prompt_is_reused(
     folder: Path = request.getfixturevalue("python" if client.program == "python" else "binaries")
     url = f"http://127.0.0.1:{PORT + TEMPLATES.index(template)}"
     (tmp_path / "home").mkdir()
-    network.ask(f"{url}/cache", "DELETE")
-    refused, state = refusals(network, url), json.loads(network.ask(f"{url}/cache/state?tree=false"))
-    before = {row["id"] for row in state["requests"]}
+    before, refused = network.look(url, clear=True)
 
     client.run(Turn(network, url, tmp_path, folder / client.program))
 
-    assert refusals(network, url) == refused
-    state = json.loads(network.ask(f"{url}/cache/state?tree=false"))
-    rows = [row for row in reversed(state["requests"]) if row["id"] not in before]
+    after, refused_after = network.look(url)
+    assert refused_after == refused
+    ids = {row["id"] for row in before}
+    rows = [row for row in after if row["id"] not in ids]
     # Titles and the like are asked for beside the session, with short prompts.
     longest = max(row["prompt_tokens"] for row in rows)
     session = [(row["prompt_tokens"], row["cached_tokens"]) for row in rows if row["prompt_tokens"] > longest / 5]
+    print(client.name, template, session)
     assert len(session) == 2 * len(WORDS), rows
     for (earlier_tokens, _), (_, cached_tokens) in pairwise(session):
         assert cached_tokens >= earlier_tokens - OPENING, session
-
-
-def refusals(network: Network, url: str) -> list[str]:
-    """The counts of HTTP requests that were not answered with success."""
-    lines = network.ask(f"{url}/metrics").splitlines()
-    return [line for line in lines if "http_requests_total{" in line and 'status="2' not in line]
