@@ -72,7 +72,10 @@ def stream_generate(
         max_tokens: tokens to generate at most; -1 for no limit.
         draft_model: for speculative decoding; `cache` must have been made with both models' caches, in this order.
         cache: the PrefixCache to resume from and to store into.
-        namespace, marks, priority, keys: as in PrefixCache.begin().
+        namespace: as in PrefixCache.begin().
+        marks: as in PrefixCache.begin().
+        priority: as in PrefixCache.begin().
+        keys: as in PrefixCache.begin().
         embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
             gets as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.

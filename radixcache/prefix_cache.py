@@ -115,31 +115,34 @@ def assemble(
 
 
 class PrefixCache:
-    """A radix tree of layer snapshots with one or several live paths, under a byte budget.
+    """A prefix cache: a radix tree of token prefixes with the state of the model's layers, under a byte budget.
 
     Args:
-        model: an mlx-lm model; its caches come from mlx-lm's make_prompt_cache.
-        caches: instead of a model's own, a callable that returns a fresh list of mlx-lm caches (layers may be None).
-        budget_bytes: live buffers plus paged snapshots; None: a quarter of what the device can spare. A Ledger shares
-            its budget with other caches.
-        policy: a name in policies.POLICIES or an EvictionPolicy; `cost`: the prefill cost it goes by, else analytic.
-        checkpoint_interval: tokens between checkpoints of point state during prefill.
-        checkpoint_budget_bytes: cap on checkpoints, above which interval ones are thinned; half the budget by default.
-        live_slots: how many paths may be live, and so how many sessions may be open; each has buffers of its own.
-        kv_bits, kv_group_size: quantize full-attention layers, from offset 0.
-        trace: a file that records every request by salted digests of its prefix, for `radixcache simulate`; or a
-            TraceWriter. It is written when a session closes.
-        on_event: called with an Event for what happens to stored state, after the call that caused it.
-        tokenizer: an object with `decode`; with it explain(), dump() and render() show text beside token ids.
-        verify, verify_seed: the share of resumed requests, 0 to 1, that are checked, and the seed that draws them. A
-            cold prefill runs beside the restored state before the first forward pass; layers and logits are compared.
-            Wrong state is quarantined and the request served cold. fetch() and begin_many() count as skipped.
-        exact, step_size: resume only where the warm answer is bit for bit the cold one of the same cache: on state made
-            by prefill in whole chunks of step_size tokens from offset 0. If not exact, any step_size may be used; this
-            is the default.
-        store: where state is stored beyond memory and this process: a DiskStore, a RedisStore, or several in the order
-            of look-up. Stores may be shared, and stay open when the cache closes.
-        identity: names the model in the store, for `caches`; by default its class, arguments and weights do.
+        model: an mlx-lm model. Its caches come from mlx-lm's make_prompt_cache.
+        caches: a callable that returns a fresh list of mlx-lm caches, in place of the model's own. Layers may be None.
+        budget_bytes: limit of live buffers plus snapshots. Default: a quarter of the memory that the device can spare.
+            Caches on the same Ledger share its budget.
+        policy: the eviction policy: a name in policies.POLICIES, "my.module:Class", or an EvictionPolicy.
+        cost: the prefill cost that the policy uses. Default: computed from the model's shape.
+        checkpoint_interval: tokens between checkpoints during prefill.
+        checkpoint_budget_bytes: limit of all checkpoints; above it, interval checkpoints go first. Default: half the
+            budget.
+        live_slots: how many sessions may be open at a time. Each slot has its own buffers.
+        kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
+        kv_group_size: elements per group of quantized keys and values.
+        trace: a file that gets a record of each request when it closes: salted digests of its prefix, for `radixcache
+            simulate`. Or a TraceWriter.
+        on_event: called with an Event for everything that happens to stored state, after the call that caused it.
+        tokenizer: an object with `decode`. With it, explain(), dump() and render() show text beside token ids.
+        verify: share of the resumed requests, 0 to 1, that are also prefilled cold and compared. Wrong state is
+            quarantined, and the request is served cold. fetch() and begin_many() are not checked.
+        verify_seed: seed that draws these requests.
+        exact: resume only if the answer equals that of a cold run bit for bit.
+        step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.
+        store: where state is kept outside of memory: a DiskStore, a RedisStore, or several in the order of look-up.
+            Caches may share stores. Stores stay open when the cache closes.
+        identity: the name of the model in the store, if `caches` is given. Default: made from the model's class,
+            arguments and weights.
 
     Raises:
         ValueError: an argument out of its range.
@@ -226,11 +229,13 @@ class PrefixCache:
 
         Args:
             tokens: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
-            keys: int64, one per token: what the tree goes by if a position stands for more than its token id.
-            namespace: nothing is shared across namespaces (model adapter, tenant, salt).
+            keys: int64, one per token: what the tree compares. Default: the token ids.
+            namespace: nothing is shared between namespaces (LoRA adapters, tenants).
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
-            reserve: tokens of room to allocate beyond the prompt, for the reply.
-            priority, turn, kind: passed on to the eviction policy; turns count from 1.
+            reserve: room for the reply that is allocated at once, in tokens.
+            priority: for the eviction policies `priority` and `ttl`.
+            turn: number of the turn in its conversation, from 1, for the policies `turn` and `benefit`.
+            kind: kind of the request, for the policies `turn`, `benefit` and `ttl`.
 
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.

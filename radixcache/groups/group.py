@@ -150,7 +150,9 @@ class Group:
         What other rows have evaluated of it becomes part of the tree first.
 
         Args:
-            tokens, keys, marks: as in PrefixCache.begin().
+            tokens: token ids of the whole prompt.
+            keys: as in PrefixCache.begin().
+            marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share only forward passes.
 
         Raises:
@@ -206,7 +208,8 @@ class Group:
         """Evaluate the next tokens of the prompts of several rows, side by side where that is faster.
 
         Args:
-            model, tokens: as in `prefill`; so many tokens of each.
+            model: the mlx-lm model.
+            tokens: how many tokens of each row, as in `prefill`.
             leaves_last: leave a prompt's last token to `step`, if it would go through a pass of its own here.
 
         Yields:

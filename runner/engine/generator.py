@@ -54,7 +54,8 @@ class ParallelGenerator:
         context: most tokens of a conversation at a time; None: only `capacity` bounds it. A longer conversation loses
             its oldest turns, before prefill or during its reply, but not its beginning.
         free_share: share of the context that such a cut frees; see `runner.engine.sequence`.
-        namespace, priority: as for `PrefixCache.begin`, for requests without a namespace of their own.
+        namespace: of requests that name none, as in `PrefixCache.begin`.
+        priority: of all requests, as in `PrefixCache.begin`.
 
     Raises:
         ValueError: an argument out of its range.
@@ -120,14 +121,19 @@ class ParallelGenerator:
         """Hand in a request; iterating over the generator serves it. Any thread may call this.
 
         Args:
-            tokens: ids of the whole prompt; keys: as for `PrefixCache.begin`.
+            tokens: ids of the whole prompt.
+            keys: as in `PrefixCache.begin`.
             max_tokens: most tokens to sample, at least 1.
             marks: as from `render_chat`: where the system prompt and each message end.
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
                 the system prompt if there is one.
-            sampler, on_progress, arrived_at_s: as for `runner.engine.replies.generate`.
+            sampler: mlx-lm's, or None for the most likely token.
+            on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
+            arrived_at_s: when the request arrived, by time.perf_counter(); TTFT counts from then. Default: now.
             logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
-            stop_tokens, stop_words, cuts_characters: as for `runner.engine.replies.Reply`.
+            stop_tokens: ids that end the reply. Default: the tokenizer's.
+            stop_words: texts that end the reply.
+            cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
             namespace: default: the generator's.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
