@@ -119,9 +119,11 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Compare the results with the aims."""
     missed = [row for row in rows if row["decode"] < row["aim"]]
     shown = missed or [min(rows, key=lambda row: float(row["decode"] / row["aim"]))]
-    parts = [f"{r['model']}, {r['shared']}, {r['users']} users: {r['decode']:.2f} of {r['aim']}" for r in shown]
-    found = f"{len(rows) - len(missed)} of {len(rows)} at their aim"
-    return f"{found}; {'not so' if missed else 'the closest'}: {'; '.join(parts)}."
+    parts = [
+        f"{r['model']}, {r['shared']} shared, {r['users']} users: {r['decode']:.2f} (aim {r['aim']})" for r in shown
+    ]
+    found = f"{len(rows) - len(missed)} of {len(rows)} rows reach their aim"
+    return f"{found}. {'Missed' if missed else 'Closest to the aim'}: {'; '.join(parts)}."
 
 
 def measure(load: Load) -> Iterator[dict[str, Any]]:

@@ -106,11 +106,12 @@ def conclusion(
     within = sum(row["ratio"] <= AIM_REQUEST for row in requests)
     wrong, missed, asked = (sum(row[name] for row in choices) for name in ("wrong", "missed", "requests"))
     return (
-        f"Get by a plain read, page cache {slow['page cache']}: {read} of {len(copies)} at least {AIM_READ:g}, at "
-        f"worst {slow['get of plain']:.2f} ({slow['model']}, {slow['tokens']:,} tokens). Of {asked} requests round the "
-        f"speed at which both take the same, {wrong} read what took more than {WRONG - 1:.0%} longer, and {missed} "
-        f"prefilled it so. A request with a store by one without: {within} of {len(requests)} within {AIM_REQUEST:g}, "
-        f"at worst {dear['ratio']:.3f} ({dear['model']}, {dear['write on']}, {dear['request']})."
+        f"Speed of get, relative to a plain read, page cache {slow['page cache']}: {read} of {len(copies)} rows are at "
+        f"least {AIM_READ:g}; the lowest is {slow['get of plain']:.2f} ({slow['model']}, {slow['tokens']:,} tokens). "
+        f"Of {asked} requests at disk speeds close to prefill, {wrong} read although reading took over {WRONG - 1:.0%} "
+        f"longer, and {missed} prefilled although prefill did. Time of a request with a store, relative to one without:"
+        f" {within} of {len(requests)} rows are within {AIM_REQUEST:g}; the highest is {dear['ratio']:.3f} "
+        f"({dear['model']}, {dear['write on']}, {dear['request']})."
     )
 
 

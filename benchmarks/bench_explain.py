@@ -93,8 +93,8 @@ def asking(rows: Sequence[dict[str, Any]]) -> str:
     text = max(row["with text ms"] for row in largest)
     verdict = "under" if worst["explain ms"] < AIM_EXPLAIN_MS else "NOT under"
     return (
-        f"At {nodes:,} nodes explain takes {worst['explain ms']:.2f} ms at most ({worst['prompt']}, {worst['layers']} "
-        f"layers; {verdict} {AIM_EXPLAIN_MS:g}), {text:.2f} ms with text beside the tokens."
+        f"At {nodes:,} nodes, explain takes at most {worst['explain ms']:.2f} ms ({worst['prompt']}, {worst['layers']} "
+        f"layers; {verdict} {AIM_EXPLAIN_MS:g} ms), and with decoded text at most {text:.2f} ms."
     )
 
 
@@ -106,12 +106,12 @@ def keeping(rows: Sequence[dict[str, Any]]) -> str:
         within = sum(row[share] < 100 * AIM_SHARE for row in rows)
         surely = sum(row["both add us"] + row["+- us"] < AIM_SHARE * row[whole_us] for row in rows)
         parts.append(
-            f"{worst[share]:.1f} % at most ({worst['request']} with {worst['model']}), less than {100 * AIM_SHARE:g} % "
-            f'in {within} of {len(rows)} kinds of requests, in {surely} also with the "+-" added'
+            f"at most {worst[share]:.1f} % ({worst['request']} with {worst['model']}); {within} of {len(rows)} kinds "
+            f'of requests are under {100 * AIM_SHARE:g} %, and {surely} also with the "+-" added'
         )
     return (
-        f"Of all that the cache does for a request with a reply of {REPLY_TOKENS} tokens, events with a listener and "
-        f"history are {parts[0]}; of begin and close alone {parts[1]}."
+        f"Share of events (with a listener) and history in the time that the cache takes for a request with "
+        f"{REPLY_TOKENS} reply tokens: {parts[0]}. Share in the time of begin and close alone: {parts[1]}."
     )
 
 

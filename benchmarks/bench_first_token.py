@@ -59,8 +59,8 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     met = sum(row["by forward"] <= AIM for row in rows)
     worst = max(rows, key=lambda row: float(row["by forward"]))
     return (
-        f"{met} of {len(rows)} within {AIM} of the forward pass; most {worst['by forward']:.3f} "
-        f"({worst['model']}, {worst['uncached']} tokens behind {worst['cached']})."
+        f"TTFT relative to the forward pass: {met} of {len(rows)} rows are within {AIM}; the highest is "
+        f"{worst['by forward']:.3f} ({worst['model']}, {worst['uncached']} tokens after {worst['cached']})."
     )
 
 

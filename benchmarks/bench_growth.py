@@ -109,14 +109,14 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     for situation in dict.fromkeys(row["what"] for row in rows):
         *_, theirs, ours, told = (row for row in rows if row["what"] == situation)
         parts.append(
-            f"{situation} of {theirs['new']:,} tokens behind {theirs['prompt']:,}: mlx-lm grows "
-            f"{theirs['growths']} times and copies {theirs['copied MB']:,.0f} MB, a session {ours['growths']} times "
-            f"and {ours['copied MB']:,.0f} MB, {told['copied MB']:,.0f} MB where it was told the length; "
-            f"{ours['total ms'] / theirs['total ms']:.2f} and {told['total ms'] / theirs['total ms']:.2f} of the time, "
-            f"{ours['peak MB'] / theirs['peak MB']:.2f} and {told['peak MB'] / theirs['peak MB']:.2f} of the peak"
+            f"{situation} of {theirs['new']:,} tokens after {theirs['prompt']:,}: mlx-lm grows its buffers "
+            f"{theirs['growths']} times and copies {theirs['copied MB']:,.0f} MB; a session {ours['growths']} times "
+            f"and {ours['copied MB']:,.0f} MB, or {told['copied MB']:,.0f} MB if the length is known. A session takes "
+            f"{ours['total ms'] / theirs['total ms']:.2f} of mlx-lm's time ({told['total ms'] / theirs['total ms']:.2f}"
+            f" with known length) and {ours['peak MB'] / theirs['peak MB']:.2f} of its peak memory "
+            f"({told['peak MB'] / theirs['peak MB']:.2f})"
         )
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 def _measure(what: str, prompt: int, reply: int, repeats: int) -> Iterator[dict[str, Any]]:

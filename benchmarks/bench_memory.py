@@ -125,12 +125,12 @@ def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Compare the memory of the most users, by model."""
     users = max(row["users"] for row in rows)
     parts = [
-        f"{row['mlx-lm MB'] / row['radix MB']:.1f} times as much in mlx-lm's cache as in ours with {row['model']} "
-        f"({row['mlx-lm MB']:,.0f} MB and {row['radix MB']:,.0f} MB; least {row['least MB']:,.0f} MB)"
+        f"{row['mlx-lm MB'] / row['radix MB']:.1f} with {row['model']} ({row['mlx-lm MB']:,.0f} MB and "
+        f"{row['radix MB']:,.0f} MB; the distinct tokens alone {row['least MB']:,.0f} MB)"
         for row in rows
         if row["users"] == users
     ]
-    return f"{users} users take {', '.join(parts)}."
+    return f"Memory of {users} users in mlx-lm's cache, over that in radixcache: {', '.join(parts)}."
 
 
 def pressure_conclusion(rows: Sequence[dict[str, Any]]) -> str:
@@ -138,10 +138,10 @@ def pressure_conclusion(rows: Sequence[dict[str, Any]]) -> str:
     more = sum(row["radix hit"] > row["mlx-lm hit"] for row in rows)
     fewer = [f"{row['model']} at {row['budget / least']:g}" for row in rows if row["radix hit"] < row["mlx-lm hit"]]
     ours, theirs, possible = (sum(row[key] for row in rows) for key in ("radix hit", "mlx-lm hit", "possible"))
-    where = f", and kept fewer at: {'; '.join(fewer)}" if fewer else ""
+    where = f" and fewer at: {'; '.join(fewer)}" if fewer else ""
     return (
-        f"Of {possible:,} tokens ours kept {ours / possible:.0%}, mlx-lm's {theirs / possible:.0%}; ours kept more "
-        f"in {more} of {len(rows)} rows{where}."
+        f"Of {possible:,} tokens, radixcache kept {ours / possible:.0%} and mlx-lm {theirs / possible:.0%}. radixcache "
+        f"kept more in {more} of {len(rows)} rows{where}."
     )
 
 

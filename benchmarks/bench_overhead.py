@@ -83,12 +83,12 @@ def conclusion(tokens: Sequence[dict[str, Any]], requests: Sequence[dict[str, An
     slopes = [rows[-1]["request ms"] / rows[0]["request ms"] for rows in series.values()]
     verdict = "under" if slowest["step adds us"] < AIM_TOKEN_US else "NOT under"
     return (
-        f"A decoded token costs {slowest['step adds us']:.0f} us of Python at most, with {slowest['model']} "
-        f"({verdict} {AIM_TOKEN_US:.0f}). At {nodes:,} nodes "
-        f"{within} of {len(large)} kinds of requests take less than {AIM_REQUEST_MS:g} ms of Python, at most "
-        f"{slowest_python['Python ms']:.2f} ({slowest_python['request']} with {slowest_python['model']}); with the "
-        f"copies of state, at most {worst['request ms']:.2f} ({worst['request']} with {worst['model']}). From the "
-        f"smallest cache to the largest a request gets {min(slopes):.2f} to {max(slopes):.2f} times as slow."
+        f"A decoded token takes at most {slowest['step adds us']:.0f} us of Python ({slowest['model']}; {verdict} "
+        f"{AIM_TOKEN_US:.0f} us). At {nodes:,} nodes, {within} of {len(large)} kinds of requests take less than "
+        f"{AIM_REQUEST_MS:g} ms of Python; the highest is {slowest_python['Python ms']:.2f} ms "
+        f"({slowest_python['request']} with {slowest_python['model']}). With copies of state, a request takes at most "
+        f"{worst['request ms']:.2f} ms ({worst['request']} with {worst['model']}). A request on the largest cache "
+        f"takes {min(slopes):.2f} to {max(slopes):.2f} times as long as on the smallest."
     )
 
 

@@ -55,8 +55,8 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
         ratios = {row["tokens"]: row["ratio"] for row in rows if row["page"] == way}
         listed = ", ".join(f"{ratio:.2f} at {tokens:,} tokens" for tokens, ratio in ratios.items())
         within = sum(ratio >= AIM_RATIO for ratio in ratios.values())
-        parts.append(f"page-{way} has {listed} ({within} of {len(ratios)} reach {AIM_RATIO:g})")
-    return f"Of a plain copy's bandwidth {'; '.join(parts)}."
+        parts.append(f"page-{way} {listed} ({within} of {len(ratios)} reach {AIM_RATIO:g})")
+    return f"Bandwidth, relative to a plain copy: {'; '.join(parts)}."
 
 
 def _measure(tokens: int, repeats: int) -> Iterator[dict[str, Any]]:

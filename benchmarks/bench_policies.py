@@ -75,8 +75,8 @@ def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:
         }
         best = max(online, key=lambda name: online[name])
         said.append(
-            f"{trace} at {blocks:,} blocks: lru {found['lru', blocks]:.4f}, best online {best} {online[best]:.4f}, "
-            f"optimum {found['belady', blocks]:.4f}"
+            f"{trace} at {blocks:,} blocks: lru {found['lru', blocks]:.4f}, best online policy {best} "
+            f"{online[best]:.4f}, optimum {found['belady', blocks]:.4f}"
         )
     return f"{'; '.join(said)}. The grid took {minutes:.1f} minutes."
 

@@ -67,10 +67,10 @@ def main(given: Sequence[str] | None = None) -> None:
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:
     """Summarize the results."""
     slow = min(copies, key=lambda row: row["get of plain"])
-    told = [f"{row['tokens/s']:,.0f} over {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
+    told = [f"{row['tokens/s']:,.0f} tokens/s at {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
     return (
-        f"Get by a plain GET at worst {slow['get of plain']:.2f} (blocks of {slow['block MiB']:g} MiB). Fetching is "
-        f"faster than a prefill of fewer tokens a second than this: {', '.join(told)}."
+        f"Speed of get, relative to a plain GET: at least {slow['get of plain']:.2f} (blocks of {slow['block MiB']:g} "
+        f"MiB). Fetching is faster than prefill up to these prefill speeds: {', '.join(told)}."
     )
 
 

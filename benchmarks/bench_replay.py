@@ -106,8 +106,8 @@ def conclusion(rows: Sequence[dict[str, Any]], repeats: int) -> str:
     counts = [_comparison(rows, "counted", "prefilled tokens", share) for share in _shares(rows)]
     times = [_comparison(rows, "timed", "prefill s", share) for share in _shares(rows)]
     return (
-        f"Prefilled tokens of mlx-lm over those of radix at the same budget: {', '.join(counts)}. Seconds to all "
-        f"first tokens, medians of {repeats} runs: {', '.join(times)}. Below 1, radix is behind."
+        f"mlx-lm over radix at the same budget (below 1, radix is behind). Prefilled tokens: {', '.join(counts)}. "
+        f"Seconds to all first tokens, medians of {repeats} runs: {', '.join(times)}."
     )
 
 

@@ -97,14 +97,15 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
         worst = max(found, key=lambda row: row["ratio"])
         within = sum(row["ratio"] <= AIM_RATIO for row in found)
         parts.append(
-            f"{within} of {len(found)} within {AIM_RATIO:g}, at worst {worst['ratio']:.3f} "
-            f"({worst['model']}, {worst['new']} new after {worst['stored']:,}: {worst['hit ms']:.1f} ms "
-            f"for {worst['forward ms']:.1f} ms)"
+            f"{within} of {len(found)} rows are within {AIM_RATIO:g}; the highest is {worst['ratio']:.3f} "
+            f"({worst['model']}, {worst['new']} new tokens after {worst['stored']:,}: {worst['hit ms']:.1f} ms "
+            f"instead of {worst['forward ms']:.1f} ms)"
         )
     uncut = [row["uncut"] for row in rows if row["uncut"] is not None]
-    cuts = f" Against a prefill without cuts for checkpoints: {min(uncut):.2f} to {max(uncut):.2f}." if uncut else ""
+    cuts = f" Relative to a prefill without stops for checkpoints: {min(uncut):.2f} to {max(uncut):.2f}." * bool(uncut)
     return (
-        f"Hits by the forward pass of their new tokens. On the live path: {parts[0]}. After a switch: {parts[1]}.{cuts}"
+        f"TTFT of a hit, relative to the forward pass of its new tokens. On the live path: {parts[0]}. After a switch "
+        f"to another conversation: {parts[1]}.{cuts}"
     )
 
 

@@ -100,9 +100,9 @@ def conclusion(rows: Sequence[ReplicaRow]) -> str:
         if row.replicas == MANY and row.router == "prefix":
             is_met = row.share_of_infinite >= LEAST_FOUND and row.load_p95 <= MOST_LOAD
             said.append(
-                f"{row.trace}: the prefix router before {MANY} replicas finds {row.share_of_infinite:.1%} of what one"
-                f" cache without limit does, at a 95th percentile of load of {row.load_p95:.2f} times the mean"
-                f" ({'within' if is_met else 'outside'} the aim of {LEAST_FOUND:.0%} and {MOST_LOAD:g})."
+                f"{row.trace}, {MANY} replicas: with the prefix router, they find {row.share_of_infinite:.1%} of the"
+                f" tokens that one cache without limit finds, and the 95th percentile of load is {row.load_p95:.2f}"
+                f" times the mean (aim {'reached' if is_met else 'missed'}: {LEAST_FOUND:.0%} and {MOST_LOAD:g})."
             )
     return " ".join(said)
 
@@ -179,7 +179,7 @@ def _by_networks(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
                     row,
                     **{
                         "Gbit/s": gbit_per_s or None,
-                        "from there": None if shared is None else shared.token_hit_ratio,
+                        "from store": None if shared is None else shared.token_hit_ratio,
                         "GiB read": None if shared is None else shared.read_bytes / GIB,
                         "GiB written": None if shared is None else shared.written_bytes / GIB,
                     },
@@ -195,8 +195,8 @@ def _line(row: ReplicaRow, **more: Any) -> dict[str, Any]:
         "token hits": row.token_hit_ratio,
         "of infinite": row.share_of_infinite,
         "TTFT s p50": row.ttft_s_p50,
-        "p95": row.ttft_s_p95,
-        "p99": row.ttft_s_p99,
+        "TTFT s p95": row.ttft_s_p95,
+        "TTFT s p99": row.ttft_s_p99,
         "busy": row.busy,
         "load p95": row.load_p95,
         "load max": row.load_max,

@@ -143,18 +143,20 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
         for name, ours in slow
         if ours["most"] >= LEAST_SPEED
     ]
-    said = [f"slower than mlx_lm.server: {', '.join(beyond)}"] if beyond else []
+    said = [f"Slower than mlx_lm.server: {', '.join(beyond)}"] if beyond else []
     if within:
-        said.append(f"slower in the median, faster in some turns: {', '.join(within)}")
+        said.append(f"Slower in the median, faster in some turns: {', '.join(within)}")
     if not slow:
-        said.append("never slower than mlx_lm.server")
+        said.append("Never slower than mlx_lm.server")
     for name, ours, theirs in pairs:
         if ours["load"] == "shared":
-            said.append(f"{name}: {ours['by theirs']:.2f} times its tokens per second")
+            said.append(f"{name}: {ours['by theirs']:.2f} times the tokens/s of mlx_lm.server")
         elif ours["load"] == "tight":
-            said.append(f"{name}: {ours['prefilled tokens'] / theirs['prefilled tokens']:.2f} of its prefilled tokens")
+            share = ours["prefilled tokens"] / theirs["prefilled tokens"]
+            said.append(f"{name}: {share:.2f} of the prefilled tokens of mlx_lm.server")
     return (
-        f"{'; '.join(said)}. Aims: {LEAST_SPEED:g}, at 16 users who share {SHARED_SPEED:g}; tight {TIGHT_PREFILLED:g}."
+        f"{'. '.join(said)}. Aims: {LEAST_SPEED:g} times its tokens/s, {SHARED_SPEED:g} with 16 users who share a "
+        f"prefix; {TIGHT_PREFILLED:g} of its prefilled tokens under a tight budget."
     )
 
 

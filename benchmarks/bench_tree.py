@@ -93,12 +93,13 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     ours = [row["bytes per token"] for row in rows]
     speedups = [row["trie match ms"] / row["match ms"] for row in rows if row["trie match ms"] is not None]
     return (
-        f"The next turn of a prompt of {length:,} tokens is found in {many['match ms']:.3f} ms among {many['nodes']:,} "
-        f"nodes, {many['match ms'] / few['match ms']:.2f} times what it takes among {few['nodes']:,}, and in "
-        f"{slowest:.3f} ms in the worst shape ({'under' if slowest < AIM_MS else 'NOT under'} {AIM_MS:g} ms); reading "
-        f"it from a list takes {many['read ms']:.2f} ms more. The trie's search takes {min(speedups):.1f} to "
-        f"{max(speedups):.0f} times as long on the same prompts. The index takes {min(ours):.1f} to {max(ours):.1f} "
-        f"bytes per token, the trie {min(trie):.0f} to {max(trie):.0f}."
+        f"Finding the next turn of a prompt of {length:,} tokens takes {many['match ms']:.3f} ms among "
+        f"{many['nodes']:,} nodes. That is {many['match ms'] / few['match ms']:.2f} times as long as among "
+        f"{few['nodes']:,} nodes. The slowest shape takes {slowest:.3f} ms "
+        f"({'under' if slowest < AIM_MS else 'NOT under'} {AIM_MS:g} ms). Reading the prompt from a list takes another "
+        f"{many['read ms']:.2f} ms. The trie of mlx-lm takes {min(speedups):.1f} to {max(speedups):.0f} times as long "
+        f"on the same prompts. The index takes {min(ours):.1f} to {max(ours):.1f} bytes per token, the trie "
+        f"{min(trie):.0f} to {max(trie):.0f}."
     )
 
 

@@ -58,9 +58,10 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     worst = max(rows, key=lambda row: row[column])
     verdict = "under" if chat[column] < AIM_PERCENT else "NOT under"
     return (
-        f"verify={SHARE:g} adds {chat[column]:.2f} % to a chat request at most, with {chat['model']} ({verdict} "
-        f"{AIM_PERCENT:g}); where nothing is decoded it adds {worst[column]:.2f} % ({worst['model']}). The largest "
-        f"relative error of {sum(row['checked'] for row in rows)} checks is {max(row['error'] for row in rows):.1e}."
+        f"verify={SHARE:g} adds at most {chat[column]:.2f} % to a chat request ({chat['model']}; {verdict} "
+        f"{AIM_PERCENT:g} %), and at most {worst[column]:.2f} % to a request that decodes nothing ({worst['model']}). "
+        f"The largest relative error of {sum(row['checked'] for row in rows)} checks is "
+        f"{max(row['error'] for row in rows):.1e}."
     )
 
 

@@ -51,10 +51,9 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Name the largest and the smallest gain."""
     best, worst = (choose(rows, key=lambda row: float(row["now / all"])) for choose in (max, min))
     said = [
-        f"{row['now / all']:.2f} times as many tokens at {row['budget GiB']} GiB ({row['model']}, {row['trace']})"
-        for row in (best, worst)
+        f"{row['now / all']:.2f} at {row['budget GiB']} GiB ({row['model']}, {row['trace']})" for row in (best, worst)
     ]
-    return f"At most {said[0]}, at least {said[1]}; {AIM} times was the aim where room is short."
+    return f"Ratio of found tokens, now / all: at most {said[0]}, at least {said[1]}. Aim at a tight budget: {AIM}."
 
 
 def _measure(name: str, trace: Trace, gib: int) -> dict[str, Any]:
