@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
 _ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
+IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
 MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
 
 
@@ -189,18 +190,25 @@ class ServedReply:
         self._opened.cancel()
 
     async def __aiter__(self) -> AsyncIterator[PrefillProgress | Delta]:
-        """Yield its parts. ApiError: it failed."""
+        """Yield its parts. Before the first token, yield the progress every IDLE_S at least. ApiError: it failed."""
         reason: FinishReason = "stop"
+        progress, has_begun = PrefillProgress(0, self.prompt_tokens), False
         try:
             while self.record is None:
-                event = await self._events.get()
+                try:
+                    async with asyncio.timeout(None if has_begun else IDLE_S):
+                        event = await self._events.get()
+                except TimeoutError:
+                    event = progress
                 if isinstance(event, PrefillProgress):
+                    progress = event
                     yield event
                     continue
                 if isinstance(event, Started):  # Its replica ended before the first token; another replica starts anew.
                     continue
                 if isinstance(event, Failed):
                     raise event.as_error()
+                has_begun = True
                 if isinstance(event, Token):
                     reason = event.finish_reason or reason
                     delta = self._reader.add(event)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner.serve.request import ModelNames, OpenRequest, Request, Started
+from runner.serve import service
+from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, Request, Started
 from runner.serve.service import Delta, ServedReply, Service
 from tests.serve.scripted import PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 
@@ -35,9 +36,9 @@ def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.Mon
             return wake(*args)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        service = Service(BurstRuns(said("one "), said("two")), timeout_s=60)
+        asking = Service(BurstRuns(said("one "), said("two")), timeout_s=60)
         asked = Request(ModelNames(), 8)
-        replies = await asyncio.gather(service.ask(asked), service.ask(asked))
+        replies = await asyncio.gather(asking.ask(asked), asking.ask(asked))
         return [await texts(reply) for reply in replies]
 
     assert asyncio.run(both()) == ["one two", "one two"]
@@ -61,6 +62,24 @@ def test_the_time_limit_of_a_request_is_in_seconds(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(ask())
     assert delays_s == [60]
+
+
+def test_a_reply_that_waits_says_so_until_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "IDLE_S", 0.01)
+
+    async def ask() -> list[Any]:
+        runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), is_endless=True)
+        reply = await Service(runs, timeout_s=60).ask(Request(ModelNames(), 8))
+        parts: list[Any] = []
+        async for part in reply:
+            parts.append(part)
+            if len(parts) == 3:
+                runs.end(runs.opened[0])
+        return parts
+
+    *waits, end = asyncio.run(ask())
+    assert waits == [PrefillProgress(8, PROMPT_TOKENS)] * 3
+    assert isinstance(end, Delta)
 
 
 def test_a_reply_that_another_replica_starts_anew_goes_on() -> None:
