@@ -273,12 +273,17 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
     @router.post("/cache/explain", openapi_extra=body_schema(PromptBody, "/cache/explain"))
     async def explain(http_request: HttpRequest) -> Response:
         request, tokens = explained_request(await read_json(http_request), options)
+        made: RenderedPrompt | None = None
+        if not tokens:
+            asked = scheduler.call(lambda models: models.loaded(request.names).rendering(request))
+            if (rendering := await asyncio.wrap_future(asked)) is not None:
+                made = await asyncio.wrap_future(rendering)
 
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
             if tokens:
                 checked_prompt(tokens, None, (), vocabulary_size(loaded.model))
-            prompt = RenderedPrompt(tokens, (), "") if tokens else loaded.prompt(request)
+            prompt = RenderedPrompt(tokens, (), "") if tokens else made or loaded.prompt(request)
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
             part = part_at(request, loaded.tokenizer, prompt.tokens, found.fork.start) if found.fork else ""
             last = watch.last_with(prompt.keys or prompt.tokens, request.namespace)

@@ -22,6 +22,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from runner.models.load import LoadedModel, ModelError, load_model, load_outline
 from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import prompt_of
+from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
 
@@ -126,6 +127,8 @@ class Models:
         self.ledger = None if options.budget_bytes is None else Ledger(options.budget_bytes)
         self._options, self._on_event = options, on_event
         self._cached: dict[ModelNames, _CachedModel] = {}
+        # The second thread goes on while the first one loads a tokenizer.
+        self._renderer = ThreadPoolExecutor(2, "prompts")
         self._trace = None if options.trace is None else TraceWriter(options.trace)
         self._stores: list[DiskStore | RedisStore] = []
         if options.disk is not None:
@@ -174,7 +177,15 @@ class Models:
                 cached = None
             is_new = cached is None
             cached = self._cached[key] = cached or self._new_cache(key, loaded, draft, fingerprint)
-            self.current = ServedModel(key, loaded, draft, cached.cache, self._options, is_parallel=cached.is_parallel)
+            self.current = ServedModel(
+                key,
+                loaded,
+                draft,
+                cached.cache,
+                self._options,
+                is_parallel=cached.is_parallel,
+                renderer=self._renderer,
+            )
             if is_new and self._options.warm is not None and self._is_default(key):
                 for entry in read_warm_file(self._options.warm):
                     self.current.warm(entry.tokens(loaded.tokenizer, self._options), entry.namespace, name=entry.name)
@@ -189,17 +200,24 @@ class Models:
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
-    def count_tokens(self, asked: Request) -> int:
-        """Count the tokens of a prompt, also for a model that is not loaded. ApiError: as for a reply."""
-        key = self.key_of(asked.names)
-        current = self.current if self.current is not None and self.current.key.model == key.model else None
+    def rendering(self, asked: Request) -> Future[RenderedPrompt]:
+        """Have a prompt made on another thread, also for a model that is not loaded. ApiError: as for a reply."""
+        key, current = self.key_of(asked.names), self.current
+        if current is None or current.key.model != key.model:
+            return self._renderer.submit(self._outlined_prompt, asked, key.model)
+        rendering = current.rendering(asked)
+        if rendering is None:
+            rendering = Future()
+            rendering.set_result(current.prompt(asked))
+        return rendering
+
+    def _outlined_prompt(self, asked: Request, name: str) -> RenderedPrompt:
         try:
-            tokenizer = self.outlined(key.model) if current is None else current.tokenizer
+            tokenizer = self.outlined(name)
         except ModelError as error:
             raise ApiError(404, str(error), param="model") from error
-        processor = None if current is None else current.processor
         args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
-        return len(prompt_of(asked, tokenizer, args, processor=processor, special_tokens=special_tokens).tokens)
+        return prompt_of(asked, tokenizer, args, special_tokens=special_tokens)
 
     def outlined(self, name: str) -> Any:
         """The tokenizer of a model, without its weights. ModelError: there is no such model."""
@@ -208,6 +226,7 @@ class Models:
         return tokenizer
 
     def close(self) -> None:
+        self._renderer.shutdown(wait=False, cancel_futures=True)
         self._unload()
         for cached in self._cached.values():
             cached.cache.close()

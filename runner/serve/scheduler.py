@@ -2,7 +2,7 @@
 
     arrived    submitted by `ask`, any thread
     waiting    on the thread, in order of arrival, until their model is loaded
-    begun      passed to the model, which admits them when there is room
+    submitted  passed to the model, which begins them when their prompts are made
 
 A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded and
 all requests for it begin; requests for the former model wait in turn, so none starves. Each round ends cancelled
@@ -34,6 +34,7 @@ from radixcache.tree.history import OnEvent
 from runner.serve import mlx_lm_border
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
+from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import NO_MODEL, ApiError, ModelNames, OpenRequest, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,12 @@ class Scheduler:
         return future
 
     async def count_tokens(self, request: Request) -> int:
-        return await asyncio.wrap_future(self.call(lambda models: models.count_tokens(request)))
+        return len((await self.prompt(request)).tokens)
+
+    async def prompt(self, request: Request) -> RenderedPrompt:
+        """Make a prompt beside the thread. ApiError: it cannot be made, or there is no such model."""
+        rendering = await asyncio.wrap_future(self.call(lambda models: models.rendering(request)))
+        return await asyncio.wrap_future(rendering)
 
     @property
     def is_healthy(self) -> bool:
@@ -219,14 +225,7 @@ class Scheduler:
                 begin = [each for each in waiting if each[0] == key]
             for each in begin:
                 waiting.remove(each)
-                try:
-                    served.begin(each[1])
-                except ValueError as error:  # from mlx-lm's functions
-                    each[1].fail(400, str(error))
-                except Exception as error:
-                    if not isinstance(error, ApiError):
-                        logger.exception("a request could not be begun")
-                    each[1].fail_with(error)
+                served.submit(each[1])
 
     def _end_all(self) -> None:
         with self._changed:

@@ -4,7 +4,8 @@ Requests run together in a ParallelGenerator, where each becomes a TokenSequence
 Session: quantized and exact caches, draft models, layers that sequences cannot share, images, and requests drawn for
 verification. Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
 
-    begin    Request -> prompt tokens, sampler, stop words; Started; into the queue
+    submit   Request -> prompt tokens, on another thread
+    begin    in order of arrival: sampler, stop words; Started; into the queue
     round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
 Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket; `_alone_steps`
@@ -17,7 +18,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
 RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
 COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for requests again
+RENDERING_S = 0.01  # and for a prompt
 SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
@@ -73,6 +75,7 @@ class ServedModel:
         options: ServeOptions,
         *,
         is_parallel: bool,
+        renderer: Executor,
     ) -> None:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
@@ -82,6 +85,9 @@ class ServedModel:
         self.context_length = loaded.context_length
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
+        self._renderer = renderer
+        # In order of arrival. None: the prompt has images, whose arrays belong to this thread.
+        self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
@@ -95,7 +101,7 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queue and not self._compiling and self._is_free
+        return not self._rendering and not self._queue and not self._compiling and self._is_free
 
     @property
     def _is_free(self) -> bool:
@@ -112,7 +118,13 @@ class ServedModel:
             special_tokens=self._options.special_tokens_in_text,
         )
 
+    def rendering(self, request: Request) -> Future[RenderedPrompt] | None:
+        """Have the prompt made on another thread. None: it has images, so that `prompt` must be called."""
+        has_images = self.processor is not None and any(mlx_lm_border.image_parts(request.messages))
+        return None if has_images else self._renderer.submit(self.prompt, request)
+
     def round(self) -> None:
+        self._begin_rendered()
         for prepared in [each for each in self._queue if each.opened.is_cancelled]:
             self._queue.remove(prepared)
             prepared.opened.end("cancelled")
@@ -134,6 +146,7 @@ class ServedModel:
         """End all requests and free the model. Computed state stays in the cache."""
         left = [*self._together.values(), *(each.opened for each in self._queue)]
         left += [prepared.opened for prepared, _ in self._compiling.values()]
+        left += [opened for opened, _ in self._rendering]
         self._grammars.close()
         if self._alone is not None:
             opened, steps = self._alone
@@ -143,15 +156,41 @@ class ServedModel:
             self._generator.close()
         for opened in left:
             opened.end("cancelled")
+        self._rendering.clear()
         self._queue.clear()
         self._compiling.clear()
         self._together.clear()
         self.model = self.draft_model = self._generator = self._alone = None
 
-    def begin(self, opened: OpenRequest) -> None:
-        """Accept a request. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
+    def submit(self, opened: OpenRequest) -> None:
+        """Accept a request. It begins when its prompt and those of all earlier requests are made."""
+        self._rendering.append((opened, self.rendering(opened.request)))
+
+    def _begin_rendered(self) -> None:
+        for opened, rendering in [each for each in self._rendering if each[0].is_cancelled]:
+            self._rendering.remove((opened, rendering))
+            opened.end("cancelled")
+            if rendering is not None:
+                rendering.cancel()
+        while self._rendering:
+            opened, rendering = self._rendering[0]
+            if rendering is not None:
+                wait([rendering], 0 if self._queue or self._compiling or not self._is_free else RENDERING_S)
+                if not rendering.done():
+                    return
+            self._rendering.popleft()
+            try:
+                self.begin(opened, self.prompt(opened.request) if rendering is None else rendering.result())
+            except ValueError as error:  # from mlx-lm's functions
+                opened.fail(400, str(error))
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    logger.exception("a request could not be begun")
+                opened.fail_with(error)
+
+    def begin(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
+        """Put a request into the queue. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
         request, tokenizer = opened.request, self.tokenizer
-        prompt = self.prompt(request)
         prompt_tokens = len(prompt.tokens)
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:

@@ -211,12 +211,12 @@ def test_tokens_are_counted_as_they_are_asked_for_also_of_a_model_that_is_not_lo
     models.open(LLAMA)
     messages = [{"role": "user", "content": "How many?"}]
     for model in ("tiny", "tiny:mamba2"):
-        count = models.count_tokens(Request(ModelNames(model), 5, messages=messages))
+        count = len(models.rendering(Request(ModelNames(model), 5, messages=messages)).result().tokens)
         assert count == len(load_model(model).tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     assert models.current is not None
     assert models.current.key == LLAMA
     with pytest.raises(ApiError):
-        models.count_tokens(Request(ModelNames("./nothing"), 5, prompt="a"))
+        models.rendering(Request(ModelNames("./nothing"), 5, prompt="a")).result()
 
 
 def test_a_trace_has_the_requests_of_the_servers_own_model(tmp_path: Path) -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
-from runner.serve import served_model
-from runner.serve.request import ApiError, Ended, Failed, ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Token
+from runner.serve import models, served_model
+from runner.serve.prompts import RenderedPrompt, prompt_of
+from runner.serve.request import (
+    ApiError,
+    Ended,
+    Failed,
+    ModelNames,
+    OpenRequest,
+    PrefillProgress,
+    ReplyEvent,
+    Request,
+    Token,
+)
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, running
+
+#: Against hanging alone: how long the prompt "slow" is held at most.
+SLOW_S = 30
 
 
 def cancel_at(kind: type[ReplyEvent], count: int) -> Callable[[OpenRequest, ReplyEvent], None]:
@@ -60,6 +75,74 @@ def test_who_leaves_while_waiting_never_runs() -> None:
         assert first.record.completion_tokens > 0
         assert (second.record.outcome, second.record.queue_ms) == ("cancelled", None)
         assert second.answers == [Ended(second.record)]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Prompts that begin with "slow" are made when this event is set, and "quick" when such a one is begun."""
+    held, begun, made = threading.Event(), threading.Event(), prompt_of
+
+    def prompt_of_slow(request: Request, *arguments: Any, **more: Any) -> RenderedPrompt:
+        if request.prompt == "quick":
+            assert begun.wait(SLOW_S)
+        elif (request.prompt or "").startswith("slow"):
+            begun.set()
+            assert held.wait(SLOW_S)
+        return made(request, *arguments, **more)
+
+    for module in (served_model, models):
+        monkeypatch.setattr(module, "prompt_of", prompt_of_slow)
+    yield held
+    held.set()
+
+
+def test_a_prompt_that_takes_long_to_make_stalls_nobody_and_later_ones_wait_for_it(shared, slow) -> None:
+    running_one = Waiting(shared, max_tokens=300, logit_bias={1: -1e6})
+    running_one.until(Token)
+    late = [Waiting(shared, prompt=prompt, max_tokens=2) for prompt in ("slow", PROMPTS[0], PROMPTS[1])]
+    assert running_one.record.completion_tokens == 300
+    assert [waiting.opened.record.prompt_tokens for waiting in late] == [0, 0, 0]
+    assert not any(waiting.answers for waiting in late)
+    slow.set()
+    assert [waiting.record.outcome for waiting in late] == ["length"] * 3
+    assert sorted(late, key=lambda waiting: waiting.record.queue_ms + waiting.opened.arrived_s * 1e3) == late
+
+
+def test_who_leaves_while_its_prompt_is_made_ends_at_once_and_later_ones_are_served(shared, slow) -> None:
+    left = Waiting(shared, prompt="slow", max_tokens=2)
+    asyncio.run(shared.count_tokens(Request(ModelNames(), 1, prompt="quick")))
+    left.opened.cancel()
+    assert (left.record.outcome, left.record.prompt_tokens) == ("cancelled", 0)
+    assert Waiting(shared, prompt=PROMPTS[0], max_tokens=2).record.outcome == "length"
+    assert not slow.is_set()
+
+
+def test_who_leaves_while_another_model_runs_ends_at_once() -> None:
+    with running() as thread:
+        long = Waiting(thread, max_tokens=5000, logit_bias={1: -1e6})
+        long.until(Token)
+        other = Waiting(thread, names=ModelNames("tiny:mamba2"), max_tokens=2)
+        other.opened.cancel()
+        assert (other.record.outcome, long.opened.is_over) == ("cancelled", False)
+
+
+def test_a_prompt_that_is_being_made_does_not_keep_the_thread_from_stopping(slow) -> None:
+    with running() as thread:
+        waiting = Waiting(thread, prompt="slow")
+        thread.stop(0)
+        assert waiting.record.outcome == "cancelled"
+        assert not slow.is_set()
+
+
+def test_tokens_are_counted_beside_the_thread(shared, slow) -> None:
+    async def count() -> int:
+        counting = asyncio.ensure_future(shared.count_tokens(Request(ModelNames(), 1, prompt="slow")))
+        await asyncio.to_thread(Waiting(shared, max_tokens=2).end)
+        assert not counting.done()
+        slow.set()
+        return await counting
+
+    assert asyncio.run(count()) == len("slow")
 
 
 def test_what_runs_may_end_before_the_thread_stops(tiny: LoadedModel) -> None:

@@ -191,7 +191,7 @@ class RoutedPrompts:
 
     def _count(self, request: Request) -> int:
         tokens = self._tokens(request)
-        return self._models.count_tokens(request) if tokens is None else len(tokens)
+        return len(self._models.rendering(request).result().tokens if tokens is None else tokens)
 
     def _tokens(self, request: Request) -> Any:
         """The prompt's tokens; None: it is for another model than the server's."""
