@@ -229,7 +229,7 @@ POLICY_COUNTS = (
     "blocks. A block is found whole or not at all."
 )
 FIFO_NOTE = (
-    "FIFO equals LRU on this trace. Each turn adds a leaf, and only leaves can be evicted, so blocks are used in the "
+    "FIFO equals LRU here. Each turn adds a leaf, and only leaves can be evicted, so blocks are used in the "
     "order in which they were stored. On other data FIFO can differ."
 )
 SAME_NOTE = "Equal in every row: {}."
