@@ -45,7 +45,8 @@ class CacheFullError(RadixCacheError):
 
     Attributes:
         capacity, used, free: tokens. If `free` >= `wanted`, defragmentation makes room.
-        largest_free_run, wanted: the most free cells in a row, None in a group; tokens that were to be added.
+        largest_free_run: the most free cells in a row; None in a group.
+        wanted: tokens that were to be added.
     """
 
     def __init__(self, capacity: int, used: int, largest_free_run: int | None, wanted: int) -> None:

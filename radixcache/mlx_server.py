@@ -83,12 +83,12 @@ class RadixPromptCache:
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """Store what is missing of the state that `prompt_cache` has of `tokens`; copies it.
+        """Store the state that `prompt_cache` has of `tokens` and the tree lacks; copies it.
 
         A draft model's caches may follow the model's: then as much is stored as both have.
 
         Args:
-            prompt_cache: mlx-lm caches, batch 1; recurrent ones must stand at the end of `tokens`.
+            prompt_cache: mlx-lm caches, batch 1; recurrent ones must be at the end of `tokens`.
 
         Raises:
             KeyError: cache_type is not in PRIORITIES.
@@ -111,7 +111,7 @@ class RadixPromptCache:
             self.trim_to(n_sequences=self.max_size)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict until at most so many sequences and bytes are left, from the model used longest ago first."""
+        """Evict, least recently used models first, until at most `n_sequences` and `n_bytes` are left."""
         with self._ledger.lock:
             if n_sequences is not None:
                 stored: list[tuple[Parts, StateNode]] = []

@@ -199,10 +199,10 @@ class PrefixCache:
         self.close()
 
     def close(self) -> None:
-        """Give all state back, also that of open sessions and groups, and close the trace if it was given as a path.
+        """Release all state, also of open sessions and groups, and close the trace if it was given as a path.
 
-        Waits until the store has written everything. Closing twice is fine; any other call raises CacheClosedError from
-        then on, and calls of open sessions and groups raise SessionClosedError.
+        Waits until the store has written everything. A second call does nothing. After it, other calls raise
+        CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
         parts, self._parts = self._parts, None
         if parts is not None:
@@ -210,7 +210,7 @@ class PrefixCache:
             parts.core.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store has written everything; False: not within this time. True without a store."""
+        """Wait until the store has written everything; return False if that takes longer than `timeout_s`."""
         return self._core.flush(timeout_s)
 
     def begin(
@@ -255,7 +255,7 @@ class PrefixCache:
         priority: int = 0,
         segment_bytes: int | None = None,
     ) -> Group:
-        """Open a group: many requests that decode together and read shared prefixes where the tree holds them.
+        """Open a group: many requests that decode together and read shared prefixes in place, from the tree.
 
         Each prompt becomes a row, restored as in `Group.admit`; more may be admitted later. A group takes no live slot.
 
@@ -267,7 +267,7 @@ class PrefixCache:
         Raises:
             ValueError: an argument out of its range; the cache is exact, quantized, or made of sizes.
             UnsupportedCacheError: a layer's state cannot be in a batch of rows.
-            CacheFullError, BudgetFullError: no room for what is to be restored.
+            CacheFullError, BudgetFullError: no room for the state to restore.
         """
         require_namespace(namespace)
         core, states, _, _, evictor, pager = self._open
@@ -292,13 +292,12 @@ class PrefixCache:
     ) -> int:
         """Store the state of foreign caches for `tokens`; copies only what the tree lacks.
 
-        Returns how many of the tokens the tree holds afterwards; none behind a quarantined offset.
+        Returns how many of the tokens the tree holds afterwards; none after a quarantined offset.
 
         Args:
             tokens: the tokens that the caches were made from, in order.
-            caches: mlx-lm caches of the same classes, batch 1. If they stand beyond the tokens, they are cut if
-                possible; if short of them, tokens[:offset] is stored. Recurrent caches must stand at the end of the
-                tokens.
+            caches: mlx-lm caches of the same classes, batch 1. If they hold more than the tokens, they are cut if
+                possible; if less, tokens[:offset] is stored. Recurrent caches must be at the end of the tokens.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
@@ -317,11 +316,11 @@ class PrefixCache:
         ttl_requests: int | None = None,
         keys: Any = None,
     ) -> int:
-        """Keep a stored prefix from eviction until unpin(); pins count. Returns the bytes that all pins keep.
+        """Protect a stored prefix from eviction until unpin(). Returns the bytes that all pins keep.
 
-        Only clear() and the loss of the state itself end a pin early. In exact mode whole chunks are kept, the last one
-        of exactly these tokens only if something longer has stored it. `name` is listed by names() and moves to these
-        tokens if it is taken; with `ttl_requests` the pin ends after so many more requests.
+        Each pin of a prefix needs its own unpin(). names() lists pins with a `name`; a name that is taken moves to
+        these tokens. A pin with `ttl_requests` ends after that many more requests. Only clear() and the loss of the
+        state end a pin early. Exact mode keeps whole chunks, and the last chunk only if a longer prompt has stored it.
 
         Raises:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
@@ -335,7 +334,7 @@ class PrefixCache:
             return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
-        """End one pin() of exactly these tokens (an unnamed one first), or the one of that name."""
+        """End one pin of exactly these tokens, unnamed pins first, or the pin with that name."""
         require_namespace(namespace)
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         if (tokens is None) == (name is None):
@@ -369,11 +368,11 @@ class PrefixCache:
         draft_model: Any = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Prefill a prefix ahead of use: longer prompts will resume at its end, whatever the layers.
+        """Prefill a prefix ahead of use, so that longer prompts resume at its end with any kind of layers.
 
-        With `name` or `ttl_requests` it is pinned, as by pin(). If the prefix is there already, this takes no slot;
-        else it is a request like any other, in stats and traces too. In exact mode the end is that of the last whole
-        chunk. Returns the tokens evaluated, 0 if the prefix was there.
+        With `name` or `ttl_requests` it is pinned, as by pin(). A prefix that is stored already takes no slot; any
+        other prefix counts as a request in stats and traces. In exact mode the prefix ends with its last whole chunk.
+        Returns the number of tokens evaluated; 0 if the prefix was stored.
 
         Raises:
             ValueError: it is quarantined or was found wrong, or it does not fit beside open sessions and pins.
@@ -419,13 +418,13 @@ class PrefixCache:
         return length - session.cached_tokens
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict until so many bytes more fit the budget, as a request does; returns whether they fit."""
+        """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
         with self._core.lock:
             return self._open.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int) -> int:
-        """Evict until live + paged bytes are at most that, or all else is in use or pinned; returns the bytes freed."""
+        """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed."""
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         with self._core.lock:
             freed = self._open.evictor.shrink_to(target_bytes)
@@ -450,9 +449,9 @@ class PrefixCache:
             self._open.quarantine.clear(namespace)
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
-        """What begin() would restore of a prompt now, in this thread, and why not more; changes nothing.
+        """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
 
-        While all live slots are taken, what fetch() would restore. It looks only into this namespace.
+        While all live slots are taken, this describes fetch(). Other namespaces are not searched.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         return explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
@@ -464,7 +463,7 @@ class PrefixCache:
             return CacheStats(budget_source=self._about.budget_source, **self._core.counters())
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
-        """Everything a metrics endpoint needs, at one moment; of one namespace only sums over its nodes and pins."""
+        """All metrics at one moment; with a namespace, only sums over the nodes and pins of that namespace."""
         require_namespace(namespace or "")
         return snapshot_of(self._core, self._open.states, self._open.pins, namespace, self._about)
 
@@ -483,14 +482,14 @@ class PrefixCache:
         """The tree as "text", "svg" (a picture), "html" (a page with search) or "json".
 
         Args:
-            namespace: show only this one, and nothing that tells of others; None: all.
+            namespace: show only this namespace, and nothing about others; None: all.
             tokenizer: shows how edges begin and end; by default the cache's own.
-            max_nodes: the most nodes shown; the others are counted at their parents. By default 200, on a page 50,000.
+            max_nodes: the most nodes shown; the others are counted at their parents. Default: 200; 50,000 for "html".
         """
         return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
 
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
-        """A plain description of the tree, from which `render` makes text and pictures; arguments as there."""
+        """A plain description of the tree, from which `render` makes text and pictures; with the same arguments."""
         require_namespace(namespace or "")
         core, states, pins, *_ = self._open
         about = self._about if tokenizer is None else self._about._replace(tokenizer=tokenizer)

@@ -69,7 +69,7 @@ class CausalCache:
 
     Raises:
         UnsupportedCacheError: a layer is quantized, chunked, of an unknown class, or a window that keeps its first
-            tokens; or the model's attention goes by slots (without a model, the first forward pass raises it).
+            tokens; or the model's attention depends on cache slots (without a model, the first forward pass raises).
     """
 
     def __init__(self, model: Any = None, *, capacity: int, caches: Callable[[], Sequence[Any]] | None = None) -> None:
@@ -90,7 +90,7 @@ class CausalCache:
 
     @property
     def table(self) -> CellTable:
-        """Which cell holds what; read it only: it changes through this class alone."""
+        """Which cell holds which token. Read it only; this class changes it."""
         return self._table
 
     @property
@@ -123,7 +123,7 @@ class CausalCache:
         return min(self.length(sequence), self._tainted.get(sequence, self.length(sequence)))
 
     def add(self, sequence: int) -> None:
-        """Make a sequence without tokens. ValueError: there is one with that id."""
+        """Make a sequence without tokens. ValueError: the id exists."""
         with uninterrupted():
             self._table.add(sequence)
             self._states.add(sequence)
@@ -131,7 +131,7 @@ class CausalCache:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let `target`, which has no tokens yet, share the first `length` tokens of `source`. Nothing is copied.
 
-        ValueError: as `CellTable.copy_prefix`, or `source` goes on and has layers whose state cannot be cut.
+        ValueError: as `CellTable.copy_prefix`, or `source` is longer and has layers whose state cannot be cut.
         """
         if self._states and length != self._table.end(source):
             held = f"sequence {source} has {self._table.end(source)} tokens, and layers whose state cannot be cut back"
@@ -143,7 +143,7 @@ class CausalCache:
             self._states.copy(source, target)
 
     def free(self, sequence: int) -> int:
-        """Take a sequence out; returns how many cells that frees. ValueError: no such sequence."""
+        """Remove a sequence; return how many cells that frees. ValueError: no such sequence."""
         with uninterrupted():
             freed = self._table.free(sequence)
             self._states.free(sequence)
@@ -153,7 +153,7 @@ class CausalCache:
     def prefill(self, model: Any, sequence: int, tokens: Any) -> mx.array:
         """Run the next tokens of one sequence through the model: ids (T,), T >= 1, a prompt or a chunk of it.
 
-        Returns logits (1, T, V), not evaluated. Evaluate `state` with them, or what led to it stays in memory.
+        Returns logits (1, T, V), not evaluated. Evaluate `state` with them; else the graph behind it stays in memory.
 
         ValueError: no such sequence, no tokens or wrong ids, more than capacity, or state of another model is here.
         CacheFullError: fewer than T cells are free.
@@ -162,7 +162,7 @@ class CausalCache:
         return self._forward(model, [(sequence, ids.size)], ids[None], compacting=True)
 
     def step(self, model: Any, sequences: Sequence[int], tokens: Any) -> mx.array:
-        """Run one more token of each of N >= 1 sequences through the model, in one forward pass where it takes rows.
+        """Run one more token of each of N >= 1 sequences through the model, in one forward pass if it can.
 
         Returns logits (N, 1, V), not evaluated.
 
@@ -184,9 +184,9 @@ class CausalCache:
         return self._one_by_one(model, sequences, ids)
 
     def steps_together(self, model: Any) -> bool:
-        """Whether one forward pass gives sequences at different positions what each gets alone; tried once per model.
+        """Whether sequences at different positions get the same in one forward pass as alone; tried once per model.
 
-        UnsupportedCacheError: even one at a time they do not get it, once their cells are mixed.
+        UnsupportedCacheError: they do not even one at a time, once their cells are mixed.
         """
         self._require_model(model)
         if self._takes_rows is None:
@@ -197,9 +197,9 @@ class CausalCache:
         return self._takes_rows
 
     def remove(self, model: Any, sequence: int, begin: int, end: int) -> None:
-        """Take positions [begin, end) out of a sequence; what follows moves up to close the gap.
+        """Take positions [begin, end) out of a sequence; later tokens move up to close the gap.
 
-        At the end this is a rewind. Else keys behind the gap are rotated to their new positions, shared ones in copies,
+        At the end this is a rewind. Else keys after the gap are rotated to their new positions, shared ones in copies,
         and the sequence is tainted from `begin` on: its state differs from a cold run of the same tokens.
 
         ValueError: no such sequence, or the range is not in it.

@@ -106,9 +106,9 @@ class Group:
         return self._room.used_tokens()
 
     def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
-        """Whether the budget can hold the open rows and a new one at their ends, if all that is evictable goes.
+        """Whether the budget can hold the open rows and a new row at their ends, if everything evictable is evicted.
 
-        Also True before the first forward pass, which shows what a token takes. Evicts nothing.
+        Also True before the first forward pass, which shows how many bytes a token takes. Evicts nothing.
 
         Args:
             ends: where each open row will end.
@@ -128,7 +128,7 @@ class Group:
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> BudgetFullError | None:
-        """The error for a row of so many tokens that exceeds the budget even alone; None: it fits, or is unknown."""
+        """The error for a row of `tokens` tokens if the row exceeds the budget even alone; None: not, or not known."""
         with self._lock:
             needed_bytes, budget_bytes = self._room.bytes_of(1, tokens, tokens), self._room.booking.budget_bytes
         return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
@@ -139,15 +139,15 @@ class Group:
             return self._sharing.sharable_tokens(keys, self.namespace if namespace is None else namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """How many would be shared with `row` at the best moment of the row's prefill in such chunks."""
+        """The most tokens that could be shared with `row` at some moment of the row's prefill in such chunks."""
         with self._lock:
             allowed = self._core.unquarantined(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
 
     def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
-        """Open a row on a prompt, at the end of what is stored of it.
+        """Open a row on a prompt, at the end of the prefix that is stored.
 
-        What other rows have evaluated of it becomes part of the tree first.
+        Tokens of the prompt that other rows have evaluated become part of the tree first.
 
         Args:
             tokens: token ids of the whole prompt.
@@ -185,7 +185,7 @@ class Group:
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
         """Evaluate the next tokens of a row's prompt, with checkpoints of point state on the way.
 
-        A row's first call resumes after what other rows have evaluated of its prompt by now.
+        The first call of a row resumes after the tokens of its prompt that other rows have evaluated by now.
 
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=...).
@@ -195,7 +195,7 @@ class Group:
             Logits (1, 1, V) of the prompt's last token, evaluated, from the chunk that ends there; else None.
 
         Raises:
-            ValueError: tokens is below 1, the prompt is through, or the row is another group's.
+            ValueError: tokens is below 1, the prompt is evaluated, or the row belongs to another group.
             CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, except for the first
                 tokens of a cache, which show how many bytes a token takes.
             SessionClosedError: row or group is closed, or its state was lost.
@@ -205,15 +205,15 @@ class Group:
     def prefill_many(
         self, model: Any, rows: Sequence[Row], tokens: int | None = None, *, leaves_last: bool = False
     ) -> Iterator[tuple[Row, mx.array]]:
-        """Evaluate the next tokens of the prompts of several rows, side by side where that is faster.
+        """Evaluate the next tokens of the prompts of several rows, side by side if that is faster.
 
         Args:
             model: the mlx-lm model.
             tokens: how many tokens of each row, as in `prefill`.
-            leaves_last: leave a prompt's last token to `step`, if it would go through a pass of its own here.
+            leaves_last: leave a prompt's last token to `step`, if it would need a forward pass of its own here.
 
         Yields:
-            Each row as soon as its prompt is through, with logits as `prefill` returns them.
+            Each row as soon as its prompt is evaluated, with logits as `prefill` returns them.
 
         Raises:
             RadixCacheError: as `prefill`, on the way; the row's position says how much of its chunk is evaluated.
@@ -241,7 +241,7 @@ class Group:
         Args:
             model: as in `prefill`.
             rows: N >= 1 of the open rows.
-            tokens: their next token ids, shape (N,) or (N, 1): the rest of a prompt first, then sampled ones. Behind
+            tokens: their next token ids, shape (N,) or (N, 1): the rest of a prompt first, then sampled ones. After
                 the prompts, an mx.array need not be evaluated.
 
         Returns:
@@ -271,15 +271,15 @@ class Group:
         return logits
 
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
-        """Take the tokens [begin, end), all evaluated, out of a row; what follows moves up (context shift).
+        """Take the tokens [begin, end), all evaluated, out of a row; later tokens move up (context shift).
 
         At the end of the row this is a rewind. Else the state from `begin` on differs from a cold run of the same
         tokens, and is neither stored nor shared.
 
         Raises:
             ValueError: the row does not hold all of the range, or is another group's.
-            ShiftError: keys cannot be rotated, there are recurrent layers, or windows would need what they have lost.
-            BudgetFullError: no room for copies of what was read in place.
+            ShiftError: keys cannot be rotated, there are recurrent layers, or windows would need tokens that are gone.
+            BudgetFullError: no room for copies of state that was read in place.
             SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
@@ -308,7 +308,7 @@ class Group:
                 self._core.enforce_budget()
 
     def close_after(self, error: BaseException | None) -> None:
-        """Close the group after an error. If an evaluation raised it, the caller's too, nothing is stored."""
+        """Close the group after an error. If an evaluation raised it, also one of the caller, nothing is stored."""
         if is_evaluation_failure(error):
             self.is_lost = True
         self.close()

@@ -37,7 +37,7 @@ class Row:
         cached_tokens: prompt tokens that were cached. The first prefill() of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
         reason: why less than the match was resumed, from ShortReason; None if all of it was.
-        remaining: int32 token ids behind cached_tokens, never empty.
+        remaining: int32 token ids after the first cached_tokens, never empty.
         is_closed: whether the row was closed; its state is gone then.
     """
 

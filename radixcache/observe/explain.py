@@ -57,7 +57,7 @@ class Gap:
         cost: of evaluating them, in the cost_unit of the explanation.
         tick: of the eviction, or of the removal if it may be stored again; else None.
         checkpoint: offset of the evicted checkpoint; None: the tokens were evicted.
-        before, stored, asked: of a divergence: a few tokens before `start`, then of the stored path, and of the prompt.
+        before, stored, asked: at a divergence: a few tokens before `start`, then of the stored path and of the prompt.
         before_text, stored_text, asked_text: the same decoded, if the PrefixCache has a tokenizer.
     """
 
@@ -93,12 +93,12 @@ class Explanation:
     Attributes:
         matched_tokens, resumable_tokens: as matched_tokens and cached_tokens of a Session.
         gaps: the pieces of [resumable_tokens, prompt_tokens).
-        hints: spans that vary from prompt to prompt with the same text behind them.
-        windows: for each size of sliding windows the number of layers, and the first token stored of the window at
-            resumable_tokens; empty if that is 0.
+        hints: spans that vary from prompt to prompt, while the text after them is the same.
+        windows: for each size of sliding windows: the number of layers, and the first stored token of the window at
+            resumable_tokens. Empty if nothing is resumed.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
-        disk_tokens: first tokens that stores have, if they have more than can be resumed; else 0.
-        read_tokens: how many of them `begin` would read; the rest is expected to be slower to read than to prefill.
+        disk_tokens: how many first tokens are in stores, if these are more than can be resumed; else 0.
+        read_tokens: how many of them `begin` would read; reading the rest is expected to be slower than prefill.
         tiers: name of each store, in the order of reading, and how many first tokens it has.
         path: where the nodes of the tree end that have the matched tokens; the last one may reach beyond them.
     """

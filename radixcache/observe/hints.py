@@ -53,10 +53,10 @@ class Hint:
     """A short span [start, end) of the prompt that differs in recent prompts.
 
     Attributes:
-        values: different values of the span in recent prompts and this one.
-        requests: recent prompts that are equal in front of the span, this one included.
-        tokens, cost: the most equal tokens that follow the span in a recent prompt, which each value evaluates again;
-            their cost, in cost_unit.
+        values: how many different values the span has in recent prompts and this one.
+        requests: how many recent prompts, this one included, are equal in front of the span.
+        tokens: the most equal tokens after the span in a recent prompt; each value evaluates them again.
+        cost: of these tokens, in cost_unit.
         asked, other: the tokens of the span in this prompt and in an earlier one.
         asked_text, other_text: the same decoded, if the PrefixCache has a tokenizer.
     """

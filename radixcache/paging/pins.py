@@ -33,7 +33,7 @@ class NamedPin:
     Attributes:
         namespace: where it is stored.
         tokens: length of the pinned prefix.
-        kept_bytes: spans and checkpoints on its path, including what other pins keep as well.
+        kept_bytes: spans and checkpoints on its path, also those that other pins keep.
         requests_left: requests after which the pin ends; None: it stays until unpin().
     """
 

@@ -120,7 +120,7 @@ class Session(Progress):
             on_progress: called with (tokens evaluated, prompt tokens) before the first chunk and after each.
 
         Raises:
-            ValueError: step_size is below 1, or in exact mode another than the cache's.
+            ValueError: step_size is below 1, or in exact mode differs from the cache's.
             SessionClosedError: the session is closed, or its state was lost.
         """
         settings = self._core.settings

@@ -59,6 +59,8 @@ Detail = Mapping[str, Any]
 
 
 class EventKind(StrEnum):
+    """What happened to stored state; see the attributes of Event."""
+
     STORED = "stored"
     RESUMED = "resumed"
     EVICTED = "evicted"
