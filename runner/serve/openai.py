@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -36,9 +36,19 @@ from runner.serve.request import (
     Request,
     Token,
 )
-from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event, to_json
+from runner.serve.service import (
+    Delta,
+    ServedReply,
+    Service,
+    namespace_of,
+    read_json,
+    server_sent_event,
+    to_json,
+    together,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_CHOICES, MAX_REPLIES = 8, 64  # for a prompt, as `n`; of a request with several prompts
 LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
 LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0: JSON has no infinities
@@ -65,6 +75,27 @@ def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def _counted(logprobs: Any) -> Any:
+    if not isinstance(logprobs, int) or not 0 <= logprobs <= 20:
+        raise ValueError("wanted true, false, or 0 to 20 likeliest tokens")
+    return logprobs
+
+
+def _prompts(prompt: Any) -> Any:
+    """A list of prompts, each a text or token ids, of any form that OpenAI's API takes."""
+
+    def is_id(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 1 << 31
+
+    def is_prompt(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(is_id, value)))
+
+    prompts = prompt if isinstance(prompt, list) and not is_prompt(prompt) else [prompt]
+    if not prompts or not all(map(is_prompt, prompts)):
+        raise ValueError("wanted a text, token ids, or a list of texts or of lists of token ids")
+    return prompts
+
+
 def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
@@ -76,6 +107,10 @@ TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
 # Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
 _BILLING = "x-anthropic-billing-header:"
+
+IDS = {"type": "array", "items": {"type": "integer"}}
+PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
+COUNTED = {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 20}]}
 
 # These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -118,7 +153,7 @@ class OpenAIBody(Checked):
     stop: Annotated[
         list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
     ] = Field(default_factory=list)
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
     @classmethod
     def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
@@ -140,12 +175,44 @@ class OpenAIBody(Checked):
         }
         return Request(**{**same, **own})
 
+    def requests(self, namespace: str) -> list[Request]:
+        """Return a Request for each choice: `n` for each prompt. They differ in their seeds."""
+        first = self.request(namespace)
+        seeds = [None if self.seed is None else (self.seed + index) % (1 << 64) for index in range(self.n)]
+        return [replace(first, prompt=prompt, seed=seed) for prompt in self.prompts for seed in seeds]
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        return [None]
+
 
 class CompletionBody(OpenAIBody):
-    prompt: str
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
+    """The body of POST /v1/completions. An integer as `logprobs` means `top_logprobs`, in the form of this route."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(PROMPTS)]
+    logprobs: Annotated[Any, AfterValidator(_counted), WithJsonSchema(COUNTED)] = False
+    best_of: Count | None = None
+    echo: bool = False
     suffix: Literal[""] = ""
+
+    def request(self, namespace: str) -> Request:
+        _require(self.best_of in (None, 1, self.n), "best_of", "1 or n: no reply is thrown away")
+        _require(len(self.prompt) * self.n <= MAX_REPLIES, "prompt", f"{MAX_REPLIES} replies at most, with n for each")
+        _require(
+            not self.echo or self.logprobs is False, "echo", "false with logprobs: a prompt gets no log-probabilities"
+        )
+        request = replace(super().request(namespace), prompt=self.prompt[0])
+        if self.has_counted_logprobs:
+            return replace(request, logprobs=True, top_logprobs=int(self.logprobs))
+        return request
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        return list(self.prompt)
+
+    @property
+    def has_counted_logprobs(self) -> bool:
+        return not isinstance(self.logprobs, bool)
 
 
 class ThinkingChoice(Checked):
@@ -294,91 +361,142 @@ def _require(holds: bool, param: str, wanted: str) -> None:
         raise ApiError(400, f"{param} should be {wanted}.", param=param)
 
 
-@dataclass(frozen=True)
-class OpenAIReply:
-    """Writes one reply. `model` is the name in the request; `created_s` counts from 1970."""
+@dataclass
+class Choice:
+    """Writes one choice. `text` is that so far, of a completion; `tokens` are those of the next chunk."""
 
+    index: int
     reply: ServedReply
-    request: Request
-    model: str
-    fingerprint: str
-    created_s: int
-    include_usage: bool = False
+    form: ReplyForm
+    call_count: int = 0
+    text: str = ""
+    is_begun: bool = False
+    tokens: list[Token] = field(default_factory=list)
 
-    async def whole(self) -> dict[str, Any]:
-        deltas = [part async for part in self.reply if isinstance(part, Delta)]
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         text, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("text", "reasoning"))
         calls = tuple(call for each in deltas for call in each.tool_calls)
         delta = Delta(text, reasoning, calls, tuple(token for each in deltas for token in each.tokens))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
-        if logprobs := self._logprobs(delta.tokens):
-            choice["logprobs"] = {"content": logprobs}
-        if self._is_chat:
+        choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
+        choice |= self._logprobs(delta.tokens)
+        if self.form.is_chat:
             choice["message"] = {"role": "assistant", "content": None, **_message(delta, delta.tool_calls)}
         else:
-            choice["text"] = delta.text
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+            choice["text"] = self.reply.echo + delta.text
+        return choice
+
+    def chunk(self, part: Delta) -> dict[str, Any] | None:
+        """The choice of the next chunk; None: nothing is to be said yet."""
+        self.tokens += part.tokens
+        if not (self.reply.record or part.text or part.reasoning or part.tool_calls):
+            return None
+        calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, self.call_count)]
+        self.call_count += len(calls)
+        choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
+        if self.form.is_chat:
+            # OpenAI's client joins the texts of all chunks, the role too.
+            choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **_message(part, calls)}
+        else:
+            choice["text"] = part.text if self.is_begun else self.reply.echo + part.text
+        choice |= self._logprobs(self.tokens)
+        self.is_begun = True
+        self.tokens.clear()
+        return choice
+
+    @property
+    def finish_reason(self) -> str | None:
+        reply = self.reply
+        return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        found = [{**_logprob(token), "top_logprobs": [*map(_logprob, token.top_tokens)]} for token in tokens]
+        if not found or not self.form.has_logprobs:
+            return {}
+        if not self.form.has_counted_logprobs:
+            return {"logprobs": {"content": found}}
+        texts = [each["token"] for each in found]
+        starts = [len(self.text) + sum(map(len, texts[:at])) for at in range(len(texts))]
+        self.text += "".join(texts)
+        return {
+            "logprobs": {
+                "tokens": texts,
+                "token_logprobs": [each["logprob"] for each in found],
+                "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found],
+                "text_offset": starts,
+            }
+        }
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """What all chunks of a reply share. `model` is the name in the request; `created_s` counts from 1970."""
+
+    model: str
+    fingerprint: str
+    created_s: int
+    is_chat: bool
+    n: int = 1
+    has_logprobs: bool = False
+    has_counted_logprobs: bool = False
+    include_usage: bool = False
+
+
+class OpenAIReply:
+    """Writes the choices of a request, `n` for each prompt."""
+
+    def __init__(self, replies: Sequence[ServedReply], form: ReplyForm) -> None:
+        self._replies, self._form = replies, form
+        self._choices = [Choice(index, reply, form) for index, reply in enumerate(replies)]
+
+    async def whole(self) -> dict[str, Any]:
+        deltas: list[list[Delta]] = [[] for _ in self._replies]
+        async for index, part in together(self._replies):
+            if isinstance(part, Delta):
+                deltas[index].append(part)
+        choices = [choice.whole(parts) for choice, parts in zip(self._choices, deltas, strict=True)]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), **self._timings()}
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
-        call_count, role = 0, {"role": "assistant"}
-        tokens: list[Token] = []  # of the next chunk
         try:
-            async for part in self.reply:
+            async for index, part in together(self._replies):
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
-                    continue
-                tokens += part.tokens
-                if self.reply.record or part.text or part.reasoning or part.tool_calls:
-                    calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, call_count)]
-                    call_count += len(calls)
-                    choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish_reason()}
-                    choice |= {"delta": {**role, **_message(part, calls)}} if self._is_chat else {"text": part.text}
-                    role = {}  # OpenAI's client joins the texts of all chunks, this one too
-                    if logprobs := self._logprobs(tokens):
-                        choice["logprobs"] = {"content": logprobs}
-                    tokens.clear()
-                    yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
-            if self.include_usage:
-                usage = {**self._head("chat.completion"), "object": "chat.completion", "usage": self._usage()}
-                yield server_sent_event({**usage, "choices": []})
+                elif choice := self._choices[index].chunk(part):
+                    timings = self._timings() if choice["finish_reason"] else {}
+                    yield server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice], **timings})
+            if self._form.include_usage:
+                yield server_sent_event({**self._head("chat.completion"), "choices": [], "usage": self._usage()})
         except ApiError as error:
             yield server_sent_event(error.in_openai_form())
         yield "data: [DONE]\n\n"
 
-    @property
-    def _is_chat(self) -> bool:
-        return self.request.prompt is None
-
     def _head(self, chat_object: str) -> dict[str, Any]:
+        form = self._form
         return {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self.reply.id}",
-            "system_fingerprint": self.fingerprint,
-            "object": chat_object if self._is_chat else "text_completion",
-            "model": self.model,
-            "created": self.created_s,
+            "id": f"{'chatcmpl' if form.is_chat else 'cmpl'}-{self._replies[0].id}",
+            "system_fingerprint": form.fingerprint,
+            "object": chat_object if form.is_chat else "text_completion",
+            "model": form.model,
+            "created": form.created_s,
         }
 
-    def _finish_reason(self) -> str | None:
-        reply = self.reply
-        return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+    def _timings(self) -> dict[str, Any]:
+        record = self._replies[0].record
+        return {"timings": record.timings} if record and len(self._replies) == 1 else {}
 
     def _usage(self) -> dict[str, Any]:
-        assert self.reply.record is not None
-        prompt, completion = self.reply.prompt_tokens, self.reply.record.completion_tokens
+        """Count each prompt once, also if it has several choices."""
+        records = [reply.record for reply in self._replies if reply.record]
+        prompt = sum(reply.prompt_tokens for reply in self._replies[:: self._form.n])
+        completion = sum(record.completion_tokens for record in records)
+        cached = sum(record.cached_tokens for record in records[:: self._form.n])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.reply.record.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-    def _logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        if not self.request.logprobs and self.request.top_logprobs <= 0:
-            return []
-        return [
-            {**_logprob(token), "top_logprobs": [_logprob(likely) for likely in token.top_tokens]} for token in tokens
-        ]
 
 
 def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
@@ -388,8 +506,9 @@ def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
 
 
 def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    fields = {"content": delta.text, "reasoning": delta.reasoning, "tool_calls": calls}
-    return {name: value for name, value in fields.items() if value}
+    """The fields of a message. Clients read reasoning by one name or the other."""
+    reasoning = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+    return {name: value for name, value in {"content": delta.text, **reasoning, "tool_calls": calls}.items() if value}
 
 
 def model_object(name: str, created_s: int) -> dict[str, Any]:
@@ -427,13 +546,20 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
         body = kind.read(await read_json(http_request), options)
-        request = body.request(namespace_of(http_request))
-        include_usage = body.stream_options.get("include_usage", False)
-
-        def writer(reply: ServedReply) -> OpenAIReply:
-            return OpenAIReply(reply, request, body.model, fingerprint, created_s, include_usage)
-
-        return await service.answer(http_request, request, writer, stream=body.stream)
+        requests = body.requests(namespace_of(http_request))
+        form = ReplyForm(
+            body.model,
+            fingerprint,
+            created_s,
+            is_chat=requests[0].prompt is None,
+            n=body.n,
+            has_logprobs=requests[0].logprobs or requests[0].top_logprobs > 0,
+            has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
+            include_usage=body.stream_options.get("include_usage", False),
+        )
+        return await service.answer_all(
+            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream
+        )
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT))
     @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT))

@@ -71,6 +71,8 @@ def prompt_of(
         special_tokens: the text of a control token in a message is that token; else it stays text.
     """
     is_chat = request.prompt is None
+    if request.prompt and not isinstance(request.prompt, str):
+        return RenderedPrompt([*request.prompt], (), "normal")
     if is_chat and not request.messages:
         raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
     try:

@@ -62,7 +62,8 @@ class Request:
     """One reply to generate, checked except for what needs a tokenizer.
 
     Attributes:
-        prompt: of a text completion; None: a chat.
+        prompt: of a text completion, as text or token ids; None: a chat.
+        echo: whether the prompt's text is wanted with the reply.
         max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
@@ -75,7 +76,8 @@ class Request:
 
     names: ModelNames
     max_tokens: int | None
-    prompt: str | None = None
+    prompt: str | Sequence[int] | None = None
+    echo: bool = False
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[dict[str, Any]] | None = None
     role_mapping: Mapping[str, str] | None = None
@@ -109,10 +111,11 @@ Outcome: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is tokenized. `reader`: the ReplyReader for its sampled tokens."""
+    """The prompt is tokenized. `reader`: its reply's ReplyReader. `echo`: the prompt's text, if that is wanted."""
 
     prompt_tokens: int
     reader: Any
+    echo: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,23 @@ class RequestRecord:
             reason = self.reason or "evicted"
             found[reason] = found.get(reason, 0) + lost_tokens
         return found
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """What llama.cpp's server says of a reply. `prompt_n` are the tokens that were evaluated."""
+        prompt_n, predicted_n = self.prompt_tokens - self.cached_tokens, self.completion_tokens
+        prompt_ms, predicted_ms = (self.ttft_ms or 0.0) - (self.queue_ms or 0.0), sum(self.gaps_ms)
+        return {
+            "cache_n": self.cached_tokens,
+            "prompt_n": prompt_n,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / prompt_n if prompt_n else 0.0,
+            "prompt_per_second": prompt_n / prompt_ms * 1e3 if prompt_ms > 0 else 0.0,
+            "predicted_n": predicted_n,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / len(self.gaps_ms) if self.gaps_ms else 0.0,
+            "predicted_per_second": self.tokens_per_s or 0.0,
+        }
 
     @property
     def tokens_per_s(self) -> float | None:

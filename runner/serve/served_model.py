@@ -192,6 +192,9 @@ class ServedModel:
         """Put a request into the queue. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
         request, tokenizer = opened.request, self.tokenizer
         prompt_tokens = len(prompt.tokens)
+        if not isinstance(request.prompt, str | None) and max(prompt.tokens) >= self._vocabulary_length:
+            wanted = f"wanted 0 to {self._vocabulary_length - 1}"
+            raise ApiError(400, f"token {max(prompt.tokens)} is not in the vocabulary; {wanted}.", param="prompt")
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:
             raise ApiError(400, "a draft model cannot draft replies to images; ask with draft_model null.")
@@ -209,7 +212,7 @@ class ServedModel:
         processors = processors_of(request, self._vocabulary_length)
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
         prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
-        started = Started(prompt_tokens, reader)
+        started = Started(prompt_tokens, reader, tokenizer.decode(prompt.tokens) if request.echo else "")
         if request.constraint is None:
             self._accept(prepared, started)
         else:

@@ -2,6 +2,7 @@
 
 await read_json(http_request)          the body; the API checks its fields and makes the Request of it
 await service.answer(...)              the whole response, by way of the API's ReplyWriter
+await service.answer_all(...)          the same for several requests, served together
 
 reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
 async for part in reply: ...           PrefillProgress and Delta
@@ -174,12 +175,17 @@ def cut_call(text: str) -> dict[str, Any] | None:
 
 
 class ServedReply:
-    """One reply as it arrives. `record` and `finish_reason` are None until it has ended."""
+    """One reply as it arrives. `record` and `finish_reason` are None until it has ended.
+
+    `cached_tokens` are the prompt's tokens that the cache had, from the first part on. `echo` is the prompt's text if
+    the request wants it.
+    """
 
     def __init__(
         self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
     ) -> None:
-        self.id, self.prompt_tokens = opened.id, started.prompt_tokens
+        self.id, self.prompt_tokens, self.echo = opened.id, started.prompt_tokens, started.echo
+        self.cached_tokens: int | None = None
         self.record: RequestRecord | None = None
         self.finish_reason: FinishReason | None = None
         self.has_tool_calls = False
@@ -201,6 +207,8 @@ class ServedReply:
                 except TimeoutError:
                     event = progress
                 if isinstance(event, PrefillProgress):
+                    if self.cached_tokens is None and event is not progress:
+                        self.cached_tokens = event.done_tokens
                     progress = event
                     yield event
                     continue
@@ -216,11 +224,35 @@ class ServedReply:
                     assert isinstance(event, Ended), event
                     delta = self._reader.finish(event.text)
                     self.record = event.record
+                    self.cached_tokens = event.record.cached_tokens
                     self.finish_reason = reason if event.record.outcome == "stop" else "length"
                 self.has_tool_calls |= bool(delta.tool_calls)
                 yield delta
         finally:
             self.cancel()
+
+
+async def together(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Delta]]:
+    """The parts of several replies as they come, each with the index of its reply. ApiError: one failed."""
+    if len(replies) == 1:
+        async for part in replies[0]:
+            yield 0, part
+        return
+    streams = [aiter(reply) for reply in replies]
+    awaited = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = awaited.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield index, task.result()
+                    # Not before, so that a reply is still as it was at this part.
+                    awaited[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        for task in awaited:
+            task.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
 
 
 class ReplyWriter(Protocol):
@@ -263,13 +295,38 @@ class Service:
         self, http_request: HttpRequest, request: Request, writer: Callable[[ServedReply], ReplyWriter], *, stream: bool
     ) -> Response:
         """Return the response to a request, in one piece or as a stream of events. ApiError: it cannot be served."""
-        reply = await while_connected(http_request, self.ask(request))
+        return await self.answer_all(http_request, [request], lambda replies: writer(replies[0]), stream=stream)
+
+    async def answer_all(
+        self,
+        http_request: HttpRequest,
+        requests: Sequence[Request],
+        writer: Callable[[Sequence[ServedReply]], ReplyWriter],
+        *,
+        stream: bool,
+        media_type: str = "text/event-stream",
+    ) -> Response:
+        """Return the response to several requests, which are served together. Raises as `answer`."""
+        replies = await while_connected(http_request, self._ask_all(requests))
         if stream:
-            return ReplyStream(reply, writer(reply).events())
+            return ReplyStream(replies, writer(replies).events(), media_type)
         try:
-            return to_json(await while_connected(http_request, writer(reply).whole()))
+            return to_json(await while_connected(http_request, writer(replies).whole()))
         finally:
-            reply.cancel()
+            for reply in replies:
+                reply.cancel()
+
+    async def _ask_all(self, requests: Sequence[Request]) -> list[ServedReply]:
+        asked = [asyncio.ensure_future(self.ask(request)) for request in requests]
+        try:
+            return await asyncio.gather(*asked)
+        except BaseException:
+            for each in asked:
+                each.cancel()
+            for reply in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(reply, ServedReply):
+                    reply.cancel()
+            raise
 
     async def ask(self, request: Request) -> ServedReply:
         """Submit a request and wait until its prompt is tokenized. ApiError: it cannot be served."""
@@ -355,14 +412,15 @@ def server_sent_event(data: object, name: str | None = None) -> str:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. It is cancelled however the response ends, also before its first event."""
+    """Replies as server-sent events or lines. They are cancelled however the response ends, also before the first."""
 
-    def __init__(self, reply: ServedReply, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._reply = reply
+    def __init__(self, replies: Sequence[ServedReply], events: AsyncIterator[str], media_type: str) -> None:
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
+        self._replies = replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._reply.cancel()
+            for reply in self._replies:
+                reply.cancel()

@@ -12,10 +12,10 @@ import pytest
 
 from runner.serve import openai
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Failed, LikelyToken, PrefillProgress, Token
+from runner.serve.request import ApiError, Failed, LikelyToken, OpenRequest, PrefillProgress, Token
 from runner.serve.service import Delta
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, USER, scripted_app, scripted_client
+from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, TEXT, USER, scripted_app, scripted_client
 
 # What goes wrong on the way
 
@@ -86,6 +86,70 @@ def test_tool_calls_of_a_stream_are_numbered_and_end_it():
     assert [(call["index"], call["function"]["name"]) for call in streamed] == [(0, "f"), (1, "g"), (2, "h")]
     assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["f", "g", "h"]
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+
+
+def test_a_stream_of_several_choices_has_chunks_of_each_and_one_usage():
+    runs = ScriptedRuns(said("x"), said("y", finish="stop"))
+    body = {"messages": [USER], "stream": True, "n": 3, "stream_options": {"include_usage": True}}
+    with scripted_client(runs) as client:
+        answer = client.post(CHAT, json=body)
+        whole = client.post(CHAT, json={"messages": [USER], "n": 3}).json()
+    *chunks, usage = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]
+    texts, ends = ["", "", ""], []
+    for choice in (chunk["choices"][0] for chunk in chunks):
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert (texts, ends) == (["xy"] * 3, ["stop"] * 3)
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["xy"] * 3
+    for counts in (usage["usage"], whole["usage"]):
+        assert (counts["prompt_tokens"], counts["completion_tokens"]) == (PROMPT_TOKENS, 9)
+        assert counts["prompt_tokens_details"] == {"cached_tokens": CACHED_TOKENS}
+    assert usage["choices"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_choice_that_fails_ends_the_others(stream):
+    class Failing(ScriptedRuns):
+        def ask(self, opened: OpenRequest) -> None:
+            self._is_endless = len(self.opened) != 1
+            self._script = (said("x"),) if self._is_endless else (said("x"), Failed(500, "it broke"))
+            super().ask(opened)
+
+    runs = Failing()
+    with scripted_client(runs) as client:
+        answer = client.post(CHAT, json={"messages": [USER], "n": 3, "stream": stream})
+    assert "it broke" in answer.text
+    assert all(opened.is_cancelled for opened in runs.opened)
+
+
+def test_a_completion_counts_likely_tokens_in_its_own_form_and_has_its_own_object():
+    runs = ScriptedRuns(said("x"), said("yz", finish="stop"))
+    body = {"prompt": "?", "logprobs": 0, "stream_options": {"include_usage": True}}
+    with scripted_client(runs) as client:
+        whole = client.post(TEXT, json=body).json()["choices"][0]["logprobs"]
+        parts = client.post(TEXT, json={**body, "stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    found = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if "logprobs" in choice]
+    for logprobs in (whole, {name: [value for each in found for value in each[name]] for name in whole}):
+        assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+        assert logprobs["token_logprobs"] == [-0.5, -0.5]
+        assert len(logprobs["tokens"]) == 2
+
+
+def test_reasoning_has_both_names_and_the_last_chunk_has_timings():
+    runs = ScriptedRuns(said(reasoning="hm"), said("x", finish="stop"))
+    with scripted_client(runs) as client:
+        whole = client.post(CHAT, json={"messages": [USER]}).json()
+        parts = client.post(CHAT, json={"messages": [USER], "stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
+    for message in (whole["choices"][0]["message"], chunks[0]["choices"][0]["delta"]):
+        assert (message["reasoning"], message["reasoning_content"]) == ("hm", "hm")
+    assert [("timings" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for timings in (whole["timings"], chunks[-1]["timings"]):
+        assert (timings["prompt_n"], timings["cache_n"]) == (PROMPT_TOKENS - CACHED_TOKENS, CACHED_TOKENS)
+        assert (timings["prompt_ms"], timings["predicted_n"], timings["predicted_ms"]) == (39.0, 3, 50.0)
+        assert (timings["predicted_per_second"], timings["predicted_per_token_ms"]) == (40.0, 25.0)
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])

@@ -119,7 +119,7 @@ NUMBERS = (
 )  # fmt: skip
 WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("top_p", 1.01), ("xtc_threshold", 0.6), ("top_logprobs", 21), ("repetition_penalty", 0.001),
-    ("seed", 2**64), ("n", 2), ("stop", 1), ("stop", ["x"] * 65), ("stream_options", True), ("messages", []),
+    ("seed", 2**64), ("n", 9), ("n", 0), ("stop", 1), ("stop", ["x"] * 65), ("stream_options", True), ("messages", []),
     ("chat_template_kwargs", []), ("chat_template_kwargs", {"chat_template": "x"}),
 ]  # fmt: skip
 REFUSED = [
@@ -151,8 +151,10 @@ REFUSED = [
     ),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools.0.function"),
     (CHAT, {"tools": [{"function": {"name": 1}}]}, "tools.0.function"),
-    *((TEXT, {"prompt": value}, "prompt") for value in (None, 1, ["x"], [1, 2])),
-    *((TEXT, {name: value}, name) for name, value in (("echo", True), ("best_of", 2), ("suffix", "x"))),
+    *((TEXT, {"prompt": value}, "prompt") for value in (None, 1, [], [[]], ["x", 1], [-1], [True], ["x"] * 65)),
+    *((TEXT, {name: value}, name) for name, value in (("echo", 1), ("best_of", 2), ("suffix", "x"))),
+    *((TEXT, {"logprobs": value}, "logprobs") for value in (21, -1, 1.5, "1")),
+    *((TEXT, {"echo": True, "logprobs": value}, "echo") for value in (0, True)),
 ]
 
 
@@ -182,3 +184,29 @@ def test_a_body_that_is_no_object_of_json_is_refused(raw):
     with scripted_client(ScriptedRuns()) as client:
         answer = client.post(CHAT, content=raw)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_fields_that_change_nothing_here_are_taken():
+    plain = asked_by({"messages": [USER]})
+    more = {
+        "prediction": {"type": "content", "content": "x"}, "service_tier": "auto", "store": True, "user": "u",
+        "verbosity": "low", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k",
+    }  # fmt: skip
+    assert asked_by({"messages": [USER], **more}) == plain
+
+
+def prompts_of(body: dict[str, Any]) -> list[Any]:
+    runs = ScriptedRuns(said("x", finish="stop"))
+    with scripted_client(runs, OPTIONS) as client:
+        answer = client.post(TEXT, json=body)
+    assert [choice["index"] for choice in answer.json()["choices"]] == [*range(len(runs.opened))]
+    return [(opened.request.prompt, opened.request.seed) for opened in runs.opened]
+
+
+def test_a_prompt_is_text_or_token_ids_or_a_list_of_these_with_n_choices_each():
+    assert prompts_of({"prompt": "a"}) == [("a", None)]
+    assert prompts_of({"prompt": [1, 2]}) == [([1, 2], None)]
+    assert prompts_of({"prompt": ["a", [3]]}) == [("a", None), ([3], None)]
+    assert prompts_of({"prompt": ["a", "b"], "n": 2, "seed": 2**64 - 1, "best_of": 2}) == [
+        ("a", 2**64 - 1), ("a", 0), ("b", 2**64 - 1), ("b", 0),
+    ]  # fmt: skip

@@ -31,7 +31,7 @@ FAST_REQUESTS = 36
 #: How far apart log-probabilities of the same token may be, and those of two tokens between which texts may part.
 TIE, QUANTIZED_TIE = 1e-3, 0.05
 #: What differs from one answer to the next.
-FRESH = ("created", "cached_tokens")
+FRESH = ("created", "cached_tokens", "timings", "reasoning_content")
 
 
 class Request(NamedTuple):

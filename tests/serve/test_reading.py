@@ -63,7 +63,9 @@ def contents(answer: str, *, is_stream: bool) -> list[Any]:
         fields.get("delta", {}).pop("role", None)  # in every chunk of the one, in the first of the other
         if "logprob" in fields:
             return {"id": fields["id"], "logprob": fields["logprob"]}
-        left_out = {"id", "created", "system_fingerprint", *(["logprobs"] if is_stream else [])}
+        left_out = {"id", "created", "system_fingerprint", "timings", "reasoning_content"}
+        left_out |= {"logprobs"} if is_stream else set()
+        left_out |= {"object"} if fields.get("choices") == [] else set()
         return {name: value for name, value in fields.items() if name not in left_out}
 
     return [body if body == "[DONE]" else json.loads(body, object_hook=compared) for body in bodies]

@@ -25,7 +25,7 @@ from runner.serve.request import (
     Token,
 )
 from runner.serve.scheduler import Scheduler
-from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, noting, running
+from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, application, local_client, noting, running
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
@@ -193,3 +193,25 @@ def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() ->
         held.set()
         assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
     assert ended == ["before", "alone", "behind"]
+
+
+def test_choices_of_one_prompt_cost_one_prefill_and_a_prompt_may_be_token_ids() -> None:
+    with application() as (app, _), local_client(app) as client:
+        body = {"prompt": LONG, "max_tokens": 3, "temperature": 1, "seed": 5, "echo": True}
+        answer = client.post("/v1/completions", json={**body, "n": 8}).json()
+        evaluated = client.get("/metrics").text
+        ids = load_model("tiny").tokenizer.encode(LONG)
+        same = client.post("/v1/completions", json={**body, "prompt": ids}).json()
+        single = client.post("/v1/completions", json={**body, "seed": 6}).json()
+        wrong = client.post("/v1/completions", json={"prompt": [256]})
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert all(text.startswith(LONG) and len(text) > len(LONG) for text in texts)
+    assert len(set(texts)) > 4
+    assert texts[:2] == [same["choices"][0]["text"], single["choices"][0]["text"]]
+    assert answer["usage"]["prompt_tokens"] == len(LONG)
+    assert answer["usage"]["completion_tokens"] == 24
+    counts = dict(line.rsplit(" ", 1) for line in evaluated.splitlines() if not line.startswith("#"))
+    prompts, cached = (float(counts[f"radixcache_serve_{name}_tokens_total"]) for name in ("prompt", "cached"))
+    assert prompts == 8 * len(LONG)
+    assert prompts - cached <= len(LONG) + 8 * 2
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
