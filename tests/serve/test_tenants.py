@@ -95,7 +95,7 @@ class Server:
         for body in route.bodies:
             path = route.path.replace("{name}", "tiny")
             answer = self.client.request(route.method, path, json=body, headers={"x-api-key": key})
-            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}  # of numbers, too
+            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
             yield answer.status_code, headers, OWN.sub("", answer.text)
 
 
