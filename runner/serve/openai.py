@@ -362,7 +362,7 @@ def _require(holds: bool, param: str, wanted: str) -> None:
 
 
 @dataclass
-class Choice:
+class ReplyChoice:
     """Writes one choice. `text` is that so far, of a completion; `tokens` are those of the next chunk."""
 
     index: int
@@ -446,7 +446,7 @@ class OpenAIReply:
 
     def __init__(self, replies: Sequence[ServedReply], form: ReplyForm) -> None:
         self._replies, self._form = replies, form
-        self._choices = [Choice(index, reply, form) for index, reply in enumerate(replies)]
+        self._choices = [ReplyChoice(index, reply, form) for index, reply in enumerate(replies)]
 
     async def whole(self) -> dict[str, Any]:
         deltas: list[list[Delta]] = [[] for _ in self._replies]
