@@ -11,17 +11,19 @@
     tool_use      ->  tool_calls
     tool_result   ->  a message of its own, role "tool", the tool's answer as content
     image         ->  content is a list: texts, and images as data URLs
+    document, search_result, tool_reference  ->  text
 
 Successive turns of one role become one turn, as in Anthropic's API. Every end of a message is a checkpoint anyway, so a
-mark (`cache_control`) adds a checkpoint only on a text inside a message. The server refuses what it cannot honour:
-documents and server tools. A last turn of the assistant is a beginning that the reply continues. `null` means the same
-as no field.
+mark (`cache_control`) adds a checkpoint only on a text inside a message. Tools that Anthropic's servers run, and what
+they did in past turns, are left out, with a line in the log. The server refuses documents that are not text. A last
+turn of the assistant is a beginning that the reply continues. `null` means the same as no field.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -47,7 +49,11 @@ from runner.serve.service import (
     to_json,
     while_connected,
 )
+from runner.text import shortened
 
+logger = logging.getLogger(__name__)
+
+LEFT_OUT = "left out of a prompt, as only Anthropic's servers have it: %s"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 
@@ -65,6 +71,68 @@ class Markable(Checked):
 class Text(Markable):
     type: Literal["text"]
     text: str
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _or_str(blocks: Any) -> BeforeValidator:
+    return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
+
+
+Texts: TypeAlias = Annotated[list[Text], _or_str(list[Text])]
+
+
+class TextSource(Checked):
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class BlocksSource(Checked):
+    type: Literal["content"]
+    content: Texts
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.content)
+
+
+class Document(Markable):
+    type: Literal["document"]
+    source: Annotated[TextSource | BlocksSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResult(Markable):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[Text]
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.source, _text_of(self.content)))
+
+
+class ToolReference(Markable):
+    """A tool that a search for tools has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
 
 
 class ImageSource(Checked):
@@ -89,6 +157,16 @@ class RedactedThinking(Checked):
     type: Literal["redacted_thinking"]
 
 
+class ServerBlock(Checked):
+    """What a tool of Anthropic's servers was asked or found; it is left out."""
+
+    type: Literal[
+        "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+        "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+        "mcp_tool_use", "mcp_tool_result", "container_upload",
+    ]  # fmt: skip
+
+
 class ToolUse(Markable):
     type: Literal["tool_use"]
     id: str
@@ -96,16 +174,7 @@ class ToolUse(Markable):
     input: dict[str, Any]
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _or_str(blocks: Any) -> BeforeValidator:
-    return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
-
-
-Texts: TypeAlias = Annotated[list[Text], _or_str(list[Text])]
-Shown: TypeAlias = Annotated[Text | Image, Field(discriminator="type")]
+Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference, Field(discriminator="type")]
 
 
 class ToolResult(Markable):
@@ -115,8 +184,14 @@ class ToolResult(Markable):
     is_error: bool = False
 
 
-UserBlock: TypeAlias = Annotated[Text | Image | ToolResult, Field(discriminator="type")]
-AssistantBlock: TypeAlias = Annotated[Text | Thinking | RedactedThinking | ToolUse, Field(discriminator="type")]
+UserBlock: TypeAlias = Annotated[
+    Text | Image | Document | SearchResult | ToolResult | ServerBlock, Field(discriminator="type")
+]
+AssistantBlock: TypeAlias = Annotated[
+    Text | Thinking | RedactedThinking | ToolUse | ServerBlock, Field(discriminator="type")
+]
+#: Blocks that are text in a prompt.
+TEXTUAL = (Text, Document, SearchResult, ToolReference)
 
 
 class SystemTurn(Checked):
@@ -152,7 +227,7 @@ def _without_billing(turns: Iterable[Turn]) -> Iterator[Turn]:
 def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Messages in OpenAI's form, each with the ends of its marked texts, in characters of its content."""
     for role, run in groupby(turns, key=lambda turn: turn.role):
-        blocks = [block for turn in run for block in turn.content]
+        blocks = _own_blocks(block for turn in run for block in turn.content)
         if role == "assistant":
             yield _assistant_message(blocks), _marked_ends(blocks)
             continue
@@ -165,6 +240,13 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
                 yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
         if not blocks:
             yield {"role": role, "content": ""}, []
+
+
+def _own_blocks(blocks: Iterable[Any]) -> list[Any]:
+    found = [*blocks]
+    if foreign := sorted({block.type for block in found if isinstance(block, ServerBlock)}):
+        logger.warning(LEFT_OUT, ", ".join(foreign))
+    return [block for block in found if not isinstance(block, ServerBlock)]
 
 
 def _tool_message(result: Any) -> dict[str, Any]:
@@ -199,19 +281,30 @@ def _content_of(blocks: Sequence[Any], prefix: str = "") -> str | list[dict[str,
 
 
 def _text_of(blocks: Iterable[Any]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, Text))
+    return "\n".join(block.text for block in blocks if isinstance(block, TEXTUAL))
 
 
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
-    texts = [block for block in blocks if isinstance(block, Text)]
+    texts = [block for block in blocks if isinstance(block, TEXTUAL)]
     return [len(_text_of(texts[:count])) for count, text in enumerate(texts[:-1], 1) if text.cache_control]
 
 
 class Tool(Markable):
-    type: Literal["custom"] | None = None  # others run on a server
+    type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
     input_schema: dict[str, Any]
+
+
+def _own_tools(tools: Any) -> Any:
+    """The tools without those that only Anthropic's models know by their type, such as web_search_20250305."""
+    if not isinstance(tools, list):
+        return tools
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    foreign = [kind for kind in types if isinstance(kind, str) and kind != "custom"]
+    if foreign:
+        logger.warning(LEFT_OUT, shortened(", ".join(foreign), 200))
+    return [tool for tool, kind in zip(tools, types, strict=True) if kind not in foreign]
 
 
 class ToolChoice(Checked):
@@ -243,7 +336,9 @@ class AnthropicPromptBody(Checked):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool])] = Field(
+        default_factory=list
+    )
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingChoice = ThinkingChoice(type="adaptive")
     output_config: OutputConfig = OutputConfig()
@@ -316,7 +411,6 @@ class MessageDraft:
             "content": self._content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(reply.prompt_tokens, 0, 0),  # cached tokens are known at the end
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -333,8 +427,10 @@ class MessageDraft:
             yield server_sent_event(error.in_anthropic_form(), "error")
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        yield {"type": "message_start", "message": copy.deepcopy(self.message)}
         async for part in self._reply:
+            if "usage" not in self.message:  # With the first part, the cached tokens are known.
+                self.message["usage"] = _usage(self._reply.prompt_tokens, self._reply.cached_tokens or 0, 0)
+                yield {"type": "message_start", "message": copy.deepcopy(self.message)}
             for event in [{"type": "ping"}] if isinstance(part, PrefillProgress) else self._add(part):
                 yield event
         for event in self._end():

@@ -127,7 +127,8 @@ def test_a_tools_input_is_always_an_object_of_json(arguments: str, wanted: dict[
 def test_a_stream_has_anthropics_events_in_their_order() -> None:
     start, *events = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
     usage = start["message"].pop("usage")
-    assert (usage["input_tokens"], usage["output_tokens"]) == (PROMPT_TOKENS, 0)
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (PROMPT_TOKENS - 8, 8)
+    assert usage["output_tokens"] == 0
     assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
     delta = {"type": "content_block_delta", "index": 0}
     assert events == [

@@ -194,7 +194,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "content": [{**IMAGE, "source": {**SOURCE, "media_type": "image/tiff"}}]}]},
      f"{BLOCKS}.image.source.media_type"),
     ({"messages": [{"role": "assistant", "content": [IMAGE]}, USER]}, "messages.0.assistant.content.0"),
-    ({"messages": [{**USER, "content": [{"type": "document", "source": {}}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"type": "document", "source": {**SOURCE, "media_type": "application/pdf"}}]}]},
+     f"{BLOCKS}.document.source"),
+    ({"messages": [{**USER, "content": [{"type": "video"}]}]}, BLOCKS),
     ({"messages": [{**USER, "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, BLOCKS),
     ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),
     ({"messages": [{**USER, "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
@@ -203,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system.0.type"),
     ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
     ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
-    ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools.0.type"),
+    ({"tools": [{**TOOL, "type": 5}]}, "tools.0.type"),
     ({"tool_choice": {"type": "any"}}, "tools"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
@@ -225,3 +227,40 @@ def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], param: str
 def test_null_and_unknown_fields_change_nothing() -> None:
     plain = asked()
     assert asked(system=None, tools=None, metadata={"user_id": "u"}, service_tier="auto", thinking=None) == plain
+
+
+def test_documents_search_results_and_references_to_tools_are_text() -> None:
+    text = {"type": "text", "text": "Compare."}
+    plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Once."}, "title": "A"}
+    blocks = {"type": "document", "source": {"type": "content", "content": [text]}, "context": "of 1912"}
+    found = {"type": "search_result", "source": "http://a", "title": "T", "content": [text], "citations": {}}
+    reference = {"type": "tool_reference", "tool_name": "grep"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [found, reference, plain]}
+    mine = asked(messages=[{"role": "user", "content": [result, {**plain, "cache_control": MARK}, blocks, text]}])
+    assert mine.messages == [
+        {"role": "tool", "tool_call_id": "a", "content": "T\nhttp://a\nCompare.\ngrep\nA\nOnce."},
+        {"role": "user", "content": "A\nOnce.\nof 1912\nCompare.\nCompare."},
+    ]
+    assert mine.marked_texts == [(1, len("A\nOnce."))]
+
+
+def test_tools_of_anthropics_servers_and_what_they_did_are_left_out_with_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    assert asked(tools=[search, TOOL, {"type": "bash_20250124", "name": "bash"}]).tools == asked(tools=[TOOL]).tools
+    turns = [
+        USER,
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+            {"type": "text", "text": "It rains."},
+        ]},
+        USER,
+    ]  # fmt: skip
+    assert asked(messages=turns).messages[1] == {"role": "assistant", "content": "It rains."}
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "left out of a prompt, as only Anthropic's servers have it: web_search_20250305, bash_20250124",
+        "left out of a prompt, as only Anthropic's servers have it: server_tool_use, web_search_tool_result",
+    ]
