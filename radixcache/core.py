@@ -565,14 +565,18 @@ class Core:
     def mismatches(self) -> tuple[Mismatch, ...]:
         return tuple(self._verifier.mismatches)
 
-    def clear(self) -> None:
-        """Drop everything that no open session uses, and the history of prompts."""
-        self._pins.clear()
+    def clear(self, namespace: str | None = None) -> None:
+        """Drop what no open session uses, and the history of prompts: of all namespaces, or of one."""
+        self._pins.clear(namespace)
         self.enforce_budget()
-        self._tails.clear()
+        if namespace is None:
+            self._tails.clear()
         with self._states.losing_silently():
-            self._evictor.shrink_to(0)
-        self._states.events.history.clear()
+            if namespace is None:
+                self._evictor.shrink_to(0)
+            else:
+                self._evictor.drop_namespace(namespace)
+        self._states.events.history.clear(namespace)
         self.layout.release()
 
     def flush(self, timeout_s: float | None = None) -> bool:

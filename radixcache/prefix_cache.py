@@ -431,10 +431,11 @@ class PrefixCache:
             self._core.layout.release()
             return freed
 
-    def clear(self) -> None:
-        """Drop everything that no open session uses, pins included, and what explain() remembers of prompts."""
+    def clear(self, namespace: str | None = None) -> None:
+        """Drop what no open session uses, pins included, and what explain() remembers; of all namespaces, or of one."""
+        require_namespace(namespace or "")
         with self._core.lock:
-            self._core.clear()
+            self._core.clear(namespace)
 
     @property
     def mismatches(self) -> tuple[Mismatch, ...]:

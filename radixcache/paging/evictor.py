@@ -84,6 +84,18 @@ class Evictor:
         self._evict_while(lambda: max(0, self._held_bytes() - target_bytes))
         return before - self._held_bytes()
 
+    def drop_namespace(self, namespace: str) -> None:
+        """Drop the state of a namespace that nothing keeps."""
+        for path in self._idle():
+            if path.tip is not None and path.tip.namespace == namespace:
+                self._slots.lose(path)
+        for node in reversed([*self._states.tree.nodes(namespace)]):
+            if node.is_leaf and not node.is_root and not node.payload.is_kept and not node.payload.live:
+                self._states.remove(node)
+        for node in [*self._states.tree.nodes(namespace)]:
+            if node.payload is not None:
+                self.tidy(node)
+
     def halve(self) -> None:
         self.shrink_to(self._held_bytes() // 2)
 

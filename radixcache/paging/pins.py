@@ -225,8 +225,11 @@ class Pins:
         if lost:
             self._book()
 
-    def clear(self) -> None:
+    def clear(self, namespace: str | None = None) -> None:
+        """End the pins of one namespace (None: of all)."""
         for sequence, path in list(self._pinned.items()):
+            if namespace not in (None, sequence[0]):
+                continue
             for pin in list(path.pins):
                 self._end(sequence, pin)
         self._book()

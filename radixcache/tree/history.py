@@ -254,7 +254,11 @@ class History:
                 return piece.parts[0]
         return None
 
-    def clear(self) -> None:
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget everything; of one namespace, only its prompts."""
+        if namespace is not None:
+            self._prompt_keys -= sum(map(len, self._prompts.pop(namespace, ())))
+            return
         self._pieces.clear()
         self._prompts.clear()
         self._piece_keys = self._prompt_keys = 0

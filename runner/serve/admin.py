@@ -329,8 +329,9 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
         return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes))
 
     @router.delete("/cache")
-    async def clear() -> Response:
-        return await evicted("clear", lambda caches: list(map(PrefixCache.clear, caches)))
+    async def clear(namespace: str | None = None) -> Response:
+        drop = functools.partial(PrefixCache.clear, namespace=namespace)
+        return await evicted("clear", lambda caches: list(map(drop, caches)))
 
     @router.post("/cache/check")
     async def check() -> Response:

@@ -519,14 +519,16 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES))
     async def messages(request: HttpRequest) -> Response:
-        body = MessagesBody.read(await read_json(request))
-        asked = body.request(options, namespace_of(request))
+        given = await read_json(request)
+        body = MessagesBody.read(given)
+        asked = body.request(options, namespace_of(request, given))
         return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
-        body = AnthropicPromptBody.read(await read_json(request))
-        asked = body.request(options, namespace_of(request))
+        given = await read_json(request)
+        body = AnthropicPromptBody.read(given)
+        asked = body.request(options, namespace_of(request, given))
         tokens = await while_connected(request, service.backend.count_tokens(asked))
         return to_json({"input_tokens": tokens})
 

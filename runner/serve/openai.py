@@ -545,8 +545,9 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
-        body = kind.read(await read_json(http_request), options)
-        requests = body.requests(namespace_of(http_request))
+        given = await read_json(http_request)
+        body = kind.read(given, options)
+        requests = body.requests(namespace_of(http_request, given))
         form = ReplyForm(
             body.model,
             fingerprint,

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from radixcache.errors import BudgetFullError, CacheFullError
 
+NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
 
 
@@ -103,6 +104,11 @@ class Request:
     seed: int | None = None
     namespace: str = ""
     constraint: Constraint | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its state stays in the cache."""
+        return not self.namespace.endswith(NOT_KEPT)
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

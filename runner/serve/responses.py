@@ -653,7 +653,7 @@ def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
         past = () if body.previous_response_id is None else memory.get(owner, body.previous_response_id)
         hold(sum(map(len, past)))
         items = [item for piece in past for item in json.loads(piece)]
-        asked = body.request(options, namespace_of(request), _ITEMS.validate_python(items))
+        asked = body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
         custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]
 
         def remember(response: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ class ServedModel:
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
+        self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
@@ -134,6 +135,9 @@ class ServedModel:
             self._step_alone(*self._alone)
         elif self._together:
             self._round_together()
+        for opened in [each for each in self._not_kept if each.is_over]:
+            self._not_kept.remove(opened)
+            self.cache.clear(opened.request.namespace)
 
     def warm(
         self, tokens: Any, namespace: str = "", *, name: str | None = None, ttl_requests: int | None = None
@@ -221,6 +225,8 @@ class ServedModel:
     def _accept(self, prepared: _Prepared, started: Started) -> None:
         opened = prepared.opened
         self._queue.append(prepared)
+        if not opened.request.is_kept:
+            self._not_kept.append(opened)
         self._advance()
         if not opened.is_over:
             opened.record.prompt_tokens = started.prompt_tokens

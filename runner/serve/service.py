@@ -18,7 +18,7 @@ import logging
 import re
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -29,6 +29,7 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from runner.serve.request import (
+    NOT_KEPT,
     ApiError,
     Ended,
     Failed,
@@ -49,6 +50,8 @@ T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
 _ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
 IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
+MAX_SALT_CHARS = 200
+TENANT_HEADERS = ("x-apc-tenant", "x-tenant-id")  # of mlx-vlm's server
 MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
 
 
@@ -378,8 +381,22 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
     return body
 
 
-def namespace_of(request: HttpRequest) -> str:
-    return str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
+def namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
+    """The namespace of a request: that of its key, and behind a space its salt. ApiError: a field is wrong.
+
+    Salts are the body's `cache_salt` (vLLM, SGLang) and the headers of mlx-vlm's tenants. With `cache_prompt: false`
+    (llama.cpp), the namespace is the request's alone.
+    """
+    namespace = str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
+    salt, keeps = body.get("cache_salt"), body.get("cache_prompt")
+    if not isinstance(salt, str | None) or len(salt or "") > MAX_SALT_CHARS:
+        raise ApiError(400, f"wanted text of at most {MAX_SALT_CHARS} characters.", param="cache_salt")
+    if not isinstance(keeps, bool | None):
+        raise ApiError(400, "wanted true or false.", param="cache_prompt")
+    headers = (request.headers.get(name, "")[:MAX_SALT_CHARS] for name in TENANT_HEADERS)
+    if salt := salt or next(filter(None, headers), ""):
+        namespace = f"{namespace} {salt}"
+    return f"{namespace} {uuid.uuid4()}{NOT_KEPT}" if keeps is False else namespace
 
 
 def to_json(body: object, status: int = 200) -> Response:

@@ -166,3 +166,23 @@ def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any)
     assert cache.stats.spare_bytes <= TOKEN_BYTES_OF_LLAMA
     assert cache.stats.tokens == len(PROMPT)
     assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
+
+
+def test_one_namespace_is_dropped_with_its_pins_and_the_others_stay_as_they_are(model: Any) -> None:
+    cache = PrefixCache(model, budget_bytes=1 << 24, live_slots=2)
+    for namespace in ("ann", "bob"):
+        serve(cache, model, PROMPT, marks=[len(SYSTEM)], namespace=namespace)
+        serve(cache, model, [*SYSTEM, *tokens(2, 20)], marks=[len(SYSTEM)], namespace=namespace)
+        cache.pin(SYSTEM, namespace, name="system")
+    before = cache.explain(PROMPT, "bob").resumable_tokens
+    with cache.begin(PROMPT[:-1], namespace="ann", reserve=4):
+        cache.clear("ann")  # what the session uses stays
+        cache.check()
+    cache.clear("ann")
+    cache.check()
+    assert cache.explain(PROMPT, "ann").matched_tokens == 0
+    assert cache.names("ann") == {}
+    assert cache.explain(PROMPT, "bob").resumable_tokens == before > 0
+    assert list(cache.names("bob")) == ["system"]
+    cache.clear("nobody")
+    cache.check()

@@ -332,3 +332,25 @@ def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
         assert part_at(request, tokenizer, tokens, at) == "the tools"
         assert part_at(request, tokenizer, tokens, len(tokens) - 1) == "the opening of the reply"
     assert part_at(Request(ModelNames(), 1, prompt="abc"), tokenizer, [80, 81], 1) == "the text"
+
+
+def test_a_salt_or_a_tenants_header_makes_a_namespace_and_one_can_be_dropped_by_itself(server: Server) -> None:
+    def cached(path: str = "/v1/chat/completions", headers: Any = None, **more: Any) -> int:
+        messages = [{"role": "user", "content": "What is salted once stays salted. " * 4}]
+        body = {"model": "x", "max_tokens": 2, "messages": messages, **more}
+        usage = server.client.post(path, json=body, headers=headers).json()["usage"]
+        details = usage.get("prompt_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens")}
+        return int(details["cached_tokens"])
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert all([cached(), cached(cache_salt="a"), cached("/v1/messages", cache_salt="b")])
+    assert cached(headers={"X-APC-Tenant": "a"}) > 0  # the same salt, said otherwise
+    assert cached(headers={"X-Tenant-Id": "c"}) == 0
+    assert cached(cache_prompt=False) == cached(cache_prompt=False) == 0
+    assert "not kept" not in server.client.get("/cache/tree").text
+    assert server.client.request("DELETE", "/cache", params={"namespace": " a"}).json()["freed_bytes"] > 0
+    assert (cached(cache_salt="a"), cached() > 0, cached(cache_salt="b") > 0) == (0, True, True)
+    assert server.client.post("/cache/check").status_code == 200
+    for wrong in ({"cache_salt": 5}, {"cache_salt": "x" * 201}, {"cache_prompt": "no"}):
+        refused = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user"}], **wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
