@@ -61,6 +61,9 @@ def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int, str], 
 def _refuse_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     message = f"{error.detail}: {request.method} {request.url.path}"
+    if error.status_code == 404 and request.url.path.startswith("/v1/"):  # such as embeddings
+        paths = {str(getattr(route, "path", "")) for route in request.app.routes}
+        message += f". This server has {', '.join(sorted(path for path in paths if path.startswith('/v1/')))}"
     return error_response(request.scope, ApiError(error.status_code, message), error.headers)
 
 

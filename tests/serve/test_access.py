@@ -198,6 +198,12 @@ def test_every_request_is_counted_under_its_route(serve: Serve) -> None:
     assert counted == [("/v1/models", 200), ("other", 401), ("/v1/broken", 500), ("other", 401), ("other", 404)]
 
 
+def test_a_route_that_is_not_here_says_which_are(serve: Serve) -> None:
+    answer = serve().post("/v1/embeddings", json={})
+    message = "Not Found: POST /v1/embeddings. This server has /v1/broken, /v1/messages, /v1/models"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, message)
+
+
 def test_every_refused_request_has_a_line_that_says_whose_it_was_and_why(serve: Serve, caplog) -> None:
     client = serve(tenants=True)
     client.get("/v1/models", headers=bearer(ANN))
