@@ -46,15 +46,14 @@ import numpy as np
 
 from benchmarks.bench_serve import WORDS
 from benchmarks.harness.chat_stream import Answer, ask_stream
-from benchmarks.harness.model_folder import write_model
+from benchmarks.harness.model_folder import write_model, write_word_model
 from benchmarks.harness.peer_servers import PEERS, Peer, PeerError, PeerProcess, install, versions
 from benchmarks.harness.random_models import random_kind
 from benchmarks.harness.record import arguments, publish, rotated, say
 from runner.models.demo import cache_home, demo_model_folder
 
 OURS, THEIRS = "radixcache serve", "mlx_lm.server"
-LAYERS, DEMO_VOCABULARY = 8, 49_152
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+LAYERS = 8
 REPLY_TOKENS = 16
 COLD_USERS = 2
 #: Scale of prompts by model: a word is one token for the demo model and five for a tiny model.
@@ -137,13 +136,11 @@ def model_folder(model: str, kind: str, folder: Path) -> Path:
     path = folder / f"model-{kind}"
     if model == "tiny":
         return write_model(path, {"main": "llama", "window": "gemma3_text", "hybrid": "lfm2"}[kind])
-    made = random_kind({"main": "kv", "window": "sliding", "hybrid": "conv"}[kind], vocabulary=DEMO_VOCABULARY)
+    made = random_kind({"main": "kv", "window": "sliding", "hybrid": "conv"}[kind])
     if kind == "main":
         made = replace(made, overrides={**made.overrides, "num_hidden_layers": LAYERS})
-    write_model(path, made, bos_token_id=1, eos_token_id=2)
+    write_word_model(path, made)
     (path / "chat_template.jinja").unlink(missing_ok=True)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(demo_model_folder() / name, path / name)
     return path
 
 

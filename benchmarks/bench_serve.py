@@ -8,9 +8,16 @@ new server and sends one short request first. Users send requests at the same ti
     tight     three turns per user, after the system prompt of `shared`. The budget holds about a quarter of the
               conversations, if each is stored separately
     own       one prompt per user, nothing in common
+    agent     eight steps per user, each with the result of a tool, after tools and a system prompt that all users
+              share: a session of a coding agent
+    stall     the steps of `agent` again, all in the cache, beside the stream of another user: `gap ms max` is the
+              longest time that this stream stands still
 
+    model             kv, sliding, conv: random and mid-size; llama: tiny, a character is a token; words: llama with the
+                      tokenizer of the demo model; demo
     prefilled tokens  prompt tokens minus cached tokens, as the servers report them
     TTFT ms           from the request to the first piece of the reply, at the client
+    gap ms max        from one piece of a reply to the next, over all replies
     tokens/s          generated tokens by the seconds from the first request to the end of the last reply
     by theirs         tokens/s divided by mlx_lm.server's tokens/s in the same turn: median and range of the turns
     peak MB           growth of the server's resident memory since the first request, at the peak
@@ -19,19 +26,22 @@ new server and sends one short request first. Users send requests at the same ti
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.chat_client import Reply, ask
-from benchmarks.harness.model_folder import write_model
+from benchmarks.harness.model_folder import write_model, write_word_model
 from benchmarks.harness.random_models import random_kind
 from benchmarks.harness.record import Spread, arguments, publish, rotated, say
 from benchmarks.harness.server_process import ServerProcess, mlx_lm_server, radixcache_serve
@@ -45,6 +55,7 @@ SERVERS: dict[str, Callable[..., ServerProcess]] = {
 OURS, THEIRS = SERVERS
 BUDGET_BYTES = 4 << 30
 SAMPLE_S = 0.02
+TOOL_CHARACTERS = 2000
 WORDS = ["a", "and", "at", "before", "city", "for", "from", "is", "long", "of", "the", "to", "train", "when", "year"]
 #: The aims, divided by mlx_lm.server's values: tokens/s, tokens/s of `shared`, prefilled tokens of `tight`.
 LEAST_SPEED, SHARED_SPEED, TIGHT_PREFILLED = 1.0, 2.0, 0.5
@@ -55,9 +66,11 @@ class Load:
     """Requests of one model.
 
     Attributes:
-        model: a kind of random mid-size or tiny model, for which a character is a token; or demo.
+        model: a kind of random mid-size or tiny model, for which a character is a token; words; or demo.
         system, own: characters of the shared system prompt, and of each message of a user.
         turns, reply: messages of each user, and tokens of each reply.
+        tools: characters of the shared tools; each message after a user's first one is then the result of a call.
+        beside: tokens of a stream that runs while the users send requests that they have sent before; 0: none.
     """
 
     model: str
@@ -67,6 +80,8 @@ class Load:
     own: int
     turns: int = 1
     reply: int = 32
+    tools: int = 0
+    beside: int = 0
     budget_bytes: int = BUDGET_BYTES
     repeats: int = 5
 
@@ -87,10 +102,19 @@ def _loads() -> Iterator[Load]:
     # A conversation has about 2,700 tokens of 3 kB each.
     yield Load("llama", "tight", 8, system=2000, own=150, turns=3, budget_bytes=16 << 20)
     yield Load("demo", "shared", 8, system=1500, own=100, reply=16, repeats=1)
+    # The first prompt has about 20,000 tokens, and the last one 24,000.
+    session: dict[str, Any] = {"system": 40_000, "tools": 40_000, "own": 2000, "turns": 8, "repeats": 2}
+    for users in (1, 4):
+        yield Load("words", "agent", users, **session)
+    yield Load("words", "stall", 1, **session, reply=8, beside=1500)
 
 
 FULL = tuple(_loads())
-QUICK = (Load("llama", "shared", 2, system=200, own=20, reply=4, repeats=1),)
+QUICK = (
+    Load("llama", "shared", 2, system=200, own=20, reply=4, repeats=1),
+    Load("llama", "agent", 2, system=200, tools=200, own=20, turns=2, reply=4, repeats=1),
+    Load("llama", "stall", 1, system=200, tools=200, own=20, turns=2, reply=4, beside=50, repeats=1),
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +178,11 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
         elif ours["load"] == "tight":
             share = ours["prefilled tokens"] / theirs["prefilled tokens"]
             said.append(f"{name}: {share:.2f} of the prefilled tokens of mlx_lm.server")
+        elif ours["load"] == "agent":
+            said.append(f"{name}: TTFT {ours['TTFT ms p50']:,.0f} ms (mlx_lm.server {theirs['TTFT ms p50']:,.0f})")
+        elif ours["load"] == "stall":
+            gaps = f"{ours['gap ms max']:,.0f} ms (mlx_lm.server {theirs['gap ms max']:,.0f})"
+            said.append(f"{name}: another stream stands still for {gaps}")
     return (
         f"{'. '.join(said)}. Aims: {LEAST_SPEED:g} times its tokens/s, {SHARED_SPEED:g} with 16 users who share a "
         f"prefix; {TIGHT_PREFILLED:g} of its prefilled tokens under a tight budget."
@@ -166,6 +195,8 @@ def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
     model = folder / load.model
     if load.model == "demo":
         model = demo_model_folder()
+    elif load.model == "words":
+        model = model if model.exists() else write_word_model(model, TINY_KINDS["llama"])
     elif not model.exists():
         is_tiny = load.model in TINY_KINDS
         write_model(model, load.model if is_tiny else random_kind(load.model, vocabulary=VOCABULARY_LENGTH))
@@ -187,11 +218,13 @@ def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
 def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
     by_theirs = Spread.of(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, theirs, strict=True))
     ttft_ms = [[1e3 * reply.ttft_s for reply in run.replies] for run in runs]
+    gap_ms = [[1e3 * gap_s for reply in run.replies for gap_s in reply.gaps_s] for run in runs]
     return {
         "prompt tokens": sum(reply.prompt_tokens for reply in runs[0].replies),
         "prefilled tokens": statistics.median(run.prefilled_tokens for run in runs),
         "TTFT ms p50": statistics.median(np.percentile(each, 50) for each in ttft_ms),
         "TTFT ms p95": statistics.median(np.percentile(each, 95) for each in ttft_ms),
+        "gap ms max": statistics.median(max(each) for each in gap_ms),
         "tokens/s": statistics.median(run.tokens_per_s for run in runs),
         "by theirs": by_theirs.median,
         "least": by_theirs.least,
@@ -203,11 +236,17 @@ def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
 def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Path) -> Run:
     """Send all requests of a load to a new server."""
     budget = ("--prompt-cache-bytes", str(load.budget_bytes), "--prompt-cache-size", "1000")
-    with server(model, log, *budget) as process, ThreadPoolExecutor(load.users) as pool:
+    with server(model, log, *budget) as process, ThreadPoolExecutor(load.users + 1) as pool:
         ask(process.url, [{"role": "user", "content": "Are you there?"}], 2)
         before_bytes = peak_bytes = process.resident_bytes
+        stream = []
+        if load.beside:
+            list(pool.map(lambda user: _talk(process.url, load, user), range(load.users)))
+            has_begun = Event()
+            stream.append(pool.submit(_stream, process.url, load.beside, has_begun.set))
+            has_begun.wait()
         began_s = time.perf_counter()
-        waiting = {pool.submit(_talk, process.url, load, user) for user in range(load.users)}
+        waiting = {*stream, *(pool.submit(_talk, process.url, load, user) for user in range(load.users))}
         futures = set(waiting)
         while waiting:
             waiting = wait(waiting, SAMPLE_S).not_done
@@ -219,15 +258,37 @@ def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Pa
 def _talk(url: str, load: Load, user: int) -> list[Reply]:
     """Send the requests of a user, one after the other.
 
-    The assistant's turns are fixed texts, not the replies, so both servers get the same requests.
+    The assistant's turns are fixed texts or calls, not the replies, so both servers get the same requests.
     """
-    messages = [{"role": "system", "content": _text(0, load.system)}] if load.system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": _text(0, load.system)}] if load.system else []
+    tools = _tools(load.tools)
     replies = []
     for turn in range(load.turns):
-        messages.append({"role": "user", "content": _text(1 + user * load.turns + turn, load.own)})
-        replies.append(ask(url, messages, load.reply))
-        messages.append({"role": "assistant", "content": _text(-1, load.reply)})
+        content = _text(1 + user * load.turns + turn, load.own)
+        if tools and turn:
+            messages.append({"role": "tool", "tool_call_id": f"call_{turn - 1}", "content": content})
+        else:
+            messages.append({"role": "user", "content": content})
+        replies.append(ask(url, messages, load.reply, tools=tools))
+        said: dict[str, Any] = {"role": "assistant", "content": _text(-1, load.reply)}
+        if tools:
+            call = {"name": "tool_0", "arguments": json.dumps({"path": f"file_{turn}"})}
+            said["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": call}]
+        messages.append(said)
     return replies
+
+
+def _stream(url: str, length: int, on_piece: Callable[[], object]) -> list[Reply]:
+    return [ask(url, [{"role": "user", "content": "Go on."}], length, on_piece=on_piece)]
+
+
+def _tools(length: int) -> list[dict[str, Any]]:
+    """Return tools whose descriptions have `length` characters in all."""
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    return [
+        {"type": "function", "function": {"name": f"tool_{index}", "description": text, "parameters": parameters}}
+        for index, text in enumerate(textwrap.wrap(_text(len(WORDS), length), TOOL_CHARACTERS))
+    ]
 
 
 def _text(seed: int, length: int) -> str:

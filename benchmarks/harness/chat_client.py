@@ -1,13 +1,14 @@
-"""Chat client that records the TTFT of a reply and the usage that the server reports."""
+"""Chat client that records when the pieces of a reply arrive, and the usage that the server reports."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,28 +18,43 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of one request."""
+    """The result of one request.
+
+    Attributes:
+        gaps_s: seconds between each piece of the reply and the next.
+    """
 
     ttft_s: float
+    gaps_s: Sequence[float]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
 
 
-def ask(url: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Reply:
-    """Send a chat request and read the stream to the end."""
+def ask(
+    url: str,
+    messages: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    on_piece: Callable[[], object] = lambda: None,
+) -> Reply:
+    """Send a chat request and read the stream to the end. `on_piece` is called at each piece."""
     body = {"messages": messages, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    if tools:
+        body["tools"] = tools
     began_s = time.perf_counter()
-    first_s: float | None = None
+    pieces_s: list[float] = []
     usage: dict[str, Any] = {}
     for line in _lines(url, json.dumps(body)):
         if line.startswith(b"data: {"):
-            if first_s is None:
-                first_s = time.perf_counter()
+            pieces_s.append(time.perf_counter())
+            on_piece()
             usage = json.loads(line[6:]).get("usage") or usage
-    assert first_s is not None, "the reply has no pieces"
+    assert pieces_s, "the reply has no pieces"
+    gaps_s = [later_s - earlier_s for earlier_s, later_s in pairwise(pieces_s)]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Reply(first_s - began_s, usage["prompt_tokens"], cached, usage["completion_tokens"])
+    return Reply(pieces_s[0] - began_s, gaps_s, usage["prompt_tokens"], cached, usage["completion_tokens"])
 
 
 def _lines(url: str, body: str) -> Iterator[bytes]:

@@ -30,7 +30,7 @@ B = TypeVar("B")
 
 RESULTS = Path(__file__).parents[1] / "results"
 REPEATS = 5
-TABLE_WIDTH = 160
+TABLE_WIDTH = 170
 PATH_OPTIONS = ("--conversations", "--json", "--results", "--traces", "--venvs")
 
 

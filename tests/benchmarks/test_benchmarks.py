@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,7 @@ from tests.stores.redis_server import program_named
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
 REQUESTS = {"next turn", "switch", "miss", "full budget"}
+LOADS = [load.name for load in bench_serve.QUICK]
 
 
 @pytest.fixture
@@ -157,8 +159,11 @@ HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
     (bench_memory, "memory", lambda rows: all(row["radix MB"] >= row["least MB"] for row in rows)),
     (bench_memory, "memory", lambda rows: all(abs(r["radix MB"] / r["radix says MB"] - 1) < 0.1 for r in rows)),
     (bench_tree, "tree", lambda rows: all(row["trie bytes per token"] > row["bytes per token"] for row in rows)),
-    (bench_serve, "serve", lambda rows: [row["server"] for row in rows] == [OURS, THEIRS]),
-    (bench_serve, "serve", lambda rows: len({row["prompt tokens"] for row in rows}) == 1),
+    (bench_serve, "serve", lambda rows: [(r["load"], r["server"]) for r in rows] == [*product(LOADS, (OURS, THEIRS))]),
+    (bench_serve, "serve", lambda rows: len({(row["load"], row["prompt tokens"]) for row in rows}) == len(LOADS)),
+    # What stalls a stream was sent before, and a stream of many tokens has a gap.
+    (bench_serve, "serve", lambda rows: all(r["prefilled tokens"] < 50 for r in rows if r["load"] == "stall")),
+    (bench_serve, "serve", lambda rows: all(row["gap ms max"] > 0 for row in rows)),
 ]
 SLOW = (bench_growth, bench_memory, bench_tree, bench_serve)
 MODULES = list(dict.fromkeys(benchmark for benchmark, _, _ in HOLDS))
