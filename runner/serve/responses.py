@@ -32,6 +32,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
+from pydantic_core import from_json
 
 from runner.serve.bodies import MAX_MESSAGES, Checked, Share, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody
@@ -271,15 +272,17 @@ class ChosenTools(Checked):
     tools: list[ChosenTool]
 
 
-class TextFormat(Checked):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
+class PlainFormat(Checked):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Checked):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class TextConfig(Checked):
-    format: TextFormat | None = None
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -355,10 +358,9 @@ class ResponsesBody(Checked):
 
     def _response_format(self) -> dict[str, Any] | None:
         wanted = self.text.format
-        if wanted is None or wanted.type != "json_schema":
-            return None if wanted is None else {"type": wanted.type}
-        schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
-        return {"type": "json_schema", "json_schema": schema}
+        if isinstance(wanted, SchemaFormat):
+            return {"type": wanted.type, "json_schema": {"schema": wanted.schema_}}
+        return None if wanted is None else {"type": wanted.type}
 
 
 #: Fields of a body that its response repeats, with their values where the body lacks them.
@@ -571,9 +573,9 @@ def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_input(arguments: str) -> str:
-    """The text for a custom tool: `input` of the arguments, or all of them if a model wrote something else."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(arguments)
+    """The text for a custom tool: `input` of the arguments, as far as it came, or all that a model wrote instead."""
+    with suppress(ValueError):
+        found = from_json(arguments, allow_partial="trailing-strings")
         if isinstance(found, dict) and isinstance(found.get("input"), str):
             text: str = found["input"]
             return text

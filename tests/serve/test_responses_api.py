@@ -180,6 +180,8 @@ def test_an_input_that_is_no_json_is_given_whole_to_a_custom_tool() -> None:
     calls = [("patch", "+a"), ("patch", '{"other": 1}'), ("patch", '["input"]')]
     response = whole(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
     assert [item["input"] for item in response["output"]] == ["+a", '{"other": 1}', '["input"]']
+    cut = ScriptedRuns(said(), outcome="length", flushed=said(calls=[("patch", '{"input": "+a')]))
+    assert whole(cut, tools=TOOLS)["output"][0]["input"] == "+a"
 
 
 def test_a_long_prefill_is_told_in_comments_and_now_and_then_in_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,18 @@ def test_an_effort_reaches_the_template_by_the_names_of_chats() -> None:
     assert asked(reasoning={"effort": None}, chat_template_kwargs={"x": 1}).chat_template_kwargs == {"x": 1}
 
 
+def test_a_format_and_a_choice_of_tools_constrain_the_reply() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    wanted = asked(text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}).constraint
+    assert wanted is not None
+    assert (wanted.schema, wanted.at) == (schema, "text.format")
+    for choice in ({"type": "function", "name": "f"}, "required"):
+        forced = asked(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False).constraint
+        assert forced is not None
+        assert (forced.calls, forced.is_single) == ("required", True)
+    assert asked(tools=[TOOL], text={"format": {"type": "text"}}).constraint is None
+
+
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started() -> None:
     options = ServeOptions(temp=0.5, top_p=0.9, max_tokens=33)
     names = ("model", "instructions", "tools", "temperature", "text", "reasoning", "stream", "metadata", "conversation")
@@ -134,7 +146,8 @@ def test_tools_become_functions_and_those_of_openai_are_left_out_with_a_line_in_
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema.schema"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
