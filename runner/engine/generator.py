@@ -36,7 +36,7 @@ from radixcache.settings import require_count
 from radixcache.tokens import checked_prompt, require_namespace, vocabulary_size
 from runner.engine.engine import PARALLEL_STEP_SIZE, AdmissionQueue, Engine
 from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, compile_mode
-from runner.engine.sequence import FREE_SHARE, ContextWindow, LogitsProcessor, Outline, Ticket, TokenSequence
+from runner.engine.sequence import FREE_SHARE, ContextWindow, Guidance, LogitsProcessor, Outline, Ticket, TokenSequence
 
 DEFAULT_MAX_ROWS = 16
 
@@ -110,6 +110,7 @@ class ParallelGenerator:
         keep: int | None = None,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        guidance: Guidance | None = None,
         stop_tokens: Collection[int] | None = None,
         stop_words: Sequence[str] = (),
         cuts_characters: bool = True,
@@ -170,6 +171,7 @@ class ParallelGenerator:
             on_progress=on_progress,
             namespace=self._namespace if namespace is None else namespace,
             processors=logits_processors,
+            guidance=guidance,
         )
         if self._window is not None:
             sequence.drop(self._window.excess(outline, len(ids), min(max_tokens, self._window.quantum)))

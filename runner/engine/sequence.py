@@ -39,6 +39,8 @@ FREE_SHARE = 0.25  # of the context: most of a conversation stays, and cuts are 
 
 #: mlx-lm's: the tokens so far (T,) and logits (1, V) to logits (1, V).
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+#: From the token before, None at the beginning of a reply, to the tokens (V,) that may be next; None: all may.
+Guidance = Callable[[int | None], NDArray[np.bool_] | None]
 
 
 class ContextError(ValueError):
@@ -186,6 +188,7 @@ class TokenSequence:
     on_progress: ProgressCallback | None
     namespace: str | None = None
     processors: Sequence[LogitsProcessor] = ()
+    guidance: Guidance | None = None
     dropped: int = 0
     held_row: Row | None = None
     failure: Exception | None = None
@@ -251,6 +254,12 @@ class TokenSequence:
         self.held_row = self._said = self.last = None
         self.unread.clear()
 
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """The tokens that may be next. Waits for the token before, but for no forward pass behind that."""
+        assert self.guidance is not None, self.ticket
+        said = self.reply.tokens[-1:] if self.last is None else [self.last.read()[0]]
+        return self.guidance(said[0] if said else None)
+
     def process(self, logits: mx.array) -> mx.array:
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
@@ -265,6 +274,8 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
     last = logits[:, -1].astype(mx.float32)
     processing = {row: each for row, each in enumerate(sequences) if each.processors}
     last = _replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
+    if guided := {row: each for row, each in enumerate(sequences) if each.guidance is not None}:
+        last = _guide(last, guided)
     logprobs, totals = log_probabilities(last)
     sampling = {row: each for row, each in enumerate(sequences) if each.sampler is not None and each.failure is None}
     tokens = _replace_rows(greedy(logprobs), sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
@@ -273,6 +284,20 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
         if sequence.failure is None:
             sequence.last = Sampled(predictions, row)
             sequence.unread.append(sequence.last)
+
+
+def _guide(logits: mx.array, sequences: Mapping[int, TokenSequence]) -> mx.array:
+    """Leave each of these rows of logits (N, V) the tokens that may be next. The forward pass runs meanwhile."""
+    mx.async_eval(logits)
+    mask = np.ones(logits.shape, np.bool_)
+    for row, sequence in sequences.items():
+        try:
+            allowed = sequence.allowed() if sequence.failure is None else None
+            if allowed is not None:
+                mask[row] = allowed[: mask.shape[1]]
+        except Exception as error:
+            sequence.failure = error
+    return mx.where(mx.array(mask), logits, -mx.inf)
 
 
 def _replace_rows(

@@ -1,7 +1,7 @@
 """Structured output: which tokens a reply may have next, so that it becomes what a request's Constraint says.
 
     Grammars    of one loaded model: makes the Guide of a reply, on threads of its own; keeps compiled grammars
-    Guide       a logits processor: reads the token before, and masks the tokens that may not follow
+    Guide       reads the reply token by token, and says which tokens may be next
 
 llguidance compiles JSON schemas and makes the masks. A Guide is in one phase at a time:
 
@@ -11,10 +11,9 @@ llguidance compiles JSON schemas and makes the masks. A Guide is in one phase at
     over        the end of the reply alone
 
   GR1  A reply that ends by itself is what its constraint says. A reply that max_tokens cuts off need not be.
-  GR2  A mask is made after the forward pass that it is for was dispatched.
-  GR3  What a schema costs is bounded: compilation by the schema's size and llguidance's limits, a mask by the limits.
+  GR2  What a schema costs is bounded: compilation by the schema's size and llguidance's limits, a mask by the limits.
 
-Any thread may use Grammars. The generation thread alone uses a Guide, and so MLX.
+Any thread may use Grammars; one thread uses a Guide. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import llguidance
 import llguidance.hf
-import mlx.core as mx
 import numpy as np
-from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from runner.serve.prompts import RenderedPrompt
@@ -90,16 +87,20 @@ class Marks:
             (tokenizer.tool_call_end or "").encode(),
         )
 
+    @property
+    def word_count(self) -> int:
+        return -(-self.tokenizer.vocab_size // 32)
+
     def words(self, allowed: Sequence[int] | None = None) -> Words:
         """A mask of these tokens; default: of all."""
-        words = np.full(-(-self.tokenizer.vocab_size // 32), 0 if allowed is not None else 0xFFFFFFFF, np.uint32)
+        words = np.full(self.word_count, 0 if allowed is not None else 0xFFFFFFFF, np.uint32)
         for token in allowed or ():
             words[token // 32] |= np.uint32(1 << token % 32)
         return words
 
 
 class Guide:
-    """Masks the tokens of one reply. A logits processor, called once for each token."""
+    """Called once for each token of a reply, with the token before."""
 
     def __init__(
         self,
@@ -119,20 +120,16 @@ class Guide:
         if marks.call_start and constraint.has_tools and constraint.calls == "auto":
             self._openers[marks.call_start[0]] = marks.call_start, "free"
         self._forced: list[int] = []
-        self._has_begun = self._has_call = False
+        self._has_call = False
         self._recent: list[int] = []
         self._tail = b""
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        mx.async_eval(logits)  # the forward pass runs while the mask is made
-        if self._has_begun:
-            self._read(int(tokens[-1].item()))  # type: ignore[arg-type]
-        self._has_begun = True
-        allowed = self._allowed()
-        if allowed is None:
-            return logits
-        bits = (mx.array(allowed)[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1
-        return mx.where(bits.reshape(-1)[: logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)
+    def __call__(self, token: int | None) -> NDArray[np.bool_] | None:
+        """The tokens (V,) that may come behind `token`, None at the beginning; None: all may. ApiError: none may."""
+        if token is not None:
+            self._read(token)
+        words = self._allowed()
+        return None if words is None else np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
 
     def _read(self, token: int) -> None:
         marks = self._marks
@@ -176,12 +173,10 @@ class Guide:
             return marks.words(marks.ends)
         if self._phase == "grammar":
             assert self._matcher is not None
-            words = np.zeros((1, len(marks.words())), np.int32)
-            fill_next_token_bitmask(self._matcher, words)
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: marks.word_count]
             if self._matcher.is_error():
                 self._refuse()
-            own: Words = words[0].view(np.uint32)
-            return own | marks.words([*self._openers])
+            return words | marks.words([*self._openers]) if self._openers else words
         refused: list[int] = []
         # A mark of several tokens is refused at its last one.
         is_at_call = bool(start) and self._recent[len(self._recent) - len(start) + 1 :] == [*start[:-1]]

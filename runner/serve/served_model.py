@@ -29,7 +29,7 @@ import numpy as np
 from radixcache import PrefixCache, stream_generate
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Piece, Sampler, StopWords
+from runner.engine.replies import Piece, Sampler, StopWords, greedy
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
@@ -57,6 +57,7 @@ class _Prepared(NamedTuple):
     logits_processors: Sequence[LogitsProcessor]
     max_tokens: int
     is_alone: bool
+    guide: Guide | None = None
 
 
 class _CancelledError(Exception):
@@ -241,8 +242,7 @@ class ServedModel:
                 prepared.opened.end("cancelled")
             elif future in done:
                 try:
-                    processors: Sequence[LogitsProcessor] = [*prepared.logits_processors, future.result()]
-                    self._accept(prepared._replace(logits_processors=processors), started)
+                    self._accept(prepared._replace(guide=future.result()), started)
                 except Exception as error:
                     prepared.opened.fail_with(error)
             else:
@@ -308,6 +308,7 @@ class ServedModel:
                 marks=prompt.marks,
                 sampler=prepared.sampler,
                 logits_processors=prepared.logits_processors,
+                guidance=prepared.guide,
                 stop_words=opened.request.stop_words,
                 cuts_characters=False,
                 namespace=opened.request.namespace,
@@ -379,6 +380,10 @@ class ServedModel:
                 raise _CancelledError
 
         self._foresee(opened, prompt)
+        sampler, processors = prepared.sampler, [*prepared.logits_processors]
+        if prepared.guide is not None:
+            guided = GuidedSampling(prepared.guide, sampler)
+            sampler, processors = guided.sample, [*processors, guided.process]
         replies = stream_generate(
             self.model,
             self.tokenizer,
@@ -391,8 +396,8 @@ class ServedModel:
             marks=prompt.marks,
             keys=prompt.keys,
             embed=None if prompt.vision is None else embedder(self.model, prompt.tokens, prompt.vision),
-            sampler=prepared.sampler,
-            logits_processors=prepared.logits_processors,
+            sampler=sampler,
+            logits_processors=processors,
             prefill_step_size=self._options.prefill_step_size,
             prompt_progress_callback=progress,
             # A draft would have to be as the constraint says, too.
@@ -468,6 +473,24 @@ def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsPr
     args = SimpleNamespace(logits=request)
     processors: Sequence[LogitsProcessor] = mlx_lm_border.make_logits_processors(args)
     return processors
+
+
+class GuidedSampling:
+    """A Guide for mlx-lm's loops, which want a logits processor and a sampler. The two share the token before."""
+
+    def __init__(self, guide: Guide, sampler: Sampler | None) -> None:
+        self._guide, self._sampler = guide, greedy if sampler is None else sampler
+        self._sampled: mx.array | None = None
+
+    def process(self, _tokens: mx.array, logits: mx.array) -> mx.array:
+        mx.async_eval(logits)  # the forward pass runs while the mask is made
+        before: Any = None if self._sampled is None else self._sampled.item()
+        allowed = self._guide(before)
+        return logits if allowed is None else mx.where(mx.array(allowed[: logits.shape[-1]]), logits, -mx.inf)
+
+    def sample(self, logprobs: mx.array) -> mx.array:
+        self._sampled = self._sampler(logprobs)
+        return self._sampled
 
 
 class SeededSampler:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_logits_processors
@@ -65,6 +66,52 @@ def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny
     assert len(rows) == 3, "one went back, and got another row"
     for ticket, prompt in zip(tickets, PROMPTS, strict=False):
         assert said(ticket) == alone(tiny, prompt, logits_processors=processors)
+
+
+class Line:
+    """Guidance that allows one token at a time, the line's, and notes what it is told."""
+
+    def __init__(self, line: Sequence[int], vocabulary_length: int) -> None:
+        self.line, self._vocabulary_length = line, vocabulary_length
+        self.told: list[int | None] = []
+
+    def __call__(self, token: int | None) -> np.ndarray | None:
+        self.told.append(token)
+        allowed = np.zeros(self._vocabulary_length + 24, np.bool_)  # as long as a tokenizer that has more tokens
+        allowed[self.line[len(self.told) - 1]] = True
+        return allowed
+
+
+def test_guidance_is_told_each_token_once_also_where_its_request_waited_again(tiny: LoadedModel) -> None:
+    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
+    rows, lines = set[int](), [Line(tokens(seed, 12), tiny.vocabulary_length) for seed in (71, 72)]
+    with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
+        tickets = [
+            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, guidance=line)
+            for prompt, line in zip(PROMPTS, lines, strict=False)
+        ]
+        while any(ticket.completion is None for ticket in tickets):
+            generator.round()
+            rows |= {row.id for row in generator.group.rows}
+    assert len(rows) == 3, "one went back, and got another row"
+    for ticket, line in zip(tickets, lines, strict=True):
+        assert said(ticket) == line.line
+        assert line.told == [None, *line.line[:-1]]
+
+
+def test_guidance_that_raises_fails_its_own_request_and_changes_no_other(tiny: LoadedModel) -> None:
+    def guidance(token: int | None) -> None:
+        if token is not None:
+            raise ValueError("no way on")
+
+    with new_generator(tiny, new_cache(tiny)) as generator:
+        good, bad = (
+            generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=(), guidance=of) for of in (None, guidance)
+        )
+        list(generator)
+    assert said(good) == alone(tiny, PROMPTS[0])
+    assert bad.completion is not None
+    assert (str(bad.completion.error), len(bad.completion.tokens)) == ("no way on", 1)
 
 
 @pytest.mark.parametrize("cuts", [True, False])

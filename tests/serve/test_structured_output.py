@@ -98,6 +98,28 @@ def test_replies_to_two_hundred_schemas_are_json_of_them(talking: Scheduler) -> 
     require_valid(talking, range(1000, 1200))
 
 
+def test_a_draft_model_does_not_change_what_a_reply_must_be() -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
+    with running(draft_model="tiny:qwen3", num_draft_tokens=2) as thread:
+        for seed in range(3):
+            asked: dict[str, Any] = {"messages": TURNS, "temperature": 1.0, "max_tokens": 200, "seed": seed}
+            reply = Waiting(thread, **asked, constraint=Constraint(schema))
+            assert reply.record.outcome == "stop"
+            jsonschema.validate(json.loads(reply.text), schema)
+            assert Waiting(thread, **asked).record.completion_tokens > 0
+
+
+def test_no_compilation_keeps_other_requests_from_running() -> None:
+    """The second request comes while the grammar of the first one is compiled, and its reply does not wait for that."""
+    costly = {"type": "string", "allOf": [{"pattern": f"[a-{chr(98 + each)}].{{{each + 3}}}b"} for each in range(14)]}
+    with running() as thread:
+        first = Waiting(thread, messages=TURNS, constraint=Constraint(costly))
+        second = Waiting(thread, messages=TURNS, max_tokens=4)
+        assert second.record.completion_tokens == 4
+        assert not first.opened.is_over
+        assert first.failure.status == 400
+
+
 FUNCTIONS = [
     {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
     for name, parameters in {
