@@ -78,6 +78,7 @@ REFUSED = [
     Route("GET", "/cache"),
     Route("GET", "/cache/state"),
     Route("GET", "/cache/tree"),
+    Route("GET", "/cache/requests/{id}"),
     Route("POST", "/cache/explain", [{"prompt": "?"}]),
     Route("POST", "/cache/warm", [{"prompt": "?"}]),
     Route("POST", "/cache/reclaim", [{"target_bytes": 0}]),
