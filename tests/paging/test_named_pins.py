@@ -273,5 +273,5 @@ def test_a_prefix_is_warmed_for_a_draft_model_too(llama: Any) -> None:
         for model, caches in ((llama, session.caches[:layers]), (draft, session.caches[layers:])):
             cold = np.array(model(mx.array([[*SYSTEM, 1]]), cache=make_prompt_cache(model))[0, -1])
             assert np.abs(np.array(model(mx.array([[1]]), cache=caches)[0, -1]) - cold).max() < ROUNDING
-    with pytest.raises(ValueError, match=r"has \d+ layer caches; draft_model needs both models' \d+, in order"):
+    with pytest.raises(ValueError, match=r"has \d+ layer caches; draft_model needs the \d+ of both models, in order"):
         PrefixCache(llama).warm(llama, SYSTEM, draft_model=draft)

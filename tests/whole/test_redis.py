@@ -104,7 +104,7 @@ def test_a_prompt_begins_on_the_disk_and_goes_on_in_redis_and_comes_to_be_on_the
     with PrefixCache(llama, store=tiers("here")) as cache:
         explained = cache.explain(third)
         assert explained.tiers == (("disk", 603), ("redis", len(second) + 3))
-        assert "stored on disk up to 603, in Redis up to 756: begin() reads what is missing" in str(explained)
+        assert "stored on disk up to 603, in Redis up to 756: begin() reads the missing tokens" in str(explained)
         cached, logits = serve(cache, llama, third)
         assert cached == len(second) + 3
         assert is_close(logits, cold(llama, third))

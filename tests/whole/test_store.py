@@ -342,7 +342,7 @@ def test_reading_that_is_slower_than_prefill_is_left_alone(
     with opened() as store, PrefixCache(llama, store=store) as cache:
         serve(cache, llama, tokens(1, 90))
     with opened() as store, PrefixCache(llama, store=store) as cache:
-        assert "stored on disk up to 89: begin() reads what is missing" in str(cache.explain(tokens(1, 90)))
+        assert "stored on disk up to 89: begin() reads the missing tokens" in str(cache.explain(tokens(1, 90)))
         monkeypatch.setattr(StoreRates, "is_worth_reading", lambda *_: False)
         explained = cache.explain(tokens(1, 90))
         assert (explained.disk_tokens, explained.is_read) == (89, False)
