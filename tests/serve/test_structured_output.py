@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
+from runner.serve.grammars import Grammars
 from runner.serve.request import Constraint
 from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import MESSAGES as TURNS
@@ -109,14 +111,21 @@ def test_a_draft_model_does_not_change_what_a_reply_must_be() -> None:
             assert Waiting(thread, **asked).record.completion_tokens > 0
 
 
-def test_no_compilation_keeps_other_requests_from_running() -> None:
+def test_no_compilation_keeps_other_requests_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes while the grammar of the first one is compiled, and its reply does not wait for that."""
     costly = {"type": "string", "allOf": [{"pattern": f"[a-{chr(98 + each)}].{{{each + 3}}}b"} for each in range(14)]}
+    is_answered, compile_grammar = threading.Event(), Grammars._matcher
+
+    def wait_and_compile(*args: Any) -> Any:
+        assert is_answered.wait(60)
+        return compile_grammar(*args)
+
+    monkeypatch.setattr(Grammars, "_matcher", wait_and_compile)
     with running() as thread:
         first = Waiting(thread, messages=TURNS, constraint=Constraint(costly))
         second = Waiting(thread, messages=TURNS, max_tokens=4)
         assert second.record.completion_tokens == 4
-        assert not first.opened.is_over
+        is_answered.set()
         assert first.failure.status == 400
 
 
