@@ -14,305 +14,30 @@ differ only in later messages. A mark promises:
 A mark leaves out tokens that reach over the border and, without a control token at the border, tokens that other text
 could merge with. (If a tokenizer does not split text into words, M2 holds for the beginnings of text in `_FOLLOWERS`.)
 
-Templates want messages in different forms; `choose_form` finds the first form that a template accepts. Cost: one
-tokenization of the whole text and one rendering per message. A tokenizer without offsets, or with its own renderer,
-needs one tokenization per message. Never imports MLX.
+The cost is one tokenization of the whole text and one rendering per message. A tokenizer without offsets, or with its
+own renderer, needs one tokenization per message. Never imports MLX.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.turns import Place, Turns
-
-Message = Mapping[str, Any]
-Rendering = str | list[int]
-
-# Arguments of `apply_chat_template` that would change what it returns; everything else belongs to the template.
-_RESERVED_ARGUMENTS = (
-    *("continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
-    *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+from radixcache.chat_template import (
+    BREAK,
+    MARK,
+    ChatTemplate,
+    Ending,
+    Message,
+    Rendering,
+    choose_form,
+    common_rendering,
 )
-_REASONING_ARGUMENTS = ("reasoning_effort", "thinking")
-# Types of parts whose strings are no text.
-_IMAGES = ("image", "image_url", "input_image")
-
-
-#: How a rendering ends: with the opening of the next reply, behind the last message, or inside the last message.
-Ending = Literal["reply", "message", "continue"]
-
-# Stands behind the first character of a control token's text, so that it stays text. It is no character of any text.
-_BREAK = "\ufdd0"
-# Shows where a content starts; no character of any text either.
-_MARK = "\ufdd1"
-
-
-class _Learnt:
-    """What is learnt of a tokenizer once: its control tokens, and what its chat templates do."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder.items()
-        #: Ids and texts of the tokens that never merge with text beside them; white space does not count.
-        self.control = {int(token_id): token.content for token_id, token in added if token.content.strip()}
-        self.special = {token.content for _, token in added if token.special}
-        self.patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
-        #: For each template; see `Turns`.
-        self.turns: dict[str, dict[str, bool]] = {}
-
-    def starts(self, template: str, *, special_only: bool) -> re.Pattern[str]:
-        """A pattern of the first characters of control tokens' texts: all that the template can write."""
-        if (known := self.patterns.get((template, special_only))) is not None:
-            return known
-        texts = [each for each in self.control.values() if each in self.special or (each in template)]
-        rests: dict[str, set[str]] = {}
-        for text in texts:
-            if len(text) > 1 and (text in self.special or not special_only):
-                # Some tokenizers number thousands of tokens. A number that is no token's does no harm.
-                rests.setdefault(text[0], set()).add(re.sub(r"\d+", r"\\d+", re.escape(text[1:])))
-        parts = [f"{re.escape(first)}(?={'|'.join(sorted(each))})" for first, each in sorted(rests.items())]
-        return self.patterns.setdefault((template, special_only), re.compile("|".join(parts) or "(?!)"))
-
-
-_LEARNT: WeakKeyDictionary[Any, _Learnt] = WeakKeyDictionary()
-
-
-class ChatTemplate:
-    """A tokenizer's chat template with the arguments of one call.
-
-    `is_plain_text`: a control token's text that a message or a tool contains stays text. In messages of the assistant,
-    this holds for special tokens only: templates find reasoning and tool calls by the texts of others.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-        *,
-        is_plain_text: bool = False,
-    ):
-        for name in filter(template_kwargs.__contains__, _RESERVED_ARGUMENTS):
-            raise ValueError(
-                f"{name} is not an argument of the chat template; render_chat sets it itself. Leave it out."
-            )
-        _require_template(tokenizer, template_kwargs)
-        self._tokenizer = tokenizer
-        # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
-        self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
-        # mlx-lm may replace the tokenizer's Jinja template with a function.
-        is_python = self._inner is not tokenizer and getattr(tokenizer, "_chat_template", None) is not None
-        if is_python:  # and refuses arguments that it does not know, which requests may have for other templates
-            template_kwargs = {key: template_kwargs[key] for key in template_kwargs if key not in _REASONING_ARGUMENTS}
-        is_fast = getattr(self._inner, "is_fast", False) and not template_kwargs.get("sanitize_control_tokens")
-        #: Whether the template gives text, which the tokenizer then tokenizes.
-        self.as_text = bool(is_fast and (is_python or _has_stock_renderer(self._inner)))
-        self._source = str(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
-        self.is_plain_text = is_plain_text and self.as_text
-        self.tools = [dict(tool) for tool in tools] if tools else None
-        if self.is_plain_text and self.tools:
-            starts = self.learnt.starts(self._source, special_only=False)
-            if starts.search(json.dumps(self.tools, ensure_ascii=False)):
-                self.tools = self._plain_text(self.tools, special_only=False)
-        self._kwargs: dict[str, Any] = {"tools": self.tools, **template_kwargs}
-        if not self.as_text and not is_python:
-            self._kwargs["return_dict"] = False
-
-    @property
-    def learnt(self) -> _Learnt:
-        if (learnt := _LEARNT.get(self._inner)) is None:
-            learnt = _LEARNT[self._inner] = _Learnt(self._inner)
-        return learnt
-
-    def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
-        """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=generation_prompt,
-            **{"tokenize": not self.as_text, **self._kwargs, **arguments},
-        )
-        return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
-
-    def attempt(
-        self, messages: Sequence[Message], generation_prompt: bool = False, **arguments: Any
-    ) -> Rendering | None:
-        """Render; None: the template refuses these messages."""
-        try:
-            return self.render(messages, generation_prompt, **arguments)
-        except Exception:  # A template may raise anything.
-            return None
-
-    def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
-        """Give each turn the nearest role that the template takes; see `Turns`."""
-        try:
-            known = self.learnt.turns.setdefault(self._source, {})
-        except (AttributeError, TypeError):  # another maker's tokenizer
-            known = {}
-        return Turns(self._probe, known).fit(messages)
-
-    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        rendering = self.attempt(messages, messages[-1]["role"] != "assistant", tools=tools)
-        if rendering is None or isinstance(rendering, str):
-            return rendering
-        try:
-            return str(self._tokenizer.decode(rendering))
-        except Exception:  # another maker's tokenizer
-            return None
-
-    def in_plain_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with breaks in the texts of control tokens; see `TokenSpans`."""
-        plain: dict[str, Any] = self._plain_text(message, special_only=message["role"] == "assistant")
-        return plain
-
-    def breaks_before(self, message: Mapping[str, Any], end: int) -> int:
-        """How many breaks `in_plain_text` puts before a character of the message's content."""
-        if not self.is_plain_text:
-            return 0
-        starts = self.learnt.starts(self._source, special_only=message["role"] == "assistant")
-        return sum(found.end() < end for found in starts.finditer(message["content"]))
-
-    def _plain_text(self, value: Any, *, special_only: bool) -> Any:
-        if isinstance(value, str):
-            return self.learnt.starts(self._source, special_only=special_only).sub(rf"\g<0>{_BREAK}", value)
-        if isinstance(value, Mapping):
-            if value.get("type") in _IMAGES:
-                return value
-            changed = [
-                tuple(self._plain_text(each, special_only=special_only) for each in pair) for pair in value.items()
-            ]
-            return dict(changed)
-        if isinstance(value, list | tuple):
-            return [self._plain_text(each, special_only=special_only) for each in value]
-        return value
-
-    def encode(self, texts: Sequence[str]) -> list[Any]:
-        """Encodings of the library tokenizers: they hold ids and offsets, and give them one by one."""
-        encoded = self._inner(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        encodings: list[Any] = encoded.encodings
-        return encodings
-
-
-def _has_stock_renderer(tokenizer: Any) -> bool:
-    """Whether `apply_chat_template` is that of transformers, which tokenizes its rendered text."""
-    method = getattr(type(tokenizer), "apply_chat_template", None)
-    return getattr(method, "__module__", None) == "transformers.tokenization_utils_base"
-
-
-def _require_template(tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
-    has_template = (
-        callable(getattr(tokenizer, "apply_chat_template", None))
-        and (not _has_stock_renderer(tokenizer) or getattr(tokenizer, "chat_template", None) is not None)
-        and getattr(tokenizer, "has_chat_template", True)
-    )
-    if not has_template and template_kwargs.get("chat_template") is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__}) has no chat template; wanted an instruct model's tokenizer."
-            " Load one, or pass chat_template=."
-        )
-
-
-def choose_form(
-    template: ChatTemplate, messages: Sequence[Message], generation_prompt: bool
-) -> tuple[list[dict[str, Any]], Rendering]:
-    """Find the first form of the messages that the template accepts, and render it.
-
-    Most templates want the arguments of a tool call as an object and quote text twice; a few need text. Most accept a
-    message without content if it calls tools; a few need a string. Arguments that are no JSON stay text; a template
-    that lists the arguments one by one gets them as one argument.
-    """
-    accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
-    refusals: list[Exception] = []
-    for form in _forms(messages):
-        try:
-            rendering = template.render(form, generation_prompt)
-        except Exception as error:  # A template may raise anything; another form may work.
-            refusals.append(error)
-            continue
-        if not _shows_python_objects(rendering, form):
-            return form, rendering
-        accepted.append((form, rendering))
-    if accepted:
-        return accepted[0]
-    refusal = refusals[0]
-    roles = ", ".join(message["role"] for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
-    reason = " ".join(str(refusal).split()) or type(refusal).__name__
-    raise ValueError(f"the chat template refused {len(messages)} message(s) ({roles}): {reason}") from refusal
-
-
-def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with tool arguments as JSON values, as text, or as objects; missing content left out or ''."""
-    forms: list[list[dict[str, Any]]] = []
-    for arguments in ("parsed", "written", "named"):
-        form = [_plain(message, arguments) for message in messages]
-        if form not in forms:
-            forms.append(form)
-            yield form
-            if any("content" not in message for message in form):
-                yield [{"content": "", **message} for message in form]
-
-
-def _plain(message: Message, arguments: str) -> dict[str, Any]:
-    """Copy a message, join its text parts, and leave out None values, which templates write as text."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        plain["content"] = "".join(str(part.get("text", "")) for part in content)
-    calls = plain.get("tool_calls")
-    if isinstance(calls, Sequence) and not isinstance(calls, str):
-        plain["tool_calls"] = [_plain_call(call, arguments) for call in calls]
-    return plain
-
-
-def _plain_call(call: Any, form: str) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return call
-    arguments = function["arguments"]
-    if form != "written" and isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    elif form == "written" and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if form == "named" and not isinstance(arguments, Mapping):
-        arguments = {"arguments": arguments} if arguments else {}
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _shows_python_objects(rendering: Rendering, form: Sequence[dict[str, Any]]) -> bool:
-    """Whether the template wrote arguments with Python's quotes, so that it expects them as text."""
-    calls = [call for message in form for call in message.get("tool_calls", ())]
-    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
-    arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
-    objects = [each for each in arguments if isinstance(each, dict) and each]
-    return isinstance(rendering, str) and any(str(each) in rendering for each in objects)
-
-
-def common_rendering(left: Rendering, right: Rendering) -> int:
-    """Length of the longest common prefix, by comparing whole slices."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
 
 # Beginnings of text that a tokenizer may merge with the text before, one per character class.
 _FOLLOWERS = ("a", "s", "B", " a", " ", "  ", "\n", "\na", "\t", "1", ".", "'", "<", "_", "é", "中")
@@ -322,7 +47,7 @@ _WINDOW_CHARS = 256
 
 
 class TokenSpans:
-    """The tokens of a text, and where they stand in it. A break (`_BREAK`) parts the text and has no token."""
+    """The tokens of a text, and where they stand in it. A break (`BREAK`) parts the text and has no token."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
         self._template, self._text, self._control = template, text, template.learnt.control
@@ -344,7 +69,7 @@ class TokenSpans:
         return index - int(np.searchsorted(self._breaks, index))
 
     def _break_indices(self) -> Iterator[int]:
-        at = self._text.find(_BREAK)
+        at = self._text.find(BREAK)
         while at >= 0:
             index = self._token_at(at)
             while index < len(self._ids) and self._span(index)[0] == at:
@@ -354,7 +79,7 @@ class TokenSpans:
                     )
                 yield index
                 index += 1
-            at = self._text.find(_BREAK, at + 1)
+            at = self._text.find(BREAK, at + 1)
 
     def _token_at(self, position: int) -> int:
         """The index of the first token that reaches behind a position. Some tokens omit their spaces."""
@@ -624,11 +349,11 @@ class RenderedChat:
         if not isinstance(self._base, str) or not all(isinstance(content, str) for content in contents.values()):
             return {}
         marked = [
-            {**each, "content": _MARK + contents[index]} if index in contents else each
+            {**each, "content": MARK + contents[index]} if index in contents else each
             for index, each in enumerate(self._messages)
         ]
         rendering = self._render(marked, **self._few)
-        pieces = rendering.split(_MARK) if isinstance(rendering, str) else []
+        pieces = rendering.split(MARK) if isinstance(rendering, str) else []
         if len(pieces) != len(contents) + 1 or "".join(pieces) != self._base:
             return {}
         return dict(zip(contents, accumulate(map(len, pieces)), strict=False))

@@ -19,7 +19,8 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from radixcache.chat import ChatTemplate, RenderedChat, TokenSpans, common_rendering
+from radixcache.chat import RenderedChat, TokenSpans
+from radixcache.chat_template import ChatTemplate, common_rendering
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 

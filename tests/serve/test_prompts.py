@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from radixcache.chat import ChatTemplate
+from radixcache.chat_template import ChatTemplate
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
 from tests.chat.test_chat import CONTROL, KINDS, make_tokenizer
