@@ -46,8 +46,10 @@ class Account:
 
     def add(self, purpose: str, change_bytes: int) -> None:
         """Book a change of live_bytes, span_bytes, checkpoint_bytes or second_bytes."""
-        if purpose == "span_bytes":  # by far the most frequent one
+        if purpose == "span_bytes":  # These two are by far the most frequent ones.
             self.span_bytes += change_bytes
+        elif purpose == "checkpoint_bytes":
+            self.checkpoint_bytes += change_bytes
         else:
             setattr(self, purpose, getattr(self, purpose) + change_bytes)
         ledger = self.ledger
