@@ -15,10 +15,10 @@ A load shares levels of tokens. A level is (groups, tokens): the users of each g
 
 In a ragged load, a user has 0.5 to 1.5 times the given number of own tokens.
 
-    decode      tokens/s of the tree divided by mlx-lm's tokens/s: median and range over the pairs of turns
-    held MB     memory of the tree and its live state, and of mlx-lm's caches
-    join ms     a user joins with one uncached token: time to the first token, including a step of all users
-    leave ms    a user leaves: time of the next two steps of the other users (the first may be running already)
+    decode / mlx-lm   tokens/s of the tree divided by mlx-lm's tokens/s: median and range over the pairs of turns
+    radix MB          memory of the tree and its live state; mlx-lm MB: memory of mlx-lm's caches
+    join ms           a user joins with one uncached token: time to the first token, including a step of all users
+    leave ms          a user leaves: time of the next two steps of the other users (the first may be running already)
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Compare the results with the aims."""
-    missed = [row for row in rows if row["decode"] < row["aim"]]
-    shown = missed or [min(rows, key=lambda row: float(row["decode"] / row["aim"]))]
+    missed = [row for row in rows if row["decode / mlx-lm"] < row["aim"]]
+    shown = missed or [min(rows, key=lambda row: float(row["decode / mlx-lm"] / row["aim"]))]
     parts = [
-        f"{r['model']}, {r['shared']} shared, {r['users']} users: {r['decode']:.2f} (aim {r['aim']})" for r in shown
+        f"{r['model']}, {r['shared']} shared, {r['users']} users: {r['decode / mlx-lm']:.2f} (aim {r['aim']})" for r in shown
     ]
     found = f"{len(rows) - len(missed)} of {len(rows)} rows reach their aim"
     return f"{found}. {'Missed' if missed else 'Closest to the aim'}: {'; '.join(parts)}."
@@ -146,11 +146,11 @@ def measure(load: Load) -> Iterator[dict[str, Any]]:
             "shared": load.text,
             "own": f"{load.own}{' ragged' if load.ragged else ''}",
             "users": users,
-            "decode": ratio.median,
-            "least to most": ratio.range,
+            "decode / mlx-lm": ratio.median,
+            "min to max": ratio.range,
             "aim": dict(load.aims).get(users, AIM),
             "step ms": statistics.median(ours for ours, _ in pairs) / STEPS * 1e3,
-            "held MB": held[0] / 1e6,
+            "radix MB": held[0] / 1e6,
             "mlx-lm MB": held[1] / 1e6,
             "join ms": joined[0] * 1e3,
             "mlx-lm join ms": left[0] * 1e3,

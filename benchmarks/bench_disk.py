@@ -9,13 +9,13 @@ OPENBLAS_NUM_THREADS=1. All times are medians.
                     caches. prefill: the same tokens, estimated from CHUNKS of the chunks of 512 tokens.
                     The state is random data with the model's shapes.
     disk-folder     Open a folder of many blocks, look up keys, and match prompts.
-    disk-choices    Does the cache choose the faster way? `read by prefill`: the time to read 1,024 tokens, divided by
+    disk-choices    Does the cache choose the faster way? `read / prefill`: the time to read 1,024 tokens, divided by
                     the time to prefill them, at several disk speeds. Requests have mixed lengths, are prefilled 512
                     tokens a pass, and are each followed by a short turn. The requests that measure each speed first
                     do not count. wrong: read, although this made the request more than 10 % longer. missed:
                     prefilled, although reading was that much faster.
-    disk-requests   begin, prefill, the last token's logits and close, with a store and without. `ratio`: with a store
-                    by without, for each pair. All writes finish before the next measurement; `misses` runs four
+    disk-requests   begin, prefill, the last token's logits and close, with a store and without. `ratio`: the time with
+                    a store divided by the time without, for each pair. All writes finish before the next measurement; `misses` runs four
                     requests without that wait. At "eviction", memory has room for a few prompts, and a miss makes the
                     cache write other prompts.
 """
@@ -100,14 +100,14 @@ def conclusion(
     copies: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> str:
     """Compare the results with the aims."""
-    slow = min(copies, key=lambda row: row["get of plain"])
-    read = sum(row["get of plain"] >= AIM_READ for row in copies)
+    slow = min(copies, key=lambda row: row["get / plain"])
+    read = sum(row["get / plain"] >= AIM_READ for row in copies)
     dear = max(requests, key=lambda row: row["ratio"])
     within = sum(row["ratio"] <= AIM_REQUEST for row in requests)
     wrong, missed, asked = (sum(row[name] for row in choices) for name in ("wrong", "missed", "requests"))
     return (
         f"Speed of get, relative to a plain read, page cache {slow['page cache']}: {read} of {len(copies)} rows are at "
-        f"least {AIM_READ:g}; the lowest is {slow['get of plain']:.2f} ({slow['model']}, {slow['tokens']:,} tokens). "
+        f"least {AIM_READ:g}; the lowest is {slow['get / plain']:.2f} ({slow['model']}, {slow['tokens']:,} tokens). "
         f"Of {asked} requests at disk speeds close to prefill, {wrong} read although reading took over {WRONG - 1:.0%} "
         f"longer, and {missed} prefilled although prefill did. Time of a request with a store, relative to one without:"
         f" {within} of {len(requests)} rows are within {AIM_REQUEST:g}; the highest is {dear['ratio']:.3f} "
@@ -153,15 +153,15 @@ class Copying:
             "MB": self.megabytes,
             "put": self._speed(put for put, _ in puts),
             "plain write": self._speed(plain for _, plain in puts),
-            "put of plain": statistics.median(plain / put for put, plain in puts),
+            "put / plain": statistics.median(plain / put for put, plain in puts),
             "page cache": PAGE_CACHE,
             "get": self._speed(get for (get, _), _ in gets),
             "plain read": self._speed(plain for _, plain in gets),
-            "get of plain": ratio.median,
-            "least to most": ratio.range,
+            "get / plain": ratio.median,
+            "min to max": ratio.range,
             "begin ms": begin_ms,
             "prefill ms": prefill_ms,
-            "begin of prefill": begin_ms / prefill_ms,
+            "begin / prefill": begin_ms / prefill_ms,
         }
 
     def _speed(self, times_ms: Iterable[float]) -> float:
@@ -264,7 +264,7 @@ def _folder(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
             "what": what,
             "number": number,
             "ms": spread.median,
-            "least to most": spread.range,
+            "min to max": spread.range,
             "us each": spread.median / number * 1e3,
         }
 
@@ -293,8 +293,8 @@ def _choices(path: Path, quick: bool) -> Iterator[dict[str, Any]]:
             asked = [lengths[index] for index in random.integers(0, len(lengths), count)]
             found = list(zip(asked, _chosen(model, store, asked, prompts), strict=True))
         yield {
-            "read by prefill": slowness,
-            "as measured": Spread.of(takes.values()).range,
+            "read / prefill": slowness,
+            "measured": Spread.of(takes.values()).range,
             "requests": len(found),
             "were read": sum(is_read for _, is_read in found),
             "wrong": sum(is_read and takes[length] > WRONG for length, is_read in found),
@@ -357,7 +357,7 @@ def _requests(folders: Iterator[Path], quick: bool) -> Iterator[dict[str, Any]]:
                         "ms": statistics.median(ours for (ours, _), _ in pairs),
                         "without ms": statistics.median(theirs for _, (theirs, _) in pairs),
                         "ratio": ratio.median,
-                        "least to most": ratio.range,
+                        "min to max": ratio.range,
                         "begin and close add ms": statistics.median(ours - theirs for (_, ours), (_, theirs) in pairs),
                     }
 

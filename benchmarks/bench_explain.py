@@ -101,7 +101,7 @@ def asking(rows: Sequence[dict[str, Any]]) -> str:
 def keeping(rows: Sequence[dict[str, Any]]) -> str:
     """Compare the cost of events and history with the aim."""
     parts = []
-    for share, whole_us in (("of request %", "request us"), ("of begin and close %", "begin and close us")):
+    for share, whole_us in (("both / request %", "request us"), ("both / begin and close %", "begin and close us")):
         worst = max(rows, key=lambda row: row[share])
         within = sum(row[share] < 100 * AIM_SHARE for row in rows)
         surely = sum(row["both add us"] + row["+- us"] < AIM_SHARE * row[whole_us] for row in rows)
@@ -138,7 +138,7 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
             "gaps": len(explanation.gaps),
             "hints": len(explanation.hints),
             "explain ms": spread.median,
-            "least to most": spread.range,
+            "min to max": spread.range,
             "with text ms": text.median,
         }
 
@@ -239,8 +239,8 @@ def _measure_keeping(kind: str, layers: int, count: int, rounds: int) -> Iterato
             "history adds us": history,
             "both add us": both,
             "+- us": uncertain,
-            "of request %": 100 * both / request_us,
-            "of begin and close %": 100 * both / base,
+            "both / request %": 100 * both / request_us,
+            "both / begin and close %": 100 * both / base,
             "events/request": listener.told / (rounds + 1),
         }
 

@@ -3,9 +3,9 @@
 The model only writes its caches, LAYERS layers of full attention, so growth takes a large part of the time. The same
 tokens are written three ways, in turns:
 
-    mlx-lm      mlx-lm's own caches
-    session     a session with its default room for the reply; the room grows by half for longer replies
-    told        a session that knows the length of the reply (reserve=)
+    mlx-lm                   mlx-lm's own caches
+    session                  a session with its default room for the reply; the room grows by half for longer replies
+    session, known length    a session that knows the length of the reply (reserve=)
 
 Situations:
 
@@ -124,7 +124,7 @@ def _measure(what: str, prompt: int, reply: int, repeats: int) -> Iterator[dict[
     ways: dict[str, Callable[[], Run]] = {
         "mlx-lm": lambda: _plain(prompt, reply),
         "session": lambda: _session(prompt, reply, DEFAULT_RESERVE_TOKENS),
-        "told": lambda: _session(prompt, reply, reply + 1),
+        "session, known length": lambda: _session(prompt, reply, reply + 1),
     }
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
@@ -139,7 +139,7 @@ def _measure(what: str, prompt: int, reply: int, repeats: int) -> Iterator[dict[
             "prompt": prompt if reply else 0,
             "new": reply or prompt,
             "total ms": total.median,
-            "least to most": total.range,
+            "min to max": total.range,
             "longest ms": statistics.median(max(run.times_ms[1:]) for run in counted),
             "growths": last.growths,
             "copied MB": last.copied_tokens * TOKEN_BYTES / 1e6,

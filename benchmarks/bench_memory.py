@@ -10,7 +10,7 @@ reply of REPLY_TOKENS. The benchmark compares:
               the reply
 
 First table: no budget, one user after the other. MB is the growth of MLX's active memory (10^6 bytes; MLX keeps no free
-buffers here). `says` is the size that the cache reports. `index` is the Python memory on top: the tree or trie, and the
+buffers here). `reported` is the size that the cache reports. `index` is the Python memory on top: the tree or trie, and the
 objects around the arrays (tracemalloc).
 
 Second table: a budget, as a share of `least`. All users send the first turn, then all send the second. The hit tokens
@@ -78,7 +78,7 @@ class Radix:
     def begin(self, prompt: Prompt) -> Any:
         return self.cache.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
 
-    def says_bytes(self) -> int:
+    def reported_bytes(self) -> int:
         stats = self.cache.stats
         return stats.live_bytes + stats.paged_bytes
 
@@ -94,7 +94,7 @@ class MlxLm:
     def begin(self, prompt: Prompt) -> Any:
         return self.cache.begin(prompt)
 
-    def says_bytes(self) -> int:
+    def reported_bytes(self) -> int:
         return self.cache.live_bytes + self.cache.paged_bytes
 
 
@@ -163,10 +163,10 @@ def _measure_held(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str, Any
             "distinct tokens": tokens,
             "least MB": least_mb,
             "radix MB": our.active_bytes / 1e6,
-            "radix says MB": our.says_bytes / 1e6,
+            "radix reported MB": our.reported_bytes / 1e6,
             "radix index MB": our.python_bytes / 1e6,
             "mlx-lm MB": their.active_bytes / 1e6,
-            "mlx-lm says MB": their.says_bytes / 1e6,
+            "mlx-lm reported MB": their.reported_bytes / 1e6,
             "mlx-lm index MB": their.python_bytes / 1e6,
             "mlx-lm / radix": their.active_bytes / our.active_bytes,
             "radix / least": our.active_bytes / 1e6 / least_mb,
@@ -178,7 +178,7 @@ class Held:
     """Bytes at one moment: in MLX, as reported by the cache, and in Python."""
 
     active_bytes: int
-    says_bytes: int
+    reported_bytes: int
     python_bytes: int
 
 
@@ -196,7 +196,7 @@ def _held(make: MakeCache, model: Any, conversations: Sequence[list[int]], sizes
             if users in sizes.users:
                 gc.collect()
                 python_bytes = tracemalloc.get_traced_memory()[0]
-                found.append(Held(mx.get_active_memory() - active_bytes, cache.says_bytes(), python_bytes))
+                found.append(Held(mx.get_active_memory() - active_bytes, cache.reported_bytes(), python_bytes))
         return found
     finally:
         tracemalloc.stop()

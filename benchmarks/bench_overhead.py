@@ -122,8 +122,8 @@ def _measure_requests(name: str, model: Any, counts: Sequence[int], repeats: int
                 "close ms": statistics.median(close for _, close, _, _ in times),
                 "request ms": statistics.median(both),
                 "Python ms": statistics.median(begin + close - copies for begin, close, copies, _ in times),
-                "least ms": min(both),
-                "most ms": max(both),
+                "min ms": min(both),
+                "max ms": max(both),
                 "tokens evaluated": max(evaluated for _, _, _, evaluated in times),
                 "evictions/request": (cache.stats.evictions - before.evictions) / len(prompts),
             }

@@ -79,7 +79,7 @@ def _measure(tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
             "plain copy ms": statistics.median(theirs) * 1e3,
             "plain copy GB/s": copied_bytes / statistics.median(theirs) / 1e9,
             "ratio": ratio.median,
-            "least to most": ratio.range,
+            "min to max": ratio.range,
         }
 
 

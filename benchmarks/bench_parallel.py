@@ -131,7 +131,7 @@ def _figures(load: Load, users: int, runs: Sequence[Served]) -> dict[str, Any]:
         "prompt tokens": load.shared + load.own,
         "repeats": len(runs),
         "total s": total.median,
-        "least to most": total.range,
+        "min to max": total.range,
         "tokens/s": users * load.reply / total.median,
         "decode tokens/s": statistics.median(decode) if decode else 0.0,
         "held MB": statistics.median(run.held_bytes for run in runs) / 1e6,

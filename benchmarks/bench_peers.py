@@ -334,12 +334,11 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
             count += 1
             first = best(known, key=lambda server: known[server])
             if known[first] != known[OURS]:
-                lost.append(f"{scenario} ({first} {known[first]:,.0f}, ours {known[OURS]:,.0f})")
+                lost.append(f"{scenario} ({first} {known[first]:,.0f}, radixcache {known[OURS]:,.0f})")
         if count:
-            said.append(
-                f"{figure}: best in {count - len(lost)} of {count}" + f"; not in {', '.join(lost)}" * bool(lost)
-            )
-    return ". ".join(said) + "."
+            won = f"{figure}: radixcache is best in {count - len(lost)} of {count} scenarios"
+            said.append(won + f", but not in {', '.join(lost)}" * bool(lost) + ".")
+    return "\n".join(said)
 
 
 def main(given: Sequence[str] | None = None) -> None:

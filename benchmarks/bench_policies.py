@@ -126,7 +126,8 @@ def _conversation(index: int) -> TraceRequest:
 
 
 def _figure(what: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
-    return {"what": what, "unit": unit, **asdict(Spread.of(values))}
+    spread = Spread.of(values)
+    return {"what": what, "unit": unit, "median": spread.median, "min": spread.least, "max": spread.most}
 
 
 if __name__ == "__main__":

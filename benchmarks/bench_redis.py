@@ -66,10 +66,10 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:
     """Summarize the results."""
-    slow = min(copies, key=lambda row: row["get of plain"])
+    slow = min(copies, key=lambda row: row["get / GET"])
     told = [f"{row['tokens/s']:,.0f} tokens/s at {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
     return (
-        f"Speed of get, relative to a plain GET: at least {slow['get of plain']:.2f} (blocks of {slow['block MiB']:g} "
+        f"Speed of get, relative to a plain GET: at least {slow['get / GET']:.2f} (blocks of {slow['block MiB']:g} "
         f"MiB). Fetching is faster than prefill up to these prefill speeds: {', '.join(told)}."
     )
 
@@ -110,7 +110,7 @@ class Copying:
             row[f"{name} MiB/s"] = self._mib / Spread.of(ours for ours, _ in pairs).median * 1e3
             row[f"{theirs} MiB/s"] = self._mib / Spread.of(its for _, its in pairs).median * 1e3
             spread = Spread.of(its / ours for ours, its in pairs)
-            row |= {f"{name} of plain": spread.median, f"{name}, least to most": spread.range}
+            row |= {f"{name} / {theirs}": spread.median, f"{name} / {theirs}, min to max": spread.range}
         return row
 
     def _put_ms(self) -> float:
@@ -140,7 +140,7 @@ def _keys(url: str, repeats: int) -> Iterator[dict[str, Any]]:
         for (what, number), run in asked.items():
             run()
             spread = Spread.of(elapsed_ms(run) for _ in range(repeats))
-            yield {"what": what, "number": number, "ms": spread.median, "least to most": spread.range}
+            yield {"what": what, "number": number, "ms": spread.median, "min to max": spread.range}
         known.remove([block.head.key for block in blocks])
 
 

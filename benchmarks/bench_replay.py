@@ -198,7 +198,7 @@ def _measure(workload: Workload, shares: Sequence[int], repeats: int) -> Iterato
         "requests": len(workload.script),
         "prompt tokens": workload.prompt_tokens,
         "prefilled tokens": workload.bound_tokens,
-        "times the bound": 1.0,
+        "prefilled / bound": 1.0,
         "peak MiB": need_bytes / MIB,
     }
 
@@ -232,11 +232,11 @@ def _row(
         "requests": len(run.rows),
         "prompt tokens": workload.prompt_tokens,
         "prefilled tokens": prefilled,
-        "times the bound": prefilled / workload.bound_tokens,
+        "prefilled / bound": prefilled / workload.bound_tokens,
         "TTFT p50 ms": Spread.of(float(p50) for p50, _ in ttft_ms).median if timed else None,
         "TTFT p95 ms": Spread.of(float(p95) for _, p95 in ttft_ms).median if timed else None,
         "prefill s": prefill_s.median if timed else None,
-        "least to most s": prefill_s.range if timed else None,
+        "min to max s": prefill_s.range if timed else None,
         "saved s": saved_s.median if timed else None,
         "peak MiB": max(row.peak_bytes for each in runs for row in each.rows) / MIB,
         "evictions": run.evictions,

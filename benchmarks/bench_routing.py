@@ -1,9 +1,10 @@
 """Compare routers by cached tokens, TTFT and load balance.
 
 Simulate four routers in front of 1 to 64 replicas, with the deployed cache and router code. The traces are the Mooncake
-conversation trace and coding-agent sessions, with their arrival times. The upper bounds are one cache without a limit
-("of infinite"), and one cache with the budgets of all replicas ("of pooled"). More tables, at 8 replicas: other
-speeds, other arrivals of the sessions, the prefix router without each of its terms, and a shared tier.
+conversation trace and coding-agent sessions, with their arrival times. Two columns divide the hits: `hits / infinite` by
+the hits of one cache without a limit, `hits / pooled` by the hits of one cache with the budgets of all replicas. More
+tables, at 8 replicas: other speeds, other start times of the sessions, the prefix router without each of its terms, and
+a shared tier.
 
 A Mooncake replica prefills 8,000 tokens/s and generates 500 tokens/s: 8 slower replicas cannot serve this hour. A
 coding-agent replica prefills 1,000 tokens/s and generates 50 tokens/s. A replica holds about 5 million tokens of
@@ -78,14 +79,14 @@ def main(given: Sequence[str] | None = None) -> None:
     found = list(_routers(traces, counts, processes))
     pooled = _pooled(traces, counts, processes)
     to_publish = partial(publish, folder=options.results, repeats=1)
-    table = [_line(row, **{"of pooled": row.token_hit_ratio / pooled[row.trace, row.replicas]}) for row in found]
+    table = [_line(row, **{"hits / pooled": row.token_hit_ratio / pooled[row.trace, row.replicas]}) for row in found]
     about = conclusion(found)
     to_publish(
         "routing", "Routers in front of 1 to 64 replicas", table, conclusion=about, grid=[asdict(row) for row in found]
     )
     to_publish("routing-speeds", f"Slower and faster replicas, at {MANY} replicas", list(_by_speeds(traces)))
     to_publish(
-        "routing-parts", f"The prefix router without each of its terms, at {MANY} replicas", list(_by_parts(traces))
+        "routing-parts", f"The prefix router without each of its terms, at {MANY} replicas", list(_by_cost(traces))
     )
     sessions = list(_by_arrivals(options.traces, options.quick))
     if sessions:
@@ -143,16 +144,16 @@ def _by_speeds(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
                 yield _line(row, **{"prefill tokens/s": speeds[0], "decode tokens/s": speeds[1]})
 
 
-def _by_parts(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
-    parts = {
+def _by_cost(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
+    routers = {
         "all": PrefixRouter(),
-        "no evening": PrefixRouter(evening_weight=0.0),
-        "prefill weighed once": PrefixRouter(prefill_weight=1.0),
-        "time to the first token alone": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
+        "without load balancing": PrefixRouter(evening_weight=0.0),
+        "prefill weight 1": PrefixRouter(prefill_weight=1.0),
+        "TTFT only": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
     }
     for trace in traces:
-        for name, router in parts.items():  # A router keeps no state between traces.
-            yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), parts=name)
+        for name, router in routers.items():  # A router keeps no state between traces.
+            yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), cost=name)
 
 
 def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
@@ -193,7 +194,7 @@ def _line(row: ReplicaRow, **more: Any) -> dict[str, Any]:
         "replicas": row.replicas,
         **more,
         "token hits": row.token_hit_ratio,
-        "of infinite": row.share_of_infinite,
+        "hits / infinite": row.share_of_infinite,
         "TTFT s p50": row.ttft_s_p50,
         "TTFT s p95": row.ttft_s_p95,
         "TTFT s p99": row.ttft_s_p99,

@@ -12,13 +12,13 @@ Columns, in ms per call:
     read      check a list of Python integers and make an int64 array: once per request, not in the other columns
     match     find the longest stored prefix of the next turn of a stored conversation; spread is the slowest call
               minus the quickest, in percent of the median
-    parted    the same for a prompt that branches off where the stored prompts diverge
+    branch    the same for a prompt that branches off where the stored prompts diverge
     insert    match a conversation that branches off there, and append the rest
     split     cut the longest edge in the middle
     trie      search, search and add in mlx-lm's PromptTrie; the trie has an entry per token, so it never splits
 
 A trie column is None where the trie would take more than TRIE_BYTES or TRIE_STEPS. After the branch, the trie follows
-every stored sequence and copies the token list at each level. "trie parted" is therefore None above TRIE_PARTED_TOKENS.
+every stored sequence and copies the token list at each level. "trie branch" is therefore None above TRIE_BRANCH_TOKENS.
 A call of more than a second runs once, other calls REPEATS times; "trie runs" is the count for the search.
 """
 
@@ -54,7 +54,7 @@ TRIE_BYTES = 1 << 30
 TRIE_TOKEN_BYTES = 260
 # Tokens to look up while the trie is filled.
 TRIE_STEPS = 20_000_000
-TRIE_PARTED_TOKENS = 40_000
+TRIE_BRANCH_TOKENS = 40_000
 
 AIM_TOKENS = 50_000
 AIM_MS = 2.0
@@ -67,9 +67,9 @@ class Shape:
     name: str
     sequences: Iterator[Keys]
     following: list[Keys]
-    parted: Keys
-    # Stored tokens below the point where the parted prompt branches off.
-    parted_below: int
+    branching: Keys
+    # Stored tokens below the point where the prompt branches off.
+    branching_below: int
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -117,8 +117,8 @@ def part(length: int) -> Shape:
             yield np.concatenate([shared[:SYSTEM_TOKENS], _draw(random, SHORT_TOKENS)])
 
     following = [np.concatenate([each, _draw(random, NEW_TOKENS)]) for each in stored]
-    parted = np.concatenate([shared, _unseen(stored, len(shared)), _draw(random, length - len(shared) - 1)])
-    return Shape("part", sequences(), following, parted, length - len(shared))
+    branching = np.concatenate([shared, _unseen(stored, len(shared)), _draw(random, length - len(shared) - 1)])
+    return Shape("part", sequences(), following, branching, length - len(shared))
 
 
 def chain(length: int) -> Shape:
@@ -133,8 +133,8 @@ def chain(length: int) -> Shape:
 
     following = [np.concatenate([whole, _draw(random, NEW_TOKENS)])]
     middle = ends[len(ends) // 2]
-    parted = np.concatenate([whole[:middle], _unseen([whole], middle), _draw(random, length - middle - 1)])
-    return Shape("chain", sequences(), following, parted, len(whole) - middle)
+    branching = np.concatenate([whole[:middle], _unseen([whole], middle), _draw(random, length - middle - 1)])
+    return Shape("chain", sequences(), following, branching, len(whole) - middle)
 
 
 def short(length: int) -> Shape:
@@ -148,8 +148,8 @@ def short(length: int) -> Shape:
             yield np.concatenate([shared, _draw(random, SHORT_TOKENS)])
 
     following = [np.concatenate([each, _draw(random, length - len(each))]) for each in first]
-    parted = np.concatenate([shared, _unseen(first, len(shared)), _draw(random, length - len(shared) - 1)])
-    return Shape("short", sequences(), following, parted, SHORT_TOKENS)
+    branching = np.concatenate([shared, _unseen(first, len(shared)), _draw(random, length - len(shared) - 1)])
+    return Shape("short", sequences(), following, branching, SHORT_TOKENS)
 
 
 def _draw(random: np.random.Generator, count: int) -> Keys:
@@ -180,8 +180,8 @@ def _measure(make: Callable[[int], Shape], length: int, count: int) -> dict[str,
         "read ms": _timed(lambda: token_ids(tokens).astype(np.int64))[0],
         "match ms": match_ms / prompts,
         "spread %": 100 * (most_ms - least_ms) / match_ms,
-        "parted ms": _timed(lambda: tree.match(shape.parted))[0],
-        "insert ms": _timed(lambda: _insert(tree, shape.parted), tree.remove)[0],
+        "branch ms": _timed(lambda: tree.match(shape.branching))[0],
+        "insert ms": _timed(lambda: _insert(tree, shape.branching), tree.remove)[0],
         "split ms": _timed(lambda: tree.split(longest, (longest.start + longest.end) // 2), tree.merge)[0],
         "bytes per token": tree_bytes / tree.key_count,
         **_measure_trie(make(length), stored, tree.key_count),
@@ -193,7 +193,7 @@ def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str,
     from mlx_lm.models.cache import PromptTrie
 
     row: dict[str, Any] = dict.fromkeys(
-        ("trie match ms", "trie parted ms", "trie insert ms", "trie bytes per token", "trie runs")
+        ("trie match ms", "trie branch ms", "trie insert ms", "trie bytes per token", "trie runs")
     )
     count, steps = stored
     if keys * TRIE_TOKEN_BYTES > TRIE_BYTES or steps > TRIE_STEPS:
@@ -205,12 +205,12 @@ def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str,
             trie.add("model", sequence.tolist(), True)
 
     _, trie_bytes = _traced(fill)
-    following, parted = [prompt.tolist() for prompt in shape.following], shape.parted.tolist()
+    following, branching = [prompt.tolist() for prompt in shape.following], shape.branching.tolist()
     match_ms, _, _, runs = _timed_slow(lambda: [trie.search("model", prompt) for prompt in following])
     row |= {"trie match ms": match_ms / len(following), "trie runs": runs, "trie bytes per token": trie_bytes / keys}
-    if shape.parted_below <= TRIE_PARTED_TOKENS:
-        row["trie parted ms"] = _timed_slow(lambda: trie.search("model", parted))[0]
-    row["trie insert ms"] = _timed(lambda: trie.add("model", parted, True), lambda _: trie.pop("model", parted))[0]
+    if shape.branching_below <= TRIE_BRANCH_TOKENS:
+        row["trie branch ms"] = _timed_slow(lambda: trie.search("model", branching))[0]
+    row["trie insert ms"] = _timed(lambda: trie.add("model", branching, True), lambda _: trie.pop("model", branching))[0]
     return row
 
 

@@ -80,7 +80,7 @@ def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: in
         "request ms": statistics.median(plain),
         "checked request ms": statistics.median(checked),
         f"adds % at {SHARE:g}": adds.median,
-        "least and most": adds.range,
+        "min to max": adds.range,
         "checked": sum(each.verified_requests for each in stats),
         "error": max(each.verify_largest_error for each in stats),
     }

@@ -1,7 +1,10 @@
-"""Write the generated pages: `python docs/generate.py`.
+"""Write the generated pages and blocks: `python docs/generate.py`.
 
 options.md       every command with its options, and every metric, from the code
-benchmarks.md    behind the marker: every published result, from benchmarks/results, and the docstrings of benchmarks
+benchmarks.md    three blocks: the summary, where other servers are better, and every published result
+README.md        one block: the table of servers
+
+A block lies between `<!-- made: NAME -->` and `<!-- end -->`. Its figures come from benchmarks/results.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from runner.serve.metrics import COUNTERS, HISTOGRAMS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-MARKER = "<!-- figures: python docs/generate.py -->\n"
+BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 #: Longer tables stay in their JSON.
 MOST_ROWS = 16
 #: Tables that are shown whole, however long.
@@ -37,9 +41,9 @@ Row = tuple[str, ...]
 
 
 def pages() -> dict[Path, str]:
-    benchmarks = DOCS / "benchmarks.md"
-    written, marker, _ = benchmarks.read_text(encoding="utf-8").partition(MARKER)
-    return {DOCS / "options.md": options(), benchmarks: written + marker + figures()}
+    with_blocks = {path: path.read_text(encoding="utf-8") for path in (DOCS.parent / "README.md", DOCS / "benchmarks.md")}
+    made = {path: BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], text) for path, text in with_blocks.items()}
+    return {DOCS / "options.md": options(), **made}
 
 
 def options() -> str:
@@ -78,7 +82,8 @@ def _option(option: Any) -> Row | None:
     if option.name == "help" or getattr(option, "hidden", False):
         return None
     names = [*option.opts, *option.secondary_opts] if option.param_type_name == "option" else [option.name]
-    default = "" if option.default in (None, False, (), []) or callable(option.default) else f"`{option.default}`"
+    given = option.default
+    default = "" if given is None or given is False or given in ("", (), []) or callable(given) else f"`{given}`"
     shown = getattr(option, "show_default", "")
     default = shown if isinstance(shown, str) and shown else default
     about, _, said = (getattr(option, "help", None) or "").partition("  [default: ")
@@ -99,6 +104,137 @@ def _metric(metric: Metric) -> Row:
 def _table(heading: Row, rows: Iterable[Row]) -> list[str]:
     lines = [heading, tuple("---" for _ in heading), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in line) + " |" for line in lines]
+
+
+#: Scenarios of bench_peers, as the README names them.
+SCENARIOS = {
+    "shared": "8 users with one system prompt, one by one",
+    "at once": "8 users with one system prompt, at once",
+    "growing": "two growing conversations",
+    "edit": "an edited conversation",
+    "regenerate": "the same request again",
+    "restart": "after a restart (with a disk if the server has one)",
+    "window": "a sliding-window model",
+    "hybrid": "a hybrid model",
+}
+
+
+def peers() -> str:
+    """The TTFT of each server in each scenario, the best in bold; how many answers equal those of a cold run."""
+    result = _published("peers")
+    ttft_ms: dict[str, dict[str, float]] = {}
+    equal: dict[str, list[int]] = {}
+    for row in result["rows"]:
+        server = row["server"].removesuffix(" serve")
+        if row["TTFT ms p50"] is not None:
+            ttft_ms.setdefault(row["scenario"], {})[server] = row["TTFT ms p50"]
+        counts = map(int, (row["equal"] or "0 of 0").split(" of "))
+        equal[server] = [sum(pair) for pair in zip(equal.get(server, (0, 0)), counts, strict=True)]
+    rows = []
+    for scenario, found in ttft_ms.items():
+        shown = {server: f"{value:,.0f}" for server, value in found.items()}
+        best = min(found, key=found.__getitem__)
+        shown[best] = f"**{shown[best]}**"
+        rows.append((SCENARIOS[scenario], *(shown.get(server, "-") for server in equal)))
+    weights = "random weights" if result["model"].startswith("random") else result["model"]
+    machine = result["machine"]
+    same = [f"{count} of {of} from {server}" for server, (count, of) in equal.items()]
+    if len({tuple(each) for each in equal.values()}) == 1:
+        same = ["{} of {} from each server".format(*next(iter(equal.values())))]
+    lines = [
+        *_table(("", *equal), rows),
+        "",
+        f"Command: `{result['command']}`, {weights}, one run on {machine['logical_cores']} shared cores of an",
+        f"{machine['processor']}, {result['date'][:10]}. Answers that equal those of a cold run: {', '.join(same)}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _published(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+#: What is compared; the result and its benchmark; the rows; and the row and the columns of mlx-lm and of radixcache.
+Side = tuple[dict[str, Any], tuple[str, ...]]
+SERVED = ({"server": "mlx_lm.server"}, {"server": "radixcache serve"})
+SUMMARY: tuple[tuple[str, str, dict[str, Any], Side, Side], ...] = (
+    (
+        "state of 50 users who share a system prompt of 2,000 tokens",
+        "memory",
+        {"model": "kv", "users": 50},
+        ({}, ("mlx-lm MB",)),
+        ({}, ("radix MB",)),
+    ),
+    (
+        "the same with sliding windows in five layers of six",
+        "memory",
+        {"model": "sliding", "users": 50},
+        ({}, ("mlx-lm MB",)),
+        ({}, ("radix MB",)),
+    ),
+    (
+        "search for the longest stored prefix of a prompt of 50,000 tokens",
+        "tree",
+        {"shape": "part", "prompt tokens": 50_000, "nodes": 10},
+        ({}, ("trie branch ms",)),
+        ({}, ("branch ms",)),
+    ),
+    (
+        "prefill of 8,000 tokens: copies made while buffers grow",
+        "growth",
+        {"what": "prefill", "new": 8000},
+        ({"buffers": "mlx-lm"}, ("copied MB",)),
+        ({"buffers": "session"}, ("copied MB",)),
+    ),
+    (
+        "8 users at a time who share 300 tokens, demo model (mlx-lm's `BatchGenerator`)",
+        "parallel",
+        {"model": "demo", "prompt": "shared"},
+        ({"way": "mlx-lm"}, ("tokens/s", "held MB")),
+        ({"way": "tree"}, ("tokens/s", "held MB")),
+    ),
+    (
+        "16 users of a server who share 2,000 tokens (`mlx_lm.server`)",
+        "serve",
+        {"model": "kv", "load": "shared", "users": 16},
+        (SERVED[0], ("tokens/s", "peak MB")),
+        (SERVED[1], ("tokens/s", "peak MB")),
+    ),
+    (
+        "8 users with three turns each, a budget for a quarter of them: prompt tokens evaluated",
+        "serve",
+        {"load": "tight"},
+        (SERVED[0], ("prefilled tokens",)),
+        (SERVED[1], ("prefilled tokens",)),
+    ),
+)
+
+
+def summary() -> str:
+    rows = []
+    for text, name, where, *sides in SUMMARY:
+        result = _published(name)
+        cells = []
+        for more, columns in sides:
+            (row,) = [row for row in result["rows"] if (where | more).items() <= row.items()]
+            cells.append(", ".join(f"{_cell(row[each])} {each.split()[-1]}" for each in columns))
+        rows.append((text, *cells, f"`{_module(result)}`"))
+    return "\n".join(_table(("", "mlx-lm", "radixcache", "command"), rows)) + "\n"
+
+
+def behind() -> str:
+    """Where mlx_lm.server generates more tokens per second, and where another server is better in any figure."""
+    slow = [
+        f"{row['model']}, {row['load']}, {row['users']} users: {row['by theirs']:.2f} times the tokens/s"
+        f" ({row['least']:.2f} to {row['most']:.2f})"
+        for row in _published("serve")["rows"]
+        if row["by theirs"] < 1
+    ]
+    lines = [f"- **mlx_lm.server** (`bench_serve`): {'; '.join(slow) or 'no row with fewer tokens/s'}."]
+    lines += ["- **Six servers** (`bench_peers`):", ""]
+    lines += [f"    - {line}" for line in _published("peers")["conclusion"].splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 def figures() -> str:
@@ -130,13 +266,17 @@ def _result(path: Path, result: dict[str, Any]) -> list[str]:
     rows = result["rows"]
     if len(rows) <= MOST_ROWS or path.stem in WHOLE:
         lines += [*_table(tuple(rows[0]), (tuple(map(_cell, row.values())) for row in rows)), ""]
-    return lines + result.get("conclusion", "").splitlines()
+    said = result.get("conclusion", "").splitlines()
+    return lines + (said if len(said) < 2 else [f"- {line}" for line in said])
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"peers": peers, "summary": summary, "behind": behind, "results": figures}
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ def measure_tokens(name: str, model: Any, blocks: int) -> dict[str, Any]:
         "model alone us": statistics.median(direct_us),
         "step us": statistics.median(step_us),
         "step adds us": statistics.median(adds),
-        "least us": min(adds),
-        "most us": max(adds),
+        "min us": min(adds),
+        "max us": max(adds),
         "prefill adds us/chunk": statistics.median(chunks),
     }
 

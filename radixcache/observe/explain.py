@@ -127,7 +127,7 @@ class Explanation:
 
     @property
     def cost(self) -> float:
-        """Of evaluating all gaps, in cost_unit."""
+        """Cost of evaluating all gaps, in cost_unit."""
         return sum(gap.cost for gap in self.gaps)
 
     @property

@@ -38,21 +38,25 @@ ROW_HEIGHT, BAR_HEIGHT = 24, 14
 COLUMN_WIDTH = 6.8
 
 
-def render_view(view: TreeView, format: str = "text", max_nodes: int | None = None) -> str:
+def render_view(
+    view: TreeView, format: str = "text", max_nodes: int | None = None, columns: int | None = None
+) -> str:
     """Show a view.
 
     Args:
         format: a key of FORMATS.
         max_nodes: how many nodes to show, those with the most tokens first; the rest are counted. JSON has all nodes.
+        columns: width of the text format; None: a line per node, however long.
 
     Raises:
         ValueError: the format is unknown, or max_nodes is below 1.
     """
-    if format not in _RENDERERS:
+    if format not in FORMATS:
         raise ValueError(f"format is {format!r}; wanted one of {', '.join(FORMATS)}.")
     if max_nodes is not None and (isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1):
         raise ValueError(f"max_nodes is {max_nodes!r}; wanted a whole number of nodes, 1 or more.")
-    return _RENDERERS[format](view, FORMATS[format] if max_nodes is None else max_nodes)
+    most = FORMATS[format] if max_nodes is None else max_nodes
+    return words.text(view, most, columns) if format == "text" else _RENDERERS[format](view, most)
 
 
 def page(view: TreeView, max_nodes: int) -> str:
@@ -243,7 +247,6 @@ _PICTURE_LEGEND = (
 
 
 _RENDERERS: dict[str, Callable[[TreeView, int], str]] = {
-    "text": words.text,
     "svg": picture,
     "html": page,
     "json": lambda view, _: view.to_json(),

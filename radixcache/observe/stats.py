@@ -47,7 +47,7 @@ class CacheStats:
     )
     live_bytes: int = gauge("bytes", "Buffers of live caches and of rows in open groups, with spare capacity.")
     paged_bytes: int = gauge("bytes", "Snapshot arrays, with checkpoints.")
-    checkpoint_bytes: int = gauge("bytes", "Part of paged_bytes: state of point layers, with windows.")
+    checkpoint_bytes: int = gauge("bytes", "Part of paged_bytes: checkpoints, with windows.")
     window_bytes: int = gauge("bytes", "Part of checkpoint_bytes: keys and values of sliding windows in the tree.")
     duplicate_bytes: int = gauge("bytes", "Part of paged_bytes: spans that are also live.")
     spare_bytes: int = gauge("bytes", "Part of live_bytes: buffer capacity of live caches beyond the live state.")

@@ -21,6 +21,8 @@ _SHORT = {"\n": "\u21b5", "\t": "\u21e5"}
 _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 #: Characters of a node's text in a line.
 TEXT_CHARACTERS = 60
+#: With fewer columns left in a line, the text gets a line of its own.
+LEAST_TEXT = 16
 
 
 def bytes_words(nbytes: int) -> str:
@@ -207,10 +209,11 @@ def _chosen(nodes: Sequence[NodeView], children: defaultdict[int, list[int]], ma
     return chosen
 
 
-def text(view: TreeView, max_nodes: int) -> str:
-    """The tree as lines, without a final newline."""
+def text(view: TreeView, max_nodes: int, columns: int | None = None) -> str:
+    """The tree as lines, without a final newline; longer nodes take more lines if there are so many columns."""
     rows = choose(view, max_nodes)
-    lines = [total_words(view), *([about_words(view)] if view.about else [])]
+    heads = [total_words(view), *([about_words(view)] if view.about else [])]
+    lines = [line for head in heads for line in _filled(head.split(", "), ", ", "", "  ", columns)]
     before: dict[int, str] = {}  # the indent of the children of a row
     for number, row in enumerate(rows):
         if row.heading is not None:
@@ -220,12 +223,30 @@ def text(view: TreeView, max_nodes: int) -> str:
         if row.parent >= 0 and row.depth > rows[row.parent].depth:
             branch, after = ("\u2514\u2500 ", "   ") if row.is_last else ("\u251c\u2500 ", "\u2502  ")
         before[number] = indent + after
-        lines.append(indent + branch + _line(row, view.slot_count))
+        lines += _node_lines(row, view.slot_count, indent + branch, indent + after, columns)
     return "\n".join(lines)
 
 
-def _line(row: NodeLine, slot_count: int) -> str:
+def _node_lines(row: NodeLine, slot_count: int, before: str, after: str, columns: int | None) -> list[str]:
     if row.node is None:
-        return f"\u2026 {more_words(row.left_out)}"
-    shown = text_words(row.node, TEXT_CHARACTERS)
-    return "  ".join([*node_words(row.node, slot_count), *([f'"{shown}"'] if shown else [])])
+        return _filled([f"\u2026 {more_words(row.left_out)}"], "", before, after, columns)
+    lines = _filled(node_words(row.node, slot_count), "  ", before, after + "  ", columns)
+    if not row.node.text:
+        return lines
+    if columns is not None and columns - len(lines[-1]) < LEAST_TEXT:
+        lines.append(after)
+    left = TEXT_CHARACTERS if columns is None else max(LEAST_TEXT, columns - len(lines[-1])) - len('  ""')
+    lines[-1] += f'  "{text_words(row.node, min(left, TEXT_CHARACTERS))}"'
+    return lines
+
+
+def _filled(parts: Sequence[str], between: str, before: str, after: str, columns: int | None) -> list[str]:
+    """Join parts into lines of so many columns, if they fit; the first line begins with `before`, others with `after`."""
+    lines = [before + parts[0]]
+    for part in parts[1:]:
+        if columns is None or len(lines[-1] + between + part) <= columns:
+            lines[-1] += between + part
+        else:
+            lines[-1] += between.rstrip()
+            lines.append(after + part)
+    return lines

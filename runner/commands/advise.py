@@ -170,7 +170,7 @@ def _compare(
         return Comparison([lru], ["All that can be saved fits this budget: no policy saves more than LRU."])
     is_long = trace.block_refs > advice.WHOLE_REFS
     jobs = jobs or (min(MOST_JOBS, os.cpu_count() or 1) if is_long else 1)
-    names = sorted(POLICIES)
+    names = sorted(POLICIES.keys() - {advice.BY_CHANCE})
     notes: list[str] = []
     estimates: list[Estimate] = []
     if is_long and not full:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +25,7 @@ from rich.table import Table
 from runner import picture
 from runner.files import require_writable, write_atomically
 from runner.origin import machine, versions
+from runner.text import figures_table
 
 if TYPE_CHECKING:
     from radixcache import TreeView
@@ -166,11 +168,15 @@ class Outputs:
             soft_wrap=not stream.isatty(),
         )
         for part in parts:
-            console.print(part if isinstance(part, str) or _fits(part, console) else _as_lines(part))
+            console.print(*([part] if isinstance(part, str) or _fits(part, console) else _turned(part, console)), sep="")
         self._attempt(lambda: _print(text.getvalue(), stream), "the output")
 
-    def print(self, text: str) -> None:
-        """Print a result that is text itself on stdout."""
+    def print_tree(self, view: TreeView, format_name: str = "text", max_nodes: int | None = None) -> None:
+        """Print a tree on stdout; as text, its lines fit the terminal."""
+        from radixcache.observe.page import render_view
+
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        text = render_view(view, format_name, max_nodes, columns)
         self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
 
     def write(self, option: str, content: Callable[[], bytes]) -> None:
@@ -237,12 +243,17 @@ def _fits(table: Table, console: Console) -> bool:
     return Measurement.get(console, console.options.update(width=MOST_COLUMNS), table).minimum <= console.width
 
 
-def _as_lines(table: Table) -> str:
-    """A table that is too wide, as a line per row, which the terminal wraps."""
-    columns = [(str(column.header).replace("\n", " "), list(column.cells)) for column in table.columns]
-    (_, names), *figures = columns
-    lines = [
-        f"{name}: " + ", ".join(f"{header} {cells[index]}" for header, cells in figures if cells[index])
-        for index, name in enumerate(names)
-    ]
-    return "\n".join(lines)
+def _turned(table: Table, console: Console) -> Iterator[Table]:
+    """A table that is too wide: its rows become columns, in as many tables as the width needs."""
+    titles = [str(column.header).replace("\n", " ") for column in table.columns]
+    rows = list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
+    while rows:
+        count = len(rows)
+        while count > 1 and not _fits(_columns(titles, rows[:count]), console):
+            count -= 1
+        yield _columns(titles, rows[:count])
+        rows = rows[count:]
+
+
+def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return figures_table([titles, *rows], names=(titles[0],))

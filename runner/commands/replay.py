@@ -80,8 +80,11 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
         outputs.say(f"note: {runner.BLAS_ADVICE}")
     loaded, script = _prepare(options, settings)
     report, broken_off = _run(loaded, script, caches, settings, options.parallel)
-    trees = [f"\n{run.cache}:\n{run.tree}" for run in report.runs if run.tree is not None]
-    results.show(*([report.table()] if report.runs else []), report.sentence(), *trees)
+    results.show(*([report.table()] if report.runs else []), report.sentence())
+    for run in report.runs if options.dump_tree else ():
+        if run.view is not None:
+            results.show(f"\n{run.cache}:")
+            results.print_tree(run.view)
     chosen = {"users": options.users, "requests": options.requests, "parallel": options.parallel}
     about = {
         "model": loaded.name,
@@ -136,9 +139,8 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         max_tokens=max_tokens,
         recorded=options.recorded,
         step_size=step_size,
-        dump_tree=options.dump_tree,
         exact=options.exact,
-        keep_view=options.tree_file is not None,
+        keep_view=options.dump_tree or options.tree_file is not None,
         disk=None if disk is None else str(disk),
         disk_bytes=int(options.disk_gib * GIB),
     )

@@ -102,9 +102,7 @@ def tree(
         else:
             note += f"{plural(cache.stats.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
     if out is None or out == outputs.STDOUT:
-        from radixcache.observe.page import render_view
-
-        results.print(render_view(view, format_name, max_nodes))
+        results.print_tree(view, format_name, max_nodes)
     else:
         results.write("--out", lambda: outputs.view_bytes(view, format_name, max_nodes))
         note = f"{note} Written to {out}.".strip()

@@ -183,7 +183,7 @@ class ParallelGenerator:
             )
         with self._arrivals:
             if self._is_closed:
-                raise ValueError("the generator is closed; nothing can be handed in any more.")
+                raise ValueError("the generator is closed and takes no more requests.")
             sequence.ticket.number = self._tickets
             self._tickets += 1
             self._submitted.append(sequence)

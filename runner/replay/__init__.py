@@ -13,7 +13,6 @@ class ReplayOptions:
     max_tokens: int = 8
     recorded: bool = False
     step_size: int = 2048
-    dump_tree: bool = False
     exact: bool = False
     keep_view: bool = False
     disk: str | None = None

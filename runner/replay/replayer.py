@@ -44,7 +44,6 @@ class CacheRun:
     rows: tuple[RequestRow, ...]
     evictions: int
     wall_s: float
-    tree: str | None = None
     view: TreeView | None = None
     users_at_a_time: int = 1
     peak_tokens: int = 0
@@ -195,7 +194,6 @@ class _Run:
         self._busy: set[str] = set()
         self._evictions: list[int] = []  # so far, after each reply
         self._wall_s = 0.0
-        self._tree: str | None = None
         self._view: TreeView | None = None
 
     def serve(self, *, records_replies: bool) -> Iterator[None]:
@@ -218,8 +216,6 @@ class _Run:
     def close(self, tokenizer: Any, options: ReplayOptions) -> None:
         """Release every array; what is to be shown stays."""
         shown = self.server.shown
-        if shown is not None and options.dump_tree:
-            self._tree = shown.dump(tokenizer)
         if shown is not None and options.keep_view:
             self._view = shown.view(tokenizer=tokenizer)
         self.server.close()
@@ -230,7 +226,6 @@ class _Run:
             tuple(self.rows[index] for index in sorted(self.rows)[:requests]),
             self._evictions[requests - 1],
             self._wall_s,
-            self._tree,
             self._view,
             self.users,
             self.server.peak_tokens,

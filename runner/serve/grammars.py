@@ -162,7 +162,7 @@ class Guide:
 
     def _refuse(self) -> NoReturn:
         error = self._matcher.get_error() if self._matcher else ""
-        raise ApiError(400, f"the reply cannot go on as its format says: {error}", param=self._constraint.at)
+        raise ApiError(400, f"the reply cannot continue in its format: {error}", param=self._constraint.at)
 
     def _allowed(self) -> Words | None:
         """A mask of the tokens that may come next; None: all may."""
@@ -212,7 +212,7 @@ class Grammars:
         matcher = None
         if constraint.calls == "required" or constraint.schema is not None:
             if tokenizer.response_transitions or tokenizer.structural_markers:
-                raise ApiError(400, "this model has a form of its own for whole replies, so no other is enforced.")
+                raise ApiError(400, "this model's replies have a form of their own, so no other form can be enforced.")
             is_call = constraint.calls == "required"
             rules = call_rules(request, tokenizer, marks) if is_call else f"start: %json {schema_of(constraint)}\n"
             matcher = self._matcher("%llguidance {}\n" + rules, marks, request)

@@ -73,7 +73,7 @@ class Keyring:
         if admin is not None:
             lines = _read_key_file(admin)
             if len(lines) != 1:
-                raise KeyFileError(f"{admin}: {len(lines)} keys; wanted one, of the admin.")
+                raise KeyFileError(f"{admin}: {len(lines)} keys; wanted one, the admin's.")
             where, name, key = lines[0]
             self._add(where, key, Tenant(name, is_admin=True))
 
@@ -88,9 +88,9 @@ class Keyring:
 
     def _add(self, where: str, key: str, tenant: Tenant) -> None:
         if key.encode() in self._holders:
-            raise KeyFileError(f"{where}: the key of {tenant.name} is another's as well. Give each its own.")
+            raise KeyFileError(f"{where}: {tenant.name} has the key of another name. Give each name its own key.")
         if tenant.name in {other.name for other in self._holders.values()}:
-            raise KeyFileError(f"{where}: the name {tenant.name} is another's as well. Give each its own.")
+            raise KeyFileError(f"{where}: the name {tenant.name} is there twice. Give each key its own name.")
         self._holders[key.encode()] = tenant
 
 
@@ -135,7 +135,7 @@ class Access:
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
             if is_admin_path(path):
                 if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
-                    raise ApiError(403, "this route answers no page of another origin.")
+                    raise ApiError(403, "this route does not answer pages of other web origins.")
                 if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
                     # A browser sends no key with the page, which holds no data and asks for the key.
                     return await self._app(scope, receive, _as_unauthorized(send))
@@ -166,12 +166,12 @@ class Access:
                 raise ApiError(403, "this route is the admin's; wanted the admin's key.")
             return
         if self._keyring.is_namespaced:
-            raise ApiError(403, "this route shows every tenant's; start the server with --admin-key-file to open it.")
+            raise ApiError(403, "this route shows every tenant; start the server with --admin-key-file to open it.")
         client = scope.get("client")
         is_forwarded = any(name in headers for name in FORWARDED)
         is_local = client is not None and _is_loopback(client[0]) and self._is_own(headers.get("host", ""))
         if is_forwarded or not is_local:
-            raise ApiError(403, "this route answers its own machine; start the server with --admin-key-file for more.")
+            raise ApiError(403, "this route answers only this machine; start the server with --admin-key-file for others.")
 
 
 def _keys(headers: Headers) -> list[str]:
@@ -241,9 +241,9 @@ class BodyLimit:
     def _require_room(self, body_bytes: int) -> None:
         max_bytes = self._max_mib * (1 << 20)
         if self._held_bytes > MAX_BODIES * max_bytes:
-            raise ApiError(429, "others have sent as much as the server takes; ask again later.", retry_after_s=5)
+            raise ApiError(429, "the server is reading too many bytes of other requests; try again later.", retry_after_s=5)
         if body_bytes > max_bytes:
-            raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, which is what the server takes.")
+            raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, the limit of this server.")
 
 
 class Frame:

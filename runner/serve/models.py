@@ -77,7 +77,7 @@ class WarmEntry:
             raise WarmFileError(f"{self.where}: {error}") from error
         end = max(opening, *ends[: len(self.messages)])
         if end == 0:
-            raise WarmFileError(f"{self.where}: the model's chat template makes of it nothing that others begin with.")
+            raise WarmFileError(f"{self.where}: no other prompt begins with what the chat template makes of it.")
         return tokens[:end]
 
 

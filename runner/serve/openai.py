@@ -71,7 +71,7 @@ def _repetition_penalty(penalty: float) -> float:
 
 def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
     if refused := sorted(NOT_OF_TEMPLATES.intersection(arguments)):
-        raise ValueError(f"{refused[0]} is not a request's to set")
+        raise ValueError(f"{refused[0]} cannot be set by a request")
     return arguments
 
 
@@ -196,7 +196,7 @@ class CompletionBody(OpenAIBody):
     suffix: Literal[""] = ""
 
     def request(self, namespace: str) -> Request:
-        _require(self.best_of in (None, 1, self.n), "best_of", "1 or n: no reply is thrown away")
+        _require(self.best_of in (None, 1, self.n), "best_of", "1 or n: the server returns every choice")
         _require(len(self.prompt) * self.n <= MAX_REPLIES, "prompt", f"{MAX_REPLIES} replies at most, with n for each")
         _require(
             not self.echo or self.logprobs is False, "echo", "false with logprobs: a prompt gets no log-probabilities"
@@ -300,7 +300,7 @@ class ChatBody(OpenAIBody):
         elif isinstance(choice, AllowedChoice):
             calls = choice.allowed_tools.mode
             functions = tuple(tool.function.name for tool in choice.allowed_tools.tools)
-            _require(calls == "required", "tool_choice.allowed_tools.mode", "required: no other is enforced")
+            _require(calls == "required", "tool_choice.allowed_tools.mode", "required: other modes are not enforced")
         names = {tool["function"]["name"] for tool in self.tools}
         _require(calls != "required" or bool(names), "tools", "a list of functions, as tool_choice asks for a call")
         _require(names.issuperset(functions or ()), "tool_choice", "the name of a function in tools")
@@ -588,7 +588,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         if name not in nameable() and not options.means_served(name):
-            raise ApiError(404, f"model {name!r:.200} is not here.", param="model", code=NO_MODEL)
+            raise ApiError(404, f"model {name!r:.200} is not served here.", param="model", code=NO_MODEL)
         return model_object(name, started_s)
 
     @router.get("/health")

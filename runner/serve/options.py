@@ -34,7 +34,7 @@ class ServeOptions:
         bool, Option("--use-default-chat-template", help="Use the default template if the tokenizer has none.")
     ] = False
     special_tokens_in_text: Annotated[
-        bool, Option("--special-tokens-in-text", help="Let texts of special tokens in messages be these tokens.")
+        bool, Option("--special-tokens-in-text", help="Turn the text of a special token in a message into the token.")
     ] = False
     temp: Annotated[float, Option(help="Temperature, if a request sets none.", min=0)] = 0.0
     top_p: Annotated[float, Option(help="Top-p, if a request sets none.", min=0, max=1)] = 1.0

@@ -251,7 +251,7 @@ def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
         except UnidentifiedImageError as error:
             raise ValueError(f"an image is none of {', '.join(FORMATS)}.") from error
         if pixels > MAX_PIXELS:
-            raise ValueError(f"the images have more than {MAX_PIXELS} pixels together.")
+            raise ValueError(f"the images have more than {MAX_PIXELS} pixels in total.")
 
 
 def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:

@@ -330,7 +330,7 @@ class ResponsesBody(Checked):
         """The Request for a reply to the items of `past` and of this body. ApiError: a field is wrong."""
         if foreign := sorted({str(part) for part in (*self.tools, *self.input) if isinstance(part, Foreign)}):
             logger.info(
-                "left out of a prompt, as only OpenAI's servers have it: %s", shortened(", ".join(foreign), 200)
+                "left out of a prompt, because only OpenAI's servers have it: %s", shortened(", ".join(foreign), 200)
             )
         turns = [*past, *self.input]
         if self.instructions:

@@ -39,11 +39,13 @@ WHOLE_REFS = 200_000
 SHARES, SHARE_NAME, BUDGETS = (0.9, 0.99), "{:.0%} of savings", "LRU budget for"
 #: Policies that know the future: bounds, not advice.
 BOUNDS = ("belady", "belady-bypass")
+#: A policy whose result depends on its seed: it is not recommended.
+BY_CHANCE = "random"
 #: How many policies a note on samples names.
 NAMED = 4
 #: The default size of a disk, as a multiple of the budget.
 DISK_FACTOR = 10
-#: Ratios closer than this are called level.
+#: A smaller gain over LRU is none.
 LEVEL = 0.0005
 
 
@@ -250,6 +252,7 @@ def best_policy(
     """The best online policy among the rows of a trace, as `simulate --json` writes them; None: no row fits.
 
     Policies are compared at the largest simulated capacity within the user's `capacity_blocks`, else at the smallest.
+    LRU is the best unless another policy is ahead by LEVEL.
     """
     rows = [row for row in rows if trace in (None, row["trace"]) and row["token_hit_ratio"] is not None]
     capacities = sorted({row["capacity_blocks"] for row in rows if row["capacity_blocks"] is not None})
@@ -258,11 +261,12 @@ def best_policy(
     within = [capacity for capacity in capacities if capacity_blocks is None or capacity <= capacity_blocks]
     capacity = within[-1] if within else capacities[0]
     ratios = {row["policy"]: float(row["token_hit_ratio"]) for row in rows if row["capacity_blocks"] == capacity}
-    online = {policy: ratio for policy, ratio in ratios.items() if policy not in BOUNDS}
+    online = {policy: ratio for policy, ratio in ratios.items() if policy not in BOUNDS and policy != BY_CHANCE}
     if not online:
         return None
-    # LRU wins a tie, as it is the default.
-    policy = max(online, key=lambda name: (round(online[name], 6), name == "lru"))
+    policy = max(online, key=online.__getitem__)
+    if "lru" in online and online["lru"] > online[policy] - LEVEL:
+        policy = "lru"
     gain = online[policy] - online["lru"] if "lru" in online else None
     bound = max(((name, ratios[name]) for name in BOUNDS if name in ratios), key=lambda each: each[1], default=None)
     return BestPolicy(policy, capacity, online[policy], gain, bound)
@@ -409,8 +413,7 @@ def _best_sentence(best: BestPolicy) -> str:
         f"Best policy at {best.capacity_blocks:,} blocks: {best.policy}, {best.token_hit_ratio:.1%} of prefill saved"
     )
     if best.gain is not None and best.policy != "lru":
-        is_level = best.gain < LEVEL
-        sentence += ", equal to lru" if is_level else f", {100 * best.gain:.1f} points more than lru"
+        sentence += f", {100 * best.gain:.1f} points more than lru"
     if best.bound is not None:
         name, ratio = best.bound
         sentence += f"; {name}, which knows the future, reaches {ratio:.1%}"

@@ -174,9 +174,9 @@ class Simulation:
         self._bypass = getattr(chosen, "bypass", False)
         self.layout = sizes.layout()
         if self._bypass and self.layout.has_points:
-            raise ValueError(f"{policy}: bypassing is defined without checkpoints alone; {sizes} has some.")
+            raise ValueError(f"{policy}: bypassing works only without checkpoints; {sizes} has some.")
         if self._bypass and disk is not None:
-            raise ValueError(f"{policy}: bypassing is defined for memory alone; there is a disk.")
+            raise ValueError(f"{policy}: bypassing works only without a disk.")
         self.cache = sized_cache(
             self.layout,
             budget_bytes=UNLIMITED_BYTES if self._bypass else budget_bytes,

@@ -206,9 +206,22 @@ def test_no_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     cells = zip([*titles, "peak cache MiB", "evicted"], figures, strict=True)
     outputs.Outputs({}).show(figures_table([["cache", "radix"], *cells], names=("cache",)))
     shown = capsys.readouterr().out
-    assert all(figure in shown for figure in figures)
+    assert all(figure in shown.split() for figure in figures)
     assert "…" not in shown
-    assert ("───" in shown) == (width >= 80)
+    assert max(map(len, shown.splitlines())) <= width
+    assert ("peak cache MiB" in shown) == (width == 60), "rows become columns"
+
+
+def test_a_table_whose_rows_do_not_fit_beside_each_other_becomes_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outputs, "PIPE_COLUMNS", 60)
+    columns = [[f"figure {number}", *(f"{number}{row}.75" for row in range(100, 109))] for number in range(9)]
+    outputs.Outputs({}).show(figures_table([["policy", *["belady-bypass"] * 9], *columns], names=("policy",)))
+    shown = capsys.readouterr().out
+    assert (shown.count("belady-bypass"), shown.count("figure 8"), shown.count("───") > 0) == (9, 3, True)
+    assert max(map(len, shown.splitlines())) <= 60
+    assert {cell for _, *cells in columns for cell in cells} <= set(shown.split())
 
 
 @pytest.mark.parametrize("sizes", ["", "--bytes-per-token 2048"])

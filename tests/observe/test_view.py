@@ -80,6 +80,16 @@ def test_text_has_a_line_per_node_with_its_span_bytes_place_and_marks() -> None:
     ]
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_text_for_a_terminal_breaks_lines_between_figures(columns: int) -> None:
+    lines = render_view(SMALL, columns=columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    whole = " ".join(" ".join(lines).replace("│", "").split())
+    for line in render_view(SMALL).splitlines():
+        assert " ".join(line.replace("│", "").split()) in whole
+    assert lines[-1] == '└─ [40, 60)  20 tokens  2.0 KiB  paged  "Good bye … the end"'
+
+
 def test_an_empty_tree_says_so_in_every_format() -> None:
     empty = TreeView((), ())
     for name in ("text", "svg", "html"):

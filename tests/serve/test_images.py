@@ -179,7 +179,7 @@ def at(url: Any) -> list[dict[str, Any]]:
         (asking(picture(1, file_format="BMP")), "an image is none of GIF, JPEG, PNG, WEBP."),
         (asking(ONE[:-200]), "the prompt cannot be made: OSError"),
         (asking(bomb(20_000, 20_000)), "DecompressionBombError"),
-        (asking(*[bomb(9_000, 9_000)] * 2), "the images have more than 134217728 pixels together."),
+        (asking(*[bomb(9_000, 9_000)] * 2), "the images have more than 134217728 pixels in total."),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused_with_the_reason(shared, messages, found):

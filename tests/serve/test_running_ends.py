@@ -195,7 +195,7 @@ def test_a_second_stop_shortens_the_time() -> None:
             400,
             "maximum context length is 32768 tokens. However, your mess",
         ),
-        ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than the 256 tokens there are."),
+        ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than 256, the size of the vocabulary."),
         (
             {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.6},
             400,

@@ -56,7 +56,7 @@ def test_a_command_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_routers_find_is_what_the_benchmark_published() -> None:
-    found = {(row["trace"], row["router"], row["replicas"]): row["of infinite"] for row in published("routing")}
+    found = {(row["trace"], row["router"], row["replicas"]): row["hits / infinite"] for row in published("routing")}
     rows = table("## What a router finds")
     assert len(rows) * 6 == len(found)
     for trace, router, *cells in rows:
@@ -69,7 +69,7 @@ def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -
     assert {(trace, router) for trace, router, *_ in rows} == found.keys()
     for trace, router, share, *waits, p95, most in rows:
         row = found[trace, router]
-        assert [share, p95, most] == [percent(row["of infinite"]), f"{row['load p95']:.2f}", f"{row['load max']:.2f}"]
+        assert [share, p95, most] == [percent(row["hits / infinite"]), f"{row['load p95']:.2f}", f"{row['load max']:.2f}"]
         for shown, exact in zip(waits, (row["TTFT s p50"], row["TTFT s p95"], row["TTFT s p99"]), strict=True):
             assert float(shown.removesuffix(" s").replace(",", "")) == pytest.approx(exact, rel=0.02, abs=0.05)
 
@@ -78,7 +78,7 @@ def test_what_a_tier_behind_all_brings_is_what_the_benchmark_published() -> None
     rows = table("### A shared tier behind 8 replicas")
     found = published("routing-shared")
     assert [cells[:1] + cells[2:3] for cells in rows] == [
-        [each["router"], percent(each["of infinite"])] for each in found
+        [each["router"], percent(each["hits / infinite"])] for each in found
     ]
     read_gib = [each["GiB read"] for each in found]
     assert [cells[5] for cells in rows] == ["" if each is None else f"{each:,.0f}" for each in read_gib]

@@ -138,7 +138,7 @@ def test_the_disk_s_budget_holds(
 
 
 def test_a_policy_that_bypasses_has_no_disk() -> None:
-    with pytest.raises(ValueError, match="bypassing is defined for memory alone"):
+    with pytest.raises(ValueError, match="bypassing works only without a disk"):
         run(made(TURNS), 3, policy="belady-bypass")
 
 

@@ -146,7 +146,7 @@ class Fleet:
                     for record in news.records:
                         logger.info("%s: %s", name, in_a_line(record))
             except ray_border.GONE as error:
-                logger.warning("replica %s sends no more news: %s", name, type(error).__name__)
+                logger.warning("replica %s does not report its prefixes any more: %s", name, type(error).__name__)
                 time.sleep(PAUSE_S)
 
 
