@@ -120,7 +120,8 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     missed = [row for row in rows if row["decode / mlx-lm"] < row["aim"]]
     shown = missed or [min(rows, key=lambda row: float(row["decode / mlx-lm"] / row["aim"]))]
     parts = [
-        f"{r['model']}, {r['shared']} shared, {r['users']} users: {r['decode / mlx-lm']:.2f} (aim {r['aim']})" for r in shown
+        f"{r['model']}, {r['shared']} shared, {r['users']} users: {r['decode / mlx-lm']:.2f} (aim {r['aim']})"
+        for r in shown
     ]
     found = f"{len(rows) - len(missed)} of {len(rows)} rows reach their aim"
     return f"{found}. {'Missed' if missed else 'Closest to the aim'}: {'; '.join(parts)}."

@@ -15,9 +15,9 @@ OPENBLAS_NUM_THREADS=1. All times are medians.
                     do not count. wrong: read, although this made the request more than 10 % longer. missed:
                     prefilled, although reading was that much faster.
     disk-requests   begin, prefill, the last token's logits and close, with a store and without. `ratio`: the time with
-                    a store divided by the time without, for each pair. All writes finish before the next measurement; `misses` runs four
-                    requests without that wait. At "eviction", memory has room for a few prompts, and a miss makes the
-                    cache write other prompts.
+                    a store divided by the time without, for each pair. All writes finish before the next
+                    measurement; `misses` runs four requests without that wait. At "eviction", memory has room for a few
+                    prompts, and a miss makes the cache write other prompts.
 """
 
 from __future__ import annotations

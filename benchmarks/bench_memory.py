@@ -10,8 +10,8 @@ reply of REPLY_TOKENS. The benchmark compares:
               the reply
 
 First table: no budget, one user after the other. MB is the growth of MLX's active memory (10^6 bytes; MLX keeps no free
-buffers here). `reported` is the size that the cache reports. `index` is the Python memory on top: the tree or trie, and the
-objects around the arrays (tracemalloc).
+buffers here). `reported` is the size that the cache reports. `index` is the Python memory on top: the tree or trie, and
+the objects around the arrays (tracemalloc).
 
 Second table: a budget, as a share of `least`. All users send the first turn, then all send the second. The hit tokens
 are those of the second turns, as a share of all tokens evaluated before.

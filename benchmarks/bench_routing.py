@@ -1,10 +1,10 @@
 """Compare routers by cached tokens, TTFT and load balance.
 
 Simulate four routers in front of 1 to 64 replicas, with the deployed cache and router code. The traces are the Mooncake
-conversation trace and coding-agent sessions, with their arrival times. Two columns divide the hits: `hits / infinite` by
-the hits of one cache without a limit, `hits / pooled` by the hits of one cache with the budgets of all replicas. More
-tables, at 8 replicas: other speeds, other start times of the sessions, the prefix router without each of its terms, and
-a shared tier.
+conversation trace and coding-agent sessions, with their arrival times. Two columns divide the hits: `hits / infinite`
+by the hits of one cache without a limit, `hits / pooled` by the hits of one cache with the budgets of all replicas.
+More tables, at 8 replicas: other speeds, other start times of the sessions, the prefix router without each of its
+terms, and a shared tier.
 
 A Mooncake replica prefills 8,000 tokens/s and generates 500 tokens/s: 8 slower replicas cannot serve this hour. A
 coding-agent replica prefills 1,000 tokens/s and generates 50 tokens/s. A replica holds about 5 million tokens of

@@ -210,7 +210,9 @@ def _measure_trie(shape: Shape, stored: tuple[int, int], keys: int) -> dict[str,
     row |= {"trie match ms": match_ms / len(following), "trie runs": runs, "trie bytes per token": trie_bytes / keys}
     if shape.branching_below <= TRIE_BRANCH_TOKENS:
         row["trie branch ms"] = _timed_slow(lambda: trie.search("model", branching))[0]
-    row["trie insert ms"] = _timed(lambda: trie.add("model", branching, True), lambda _: trie.pop("model", branching))[0]
+    row["trie insert ms"] = _timed(lambda: trie.add("model", branching, True), lambda _: trie.pop("model", branching))[
+        0
+    ]
     return row
 
 

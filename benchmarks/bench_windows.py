@@ -51,9 +51,11 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Name the largest and the smallest gain."""
     best, worst = (choose(rows, key=lambda row: float(row["radixcache / plain"])) for choose in (max, min))
     said = [
-        f"{row['radixcache / plain']:.2f} at {row['budget GiB']} GiB ({row['model']}, {row['trace']})" for row in (best, worst)
+        f"{row['radixcache / plain']:.2f} at {row['budget GiB']} GiB ({row['model']}, {row['trace']})"
+        for row in (best, worst)
     ]
-    return f"Ratio of found tokens, radixcache / plain: at most {said[0]}, at least {said[1]}. Aim at a tight budget: {AIM}."
+    found = f"Ratio of found tokens, radixcache / plain: at most {said[0]}, at least {said[1]}"
+    return f"{found}. Aim at a tight budget: {AIM}."
 
 
 def _measure(name: str, trace: Trace, gib: int) -> dict[str, Any]:

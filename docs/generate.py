@@ -41,8 +41,13 @@ Row = tuple[str, ...]
 
 
 def pages() -> dict[Path, str]:
-    with_blocks = {path: path.read_text(encoding="utf-8") for path in (DOCS.parent / "README.md", DOCS / "benchmarks.md")}
-    made = {path: BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], text) for path, text in with_blocks.items()}
+    with_blocks = {
+        path: path.read_text(encoding="utf-8") for path in (DOCS.parent / "README.md", DOCS / "benchmarks.md")
+    }
+    made = {
+        path: BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]().strip()}\n\n{found[3]}", text)
+        for path, text in with_blocks.items()
+    }
     return {DOCS / "options.md": options(), **made}
 
 

@@ -38,9 +38,7 @@ ROW_HEIGHT, BAR_HEIGHT = 24, 14
 COLUMN_WIDTH = 6.8
 
 
-def render_view(
-    view: TreeView, format: str = "text", max_nodes: int | None = None, columns: int | None = None
-) -> str:
+def render_view(view: TreeView, format: str = "text", max_nodes: int | None = None, columns: int | None = None) -> str:
     """Show a view.
 
     Args:

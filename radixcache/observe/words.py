@@ -241,7 +241,7 @@ def _node_lines(row: NodeLine, slot_count: int, before: str, after: str, columns
 
 
 def _filled(parts: Sequence[str], between: str, before: str, after: str, columns: int | None) -> list[str]:
-    """Join parts into lines of so many columns, if they fit; the first line begins with `before`, others with `after`."""
+    """Join parts into lines of so many columns. The first line begins with `before`, the others with `after`."""
     lines = [before + parts[0]]
     for part in parts[1:]:
         if columns is None or len(lines[-1] + between + part) <= columns:

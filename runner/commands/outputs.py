@@ -168,7 +168,9 @@ class Outputs:
             soft_wrap=not stream.isatty(),
         )
         for part in parts:
-            console.print(*([part] if isinstance(part, str) or _fits(part, console) else _turned(part, console)), sep="")
+            console.print(
+                *([part] if isinstance(part, str) or _fits(part, console) else _turned(part, console)), sep=""
+            )
         self._attempt(lambda: _print(text.getvalue(), stream), "the output")
 
     def print_tree(self, view: TreeView, format_name: str = "text", max_nodes: int | None = None) -> None:

@@ -104,8 +104,9 @@ class ContextWindow:
         most = outline.limit - outline.head
         if most < least:
             raise ContextError(
-                f"{length} tokens and {room} more do not fit a context of {self.tokens}: the first {outline.head} and the last "
-                f"{length - (outline.limit - dropped)} must stay, and dropping the {most - dropped} between them is not enough."
+                f"{length} tokens and {room} more do not fit a context of {self.tokens}: the first {outline.head} and "
+                f"the last {length - (outline.limit - dropped)} must stay, and dropping the {most - dropped} between "
+                "them is not enough."
             )
         return min(aim, most) - dropped
 

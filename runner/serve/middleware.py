@@ -171,7 +171,9 @@ class Access:
         is_forwarded = any(name in headers for name in FORWARDED)
         is_local = client is not None and _is_loopback(client[0]) and self._is_own(headers.get("host", ""))
         if is_forwarded or not is_local:
-            raise ApiError(403, "this route answers only this machine; start the server with --admin-key-file for others.")
+            raise ApiError(
+                403, "this route answers only this machine; start the server with --admin-key-file for others."
+            )
 
 
 def _keys(headers: Headers) -> list[str]:
@@ -241,7 +243,9 @@ class BodyLimit:
     def _require_room(self, body_bytes: int) -> None:
         max_bytes = self._max_mib * (1 << 20)
         if self._held_bytes > MAX_BODIES * max_bytes:
-            raise ApiError(429, "the server is reading too many bytes of other requests; try again later.", retry_after_s=5)
+            raise ApiError(
+                429, "the server is reading too many bytes of other requests; try again later.", retry_after_s=5
+            )
         if body_bytes > max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, the limit of this server.")
 

@@ -458,7 +458,9 @@ def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Samp
     if request.temperature == 0:
         return None
     if request.top_k >= vocabulary_length:
-        raise ApiError(400, f"top_k is {request.top_k}; wanted less than {vocabulary_length}, the size of the vocabulary.")
+        raise ApiError(
+            400, f"top_k is {request.top_k}; wanted less than {vocabulary_length}, the size of the vocabulary."
+        )
     if request.xtc_probability > 0 and not 0 <= request.xtc_threshold <= 0.5:
         raise ApiError(400, f"xtc_threshold is {request.xtc_threshold}; wanted 0 to 0.5.")
     sampler: Sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=request), tokenizer)

@@ -95,8 +95,8 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
     if reading.tokenizer is None:
         raise TraceError(
-            f"{paths[0]}: these are conversations, not a trace. Give --model to cut them into blocks with the tokenizer "
-            "of that model, or use radixcache replay, tree or explain."
+            f"{paths[0]}: these are conversations, not a trace. Give --model to cut them into blocks with the "
+            "tokenizer of that model, or use radixcache replay, tree or explain."
         )
     try:
         read = read_conversations(*paths, skip_bad=reading.skip_bad)

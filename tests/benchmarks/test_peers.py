@@ -44,7 +44,10 @@ def test_rows_and_conclusion_say_what_is_reported_and_who_wins() -> None:
     assert (ours["requests"], ours["failed"], ours["evaluated tokens"], ours["tokens/s"]) == (3, 1, 110, 8.0)
     theirs = row_of("edit", THEIRS, run, reports=False, equal=None) | {"TTFT ms p50": 4.0}
     assert theirs["evaluated tokens"] is None
-    assert "TTFT ms p50: radixcache is best in 0 of 1 scenarios, but not in edit (mlx_lm.server 4, radixcache 200)." in conclusion([ours, theirs])
+    assert (
+        "TTFT ms p50: radixcache is best in 0 of 1 scenarios, but not in edit (mlx_lm.server 4, radixcache 200)."
+        in conclusion([ours, theirs])
+    )
 
 
 def test_a_server_that_does_not_start_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

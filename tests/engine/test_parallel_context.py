@@ -211,7 +211,7 @@ def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
     completion = done(ticket)
     assert completion.done_reason == "length"
     assert completion.note is not None
-    assert "between them is not enough" in completion.note
+    assert "them is not enough" in completion.note
     assert len(completion.tokens) == CONTEXT - len(SYSTEM) - len(OPENING) + 1
     assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
 

@@ -69,7 +69,11 @@ def test_waiting_and_load_at_eight_replicas_are_what_the_benchmark_published() -
     assert {(trace, router) for trace, router, *_ in rows} == found.keys()
     for trace, router, share, *waits, p95, most in rows:
         row = found[trace, router]
-        assert [share, p95, most] == [percent(row["hits / infinite"]), f"{row['load p95']:.2f}", f"{row['load max']:.2f}"]
+        assert [share, p95, most] == [
+            percent(row["hits / infinite"]),
+            f"{row['load p95']:.2f}",
+            f"{row['load max']:.2f}",
+        ]
         for shown, exact in zip(waits, (row["TTFT s p50"], row["TTFT s p95"], row["TTFT s p99"]), strict=True):
             assert float(shown.removesuffix(" s").replace(",", "")) == pytest.approx(exact, rel=0.02, abs=0.05)
 
