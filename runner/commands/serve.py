@@ -43,7 +43,7 @@ def serve(
     namespace_by: Annotated[str, Option(help="key: API keys share no prefixes; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
-    """Serve models to clients of OpenAI's and Anthropic's APIs.
+    """Serve models to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     Takes the options of mlx_lm.server. Requests are decoded together, and each prompt starts from the longest prefix
     that the cache has. Ctrl-C ends the server when the running requests have finished.

@@ -7,6 +7,7 @@ OWNER/NAME           a repository of the model hub, fetched by mlx-lm
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -99,6 +100,33 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
             raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
         return folder
     return _fetched(spec, mlx_lm.utils._download)
+
+
+def stored_folder(spec: str) -> Path | None:
+    """The folder of a model that is on this machine; nothing is fetched. None: it is not, or a tiny model has none."""
+    if spec == DEMO:
+        return demo_model_folder()
+    if (folder := _folder(spec)) is not None or not HUB_ID.fullmatch(spec):
+        return folder
+    config = try_to_load_from_cache(spec, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def parameter_count(folder: Path) -> int:
+    """Count the parameters of a model from the heads of its files. A quantized weight counts as what it was made of."""
+    quantization = _read_config(folder).get("quantization") or {}
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            head = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, tensor in head.items():
+            layer, _, kind = name.rpartition(".")
+            if name == "__metadata__" or (quantization and kind in ("scales", "biases")):
+                continue
+            about = quantization.get(layer)
+            bits = about["bits"] if isinstance(about, dict) else quantization.get("bits")
+            count += math.prod(tensor["shape"]) * (32 // bits if bits and tensor["dtype"] == "U32" else 1)
+    return count
 
 
 def load_outline(

@@ -29,13 +29,13 @@ from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.serve import mlx_lm_border
 from runner.serve.anthropic import AnthropicPromptBody
-from runner.serve.bodies import Count, body_schema
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_caches
 from runner.serve.models import WarmEntry
+from runner.serve.ollama import is_ollama, ollama_request
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, part_at
-from runner.serve.request import DEFAULT, ApiError, ModelNames, Request, RequestRecord
+from runner.serve.request import DEFAULT, ApiError, Count, ModelNames, Request, RequestRecord, body_schema
 from runner.serve.responses import ResponsesBody
 from runner.serve.service import read_json, to_json
 from runner.text import cut, plural
@@ -199,6 +199,8 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
         raise ApiError(400, "wanted a string.", param="namespace")
     if "input" in body:
         return ResponsesBody.read(body).request(options, namespace), []
+    if is_ollama(body):
+        return ollama_request(body, options, namespace), []
     if "messages" in body and _is_anthropic(body):
         return AnthropicPromptBody.read(body).request(options, namespace), []
     try:
@@ -226,17 +228,19 @@ class WarmBody(PromptBody):
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
+async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], dict[str, Any]]) -> Response:
+    """The result of `work` as a response. ApiError: it raised a ValueError or an error of the cache."""
+    try:
+        return to_json(await asyncio.wrap_future(scheduler.call(work)))
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+    except RadixCacheError as error:
+        raise ApiError(409, str(error)) from error
+
+
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
     router = APIRouter()
     watch.attach(scheduler)
-
-    async def on_generation_thread(work: Callable[[Models], dict[str, Any]]) -> Response:
-        try:
-            return to_json(await asyncio.wrap_future(scheduler.call(work)))
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
-        except RadixCacheError as error:
-            raise ApiError(409, str(error)) from error
 
     async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
         def work(models: Models) -> dict[str, Any]:
@@ -246,7 +250,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                 evict(caches)
             return {"freed_bytes": before - sum(map(_held_bytes, caches))}
 
-        return await on_generation_thread(work)
+        return await _on_generation_thread(scheduler, work)
 
     @router.get("/metrics")
     def metrics() -> Response:
@@ -269,6 +273,53 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                     return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
         raise ApiError(404, "no such model has been served.", param="model")
 
+    @router.post("/cache/warm")
+    async def warm(body: WarmBody) -> Response:
+        request = body.request(options)
+
+        def work(models: Models) -> dict[str, Any]:
+            loaded = models.loaded(request.names)
+            tokens: Any = body.checked_tokens(loaded)
+            if any(mlx_lm_border.image_parts(request.messages)):
+                raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
+            if request.messages:  # what all continuations share: without the opening of a reply
+                entry = WarmEntry("", request.messages, request.tools, request.namespace, "messages")
+                tokens = entry.tokens(loaded.tokenizer, options)
+            elif not tokens:
+                tokens = loaded.prompt(request).tokens
+            evaluated = loaded.warm(tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests)
+            return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
+
+        return await _on_generation_thread(scheduler, work)
+
+    @router.post("/cache/reclaim")
+    async def reclaim(body: ReclaimBody) -> Response:
+        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes))
+
+    @router.delete("/cache")
+    async def clear(namespace: str | None = None) -> Response:
+        drop = functools.partial(PrefixCache.clear, namespace=namespace)
+        return await evicted("clear", lambda caches: list(map(drop, caches)))
+
+    @router.post("/cache/check")
+    async def check() -> Response:
+        def work(models: Models) -> dict[str, Any]:
+            for names, cache in scheduler.caches():
+                try:
+                    cache.check()
+                except AssertionError as error:
+                    raise ApiError(500, f"{title(names)}: {error}") from error
+            return {"active_bytes": mx.get_active_memory()}
+
+        return await _on_generation_thread(scheduler, work)
+
+    router.include_router(_explain_routes(scheduler, watch, options))
+    return router
+
+
+def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
+    router = APIRouter()
+
     # The body is read here: clients that send a file with a request often leave out its type.
     @router.post("/cache/explain", openapi_extra=body_schema(PromptBody, "/cache/explain"))
     async def explain(http_request: HttpRequest) -> Response:
@@ -290,7 +341,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
             came = explained(*last) if last else None
             return {**asdict(found), "cost": found.cost, "report": str(found), "part": part, "as_it_came": came}
 
-        return await on_generation_thread(work)
+        return await _on_generation_thread(scheduler, work)
 
     @router.get("/cache/requests/{id}")
     def requested(id: str) -> Response:
@@ -304,46 +355,6 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                         path = caches[record.names].explain(record.keys, record.namespace, keys=record.keys).path
                 return to_json({**explained(time_s, record), "path_now": path})
         raise ApiError(404, f"no request {cut(id)!r} among the last {LISTED_REQUESTS}.", param="id")
-
-    @router.post("/cache/warm")
-    async def warm(body: WarmBody) -> Response:
-        request = body.request(options)
-
-        def work(models: Models) -> dict[str, Any]:
-            loaded = models.loaded(request.names)
-            tokens: Any = body.checked_tokens(loaded)
-            if any(mlx_lm_border.image_parts(request.messages)):
-                raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
-            if request.messages:  # what all continuations share: without the opening of a reply
-                entry = WarmEntry("", request.messages, request.tools, request.namespace, "messages")
-                tokens = entry.tokens(loaded.tokenizer, options)
-            elif not tokens:
-                tokens = loaded.prompt(request).tokens
-            evaluated = loaded.warm(tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests)
-            return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
-
-        return await on_generation_thread(work)
-
-    @router.post("/cache/reclaim")
-    async def reclaim(body: ReclaimBody) -> Response:
-        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes))
-
-    @router.delete("/cache")
-    async def clear(namespace: str | None = None) -> Response:
-        drop = functools.partial(PrefixCache.clear, namespace=namespace)
-        return await evicted("clear", lambda caches: list(map(drop, caches)))
-
-    @router.post("/cache/check")
-    async def check() -> Response:
-        def work(models: Models) -> dict[str, Any]:
-            for names, cache in scheduler.caches():
-                try:
-                    cache.check()
-                except AssertionError as error:
-                    raise ApiError(500, f"{title(names)}: {error}") from error
-            return {"active_bytes": mx.get_active_memory()}
-
-        return await on_generation_thread(work)
 
     return router
 

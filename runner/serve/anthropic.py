@@ -33,17 +33,28 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
-from pydantic_core import from_json
 
-from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody, ThinkingChoice, without_billing
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, PrefillProgress, Request
+from runner.serve.request import (
+    MAX_MESSAGES,
+    ApiError,
+    Checked,
+    Count,
+    PrefillProgress,
+    Request,
+    Share,
+    StopWord,
+    Temperature,
+    Tokens,
+    body_schema,
+)
 from runner.serve.service import (
     Delta,
     ServedReply,
     Service,
     namespace_of,
+    read_arguments,
     read_json,
     server_sent_event,
     to_json,
@@ -475,15 +486,9 @@ class MessageDraft:
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: dict[str, Any]) -> MessageEvents:
-        # A model's arguments may have NaN, which JSON lacks, and be no object, which the API wants.
         function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"], parse_constant=str)
-            written = json.dumps(arguments if isinstance(arguments, dict) else {"arguments": arguments})
-        except ValueError:  # cut off
-            written = function["arguments"]
-            arguments = from_json(written or "{}", allow_partial="trailing-strings")
-        arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        arguments, is_whole = read_arguments(function["arguments"])
+        written = json.dumps(arguments) if is_whole else function["arguments"]
         yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         self._content[-1]["input"] = arguments
         yield self._delta({"type": "input_json_delta", "partial_json": written})

@@ -1,4 +1,4 @@
-"""The application: the routes (openai.py, responses.py, anthropic.py, admin.py), and around them middleware.py."""
+"""The application: the routes of four APIs and of the cache (admin.py), and around them middleware.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runner.serve.admin import cache_routes
 from runner.serve.anthropic import anthropic_routes
 from runner.serve.metrics import Watch
 from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_response
+from runner.serve.ollama import ollama_routes
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError
@@ -43,6 +44,7 @@ def assemble_app(
     app.include_router(openai_routes(service, options))
     app.include_router(responses_routes(service, options))
     app.include_router(anthropic_routes(service, options))
+    app.include_router(ollama_routes(service, options))
     app.include_router(cache)
     return guard(app, options, count)
 
@@ -61,9 +63,10 @@ def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int, str], 
 def _refuse_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     message = f"{error.detail}: {request.method} {request.url.path}"
-    if error.status_code == 404 and request.url.path.startswith("/v1/"):  # such as embeddings
-        paths = {str(getattr(route, "path", "")) for route in request.app.routes}
-        message += f". This server has {', '.join(sorted(path for path in paths if path.startswith('/v1/')))}"
+    for api in ("/v1/", "/api/"):
+        if error.status_code == 404 and request.url.path.startswith(api):  # such as embeddings
+            paths = sorted(path for path in request.app.openapi()["paths"] if path.startswith(api))
+            message += f". This server has {', '.join(paths)}"
     return error_response(request.scope, ApiError(error.status_code, message), error.headers)
 
 

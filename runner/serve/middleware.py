@@ -329,8 +329,9 @@ class Refusals:
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """Write an error in the form of the API whose route was called."""
     scope.setdefault("state", {})["refused"] = error.explained()  # for the log, see Frame
-    is_anthropic = scope["path"].startswith("/v1/messages")
-    response = to_json(error.in_anthropic_form() if is_anthropic else error.in_openai_form(), error.status)
+    is_anthropic, is_ollama = (scope["path"].startswith(each) for each in ("/v1/messages", "/api/"))
+    form = error.in_anthropic_form if is_anthropic else error.in_ollama_form if is_ollama else error.in_openai_form
+    response = to_json(form(), error.status)
     response.headers.update(headers or {})
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -40,7 +40,7 @@ from radixcache.prefix_cache import analytic_cost, default_budget_bytes
 from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.files import read_json
-from runner.models.load import LoadedModel, ModelError, load_model, load_outline, model_folder
+from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model, load_outline, model_folder
 from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
 from runner.serve.options import ServeOptions
@@ -221,9 +221,7 @@ class Models:
 
     def outlined(self, name: str) -> Any:
         """The tokenizer of a model, without its weights. ModelError: there is no such model."""
-        tokenizer = load_outline(name, show_progress=False, tokenizer_config=self._tokenizer_config()).tokenizer
-        self._choose_template(tokenizer)
-        return tokenizer
+        return outline_of(name, self._options).tokenizer
 
     def close(self) -> None:
         self._renderer.shutdown(wait=False, cancel_futures=True)
@@ -251,19 +249,11 @@ class Models:
             key.model,
             show_progress=False,
             adapter_path=key.adapter,
-            tokenizer_config=self._tokenizer_config(),
+            tokenizer_config=_tokenizer_config(self._options),
             trust_remote_code=self._options.trust_remote_code,
         )
-        self._choose_template(loaded.tokenizer)
+        _choose_template(loaded.tokenizer, self._options)
         return loaded, None if key.draft is None else load_model(key.draft, show_progress=False).model
-
-    def _tokenizer_config(self) -> dict[str, Any]:
-        template = {"chat_template": self._options.chat_template} if self._options.chat_template else {}
-        return {"trust_remote_code": self._options.trust_remote_code, **template}
-
-    def _choose_template(self, tokenizer: Any) -> None:
-        if self._options.use_default_chat_template and tokenizer.chat_template is None:
-            tokenizer.chat_template = tokenizer.default_chat_template
 
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _CachedModel:
         options = self._options
@@ -301,6 +291,23 @@ class Models:
             identity=None if not self._stores else weights_identity(*models, name=key.model),
         )
         return _CachedModel(cache, fingerprint, is_parallel)
+
+
+def outline_of(name: str, options: ServeOptions) -> ModelOutline:
+    """A model without its weights, with the template that the options choose. ModelError: there is no such model."""
+    outline = load_outline(name, show_progress=False, tokenizer_config=_tokenizer_config(options))
+    _choose_template(outline.tokenizer, options)
+    return outline
+
+
+def _tokenizer_config(options: ServeOptions) -> dict[str, Any]:
+    template = {"chat_template": options.chat_template} if options.chat_template else {}
+    return {"trust_remote_code": options.trust_remote_code, **template}
+
+
+def _choose_template(tokenizer: Any, options: ServeOptions) -> None:
+    if options.use_default_chat_template and tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer.default_chat_template
 
 
 def _can_share(model: Any, fresh: Callable[[], list[Any]]) -> bool:

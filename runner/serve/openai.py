@@ -4,14 +4,14 @@
     OpenAIReply                 the reply, whole or as server-sent events
     openai_routes               the routes
 
-Names, defaults and replies are those of mlx_lm.server 0.32.2; some ranges are narrower (bodies.py). `null` means the
+Names, defaults and replies are those of mlx_lm.server 0.32.2; some ranges are narrower (request.py). `null` means the
 same as no field. docs/serve-differences.md lists the differences.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
@@ -22,19 +22,26 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from runner.serve.bodies import MAX_MESSAGES, Checked, Count, Share, StopWord, Temperature, Tokens, body_schema
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
     DEFAULT,
+    MAX_MESSAGES,
     NO_MODEL,
     ApiError,
+    Checked,
     Constraint,
+    Count,
     LikelyToken,
     ModelNames,
     PrefillProgress,
     Request,
+    Share,
+    StopWord,
+    Temperature,
     Token,
+    Tokens,
+    body_schema,
 )
 from runner.serve.service import (
     Delta,
@@ -100,6 +107,10 @@ def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
 
+RepetitionPenalty = Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)]
+StopWords = Annotated[
+    list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
+]
 Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
 #: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
@@ -140,7 +151,7 @@ class OpenAIBody(Checked):
     min_p: Share = 0.0
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    repetition_penalty: Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)] = 0.0
+    repetition_penalty: RepetitionPenalty = 0.0
     repetition_context_size: Count = 20
     presence_penalty: Penalty = 0.0
     presence_context_size: Count = 20
@@ -150,9 +161,7 @@ class OpenAIBody(Checked):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Annotated[
-        list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
-    ] = Field(default_factory=list)
+    stop: StopWords = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
     @classmethod
@@ -409,7 +418,7 @@ class ReplyChoice:
         return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        found = [{**_logprob(token), "top_logprobs": [*map(_logprob, token.top_tokens)]} for token in tokens]
+        found = written_logprobs(tokens)
         if not found or not self.form.has_logprobs:
             return {}
         if not self.form.has_counted_logprobs:
@@ -499,6 +508,10 @@ class OpenAIReply:
         }
 
 
+def written_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    return [{**_logprob(token), "top_logprobs": [*map(_logprob, token.top_tokens)]} for token in tokens]
+
+
 def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
     text = token.data.decode("utf-8", "replace")
     # In this order NaN becomes the least, too.
@@ -538,8 +551,24 @@ def downloaded_models() -> list[str]:
     )
 
 
+def nameable_models(options: ServeOptions) -> Callable[[], list[str]]:
+    """Return a function for what a request may name: the served model, by each of its names, and the downloaded ones.
+
+    It reads the hub's cache, which takes time.
+    """
+    # A tenant must not see the models that another tenant downloads later.
+    at_start = downloaded_models() if options.namespace_by == "key" else None
+
+    def nameable() -> list[str]:
+        own = options.listed_names
+        downloaded = [] if options.is_only_model else downloaded_models() if at_start is None else at_start
+        return [*own, *(name for name in downloaded if name not in own)]
+
+    return nameable
+
+
 def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
-    router = APIRouter()
+    router, nameable = APIRouter(), nameable_models(options)
     fingerprint: str = get_system_fingerprint()
     started_s = int(time.time())
 
@@ -571,16 +600,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
-    # A tenant must not see the models that another tenant downloads later.
-    at_start = downloaded_models() if options.namespace_by == "key" else None
-
-    def nameable() -> list[str]:
-        """What a request may name: the served model, by each of its names, and the downloaded ones."""
-        own = options.listed_names
-        downloaded = [] if options.is_only_model else downloaded_models() if at_start is None else at_start
-        return [*own, *(name for name in downloaded if name not in own)]
-
-    # Reading the hub's cache takes time: the next two are no coroutines, so they run on a thread.
+    # The next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         return list_models(nameable(), started_s)

@@ -2,7 +2,7 @@
 
 Five nouns carry a request. Each is made from the one before.
 
-    Body      what the client sent, checked field by field     openai.py, responses.py, anthropic.py
+    Body      what the client sent, checked field by field     openai.py, responses.py, anthropic.py, ollama.py
     Request   what to generate, in the server's terms          this file
     Sequence  its tokens while the engine computes them        runner/engine/sequence.py
     Token     one sampled token                                this file
@@ -11,6 +11,9 @@ Five nouns carry a request. Each is made from the one before.
 `OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it. `cancel` sets
 a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request ends within one
 chunk of prefill or one decode step; its state is stored.
+
+Also the types and ranges of fields that the bodies of several APIs have. Ranges exclude what would make logits
+infinite, fail while a token is sampled, or cost memory or time without bound.
 
   OR1  Each request gets exactly one Ended or Failed, as its last event.
 """
@@ -22,7 +25,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from radixcache.errors import BudgetFullError, CacheFullError
 
@@ -383,6 +389,9 @@ class ApiError(Exception):
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.explained()}}
 
+    def in_ollama_form(self) -> dict[str, Any]:
+        return {"error": self.explained()}
+
     def explained(self) -> str:
         """The message, with the name of the wrong field."""
         return f"{self.param}: {self.message}" if self.param and self.param not in self.message else self.message
@@ -399,3 +408,33 @@ TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 ERROR_FIELDS = ("param", "code", "retry_after_s", "anthropic_message")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+MAX_MESSAGES = 10_000  # templates take time for each
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=10_000)]
+StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Checked(BaseModel):
+    """A body or a part of one. Values are not converted between types, and unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def checked(cls, fields: Mapping[str, Any]) -> Self:
+        """Check all fields. ApiError: one is missing or wrong."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise ApiError.of_validation(error.errors()) from error
+
+
+@cache
+def body_schema(kind: type[BaseModel], path: str) -> dict[str, Any]:
+    """The OpenAPI entry of the body at `path`, for a route that reads its body itself."""
+    at = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = kind.model_json_schema(ref_template=at + "/$defs/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

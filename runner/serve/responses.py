@@ -34,10 +34,20 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
-from runner.serve.bodies import MAX_MESSAGES, Checked, Share, Temperature, Tokens, body_schema
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, PrefillProgress, Request
+from runner.serve.request import (
+    DEFAULT,
+    MAX_MESSAGES,
+    ApiError,
+    Checked,
+    PrefillProgress,
+    Request,
+    Share,
+    Temperature,
+    Tokens,
+    body_schema,
+)
 from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event
 from runner.text import shortened
 

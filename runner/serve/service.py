@@ -1,4 +1,4 @@
-"""Service: how the routes of both APIs get replies. Runs on the event loop; never imports MLX.
+"""Service: how the routes of all APIs get replies. Runs on the event loop; never imports MLX.
 
 await read_json(http_request)          the body; the API checks its fields and makes the Request of it
 await service.answer(...)              the whole response, by way of the API's ReplyWriter
@@ -177,6 +177,19 @@ def cut_call(text: str) -> dict[str, Any] | None:
     return None
 
 
+def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
+    """The arguments of a call as an object, and whether they are whole; cut ones as far as they came.
+
+    A model may write NaN, which JSON lacks, and something else than an object.
+    """
+    is_whole = True
+    try:
+        found = json.loads(text, parse_constant=str)
+    except ValueError:
+        is_whole, found = False, from_json(text or "{}", allow_partial="trailing-strings")
+    return found if isinstance(found, dict) else {"arguments": found}, is_whole
+
+
 class ServedReply:
     """One reply as it arrives. `record` and `finish_reason` are None until it has ended.
 
@@ -263,7 +276,7 @@ class ReplyWriter(Protocol):
         """Wait for the whole reply, in the form of an API. ApiError: it failed."""
 
     def events(self) -> AsyncIterator[str]:
-        """Server-sent events; a failure is one of them."""
+        """Server-sent events, or lines; a failure is one of them."""
 
 
 class _Mailbox:

@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 
 from runner.serve.anthropic import MESSAGES, anthropic_routes
 from runner.serve.middleware import Frame
+from runner.serve.ollama import ollama_routes
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
@@ -29,6 +30,7 @@ def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, tim
     app.include_router(openai_routes(service, chosen))
     app.include_router(responses_routes(service, chosen))
     app.include_router(anthropic_routes(service, chosen))
+    app.include_router(ollama_routes(service, chosen))
     app.add_middleware(Frame, allowed_origins=(), count=lambda *_: None)
     return app
 

@@ -22,6 +22,7 @@ BUDGET_BYTES = 8 << 20
 REST_BYTES = 1 << 20
 USER = {"role": "user", "content": "?"}
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+OLLAMA = "/api/chat"
 #: A body that each route takes.
 GOOD: dict[str, dict[str, Any]] = {
     "/chat/completions": {"messages": [USER]},
@@ -31,6 +32,9 @@ GOOD: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": [USER]},
     MESSAGES: {"model": "claude-x", "max_tokens": 2, "messages": [USER]},
     MESSAGES + "/count_tokens": {"model": "claude-x", "messages": [USER]},
+    OLLAMA: {"messages": [USER], "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "?", "options": {"num_predict": 2}},
+    "/api/show": {"model": "x"},
     "/cache/explain": {"prompt": "?"},
     "/cache/warm": {"prompt": "?"},
     "/cache/reclaim": {"target_bytes": BUDGET_BYTES},
@@ -100,6 +104,8 @@ def require_refused(path: str, answer: tuple[int, bytes]) -> Any:
     status, body = answer
     assert 400 <= status < 500, (path, status, body[:300])
     error = json.loads(body)["error"]
+    if path.startswith("/api/"):
+        return {"message": error}
     assert set(error) == ({"type", "message"} if path.startswith(MESSAGES) else {"message", "type", "param", "code"})
     assert error["message"], path
     return error
@@ -154,11 +160,11 @@ class Abuse:
         return self._draws.choice(kinds)()
 
     def _reply(self) -> Attempt:
-        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES])
+        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES, OLLAMA])
         return Attempt(path, post(path, self._body(path, self._draws.randint(1, 3))), frozenset([200]))
 
     def _leave(self) -> Attempt:
-        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES])
+        path = self._draws.choice([CHAT, TEXT, MESSAGES, RESPONSES, OLLAMA])
         sent, read = post(path, self._body(path, 100)), self._draws.choice([0, 1, 200, 1000])
         return Attempt(path, sent, frozenset([200, None]), read, is_reset=self._draws.random() < 0.5)
 
@@ -199,6 +205,7 @@ class Abuse:
         prompt = {
             TEXT: {"prompt": text},
             RESPONSES: {"input": text, "max_output_tokens": max_tokens},
+            OLLAMA: {"messages": [{**USER, "content": text}], "options": {"num_predict": max_tokens}},
         }.get(path, {"messages": [{"role": "user", "content": text}]})
         more = {"max_tokens": max_tokens, "stream": draws.random() < 0.5 or max_tokens > 3}
         return json.dumps({**GOOD[path], **prompt, **more}).encode()

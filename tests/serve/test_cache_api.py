@@ -138,6 +138,14 @@ def bodies() -> dict[str, dict[str, Any]]:
             "instructions": SYSTEM["content"], "input": text, "max_output_tokens": 2,
             "tools": [{"type": "function", **about, "parameters": parameters}],
         },
+        "/api/chat": {
+            "messages": [SYSTEM, {"role": "user", "content": text, "images": []}], "stream": False, "think": False,
+            "tools": [{"type": "function", "function": {**about, "parameters": parameters}}],
+            "options": {"num_predict": 2},
+        },
+        "/api/generate": {
+            "prompt": text, "system": SYSTEM["content"], "stream": False, "options": {"num_predict": 2},
+        },
     }  # fmt: skip
 
 

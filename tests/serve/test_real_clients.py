@@ -248,7 +248,7 @@ CLIENTS = (
     Client("pydantic_ai", python_client("pydantic_ai"), templates=("strict",)),
     Client("langchain", python_client("langchain"), templates=("qwen3",)),
     Client("litellm", python_client("litellm")),
-    Client("ollama", python_client("ollama"), waits=dict.fromkeys(TEMPLATES, "there is no POST /api/chat")),
+    Client("ollama", python_client("ollama"), templates=("hermes", "strict")),
     Client("claude_code", claude_code, "claude", TEMPLATES),
     Client("codex", codex, "codex", ("hermes", "strict")),
     Client("opencode", opencode, "opencode", ("qwen3",)),

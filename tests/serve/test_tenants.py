@@ -29,7 +29,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 #: What differs from one request to the next by itself: of log-probabilities the last bits, beside others' decoding.
 OWN = re.compile(
     r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"(created|completed)(_at)?": ?("[^"]*"|\d+)|"logprob": [-.e\d]+'
-    r'|"[a-z_]+(_ms|_second)": [-.e\d]+'
+    r'|"[a-z_]+(_ms|_second|_duration)": [-.e\d]+|"modified_at": "[^"]*"'
 )
 
 
@@ -59,6 +59,9 @@ RESPONSES = [
     {"max_output_tokens": 4, "instructions": SYSTEM["content"], "input": [USER], "stream": is_streamed}
     for is_streamed in (False, True)
 ]
+OLLAMA = [
+    {"options": {"num_predict": 4}, "messages": [SYSTEM, USER], "stream": is_streamed} for is_streamed in (False, True)
+]
 WRONG: list[Any] = [{}, [], {"messages": []}, {"prompt": "x" * 40_000}, {"prompt": "x", "model": "./nowhere"}]
 SEEN = [
     Route("POST", "/v1/chat/completions", [*chats(), *chats(seed=3, temperature=1.0), *WRONG]),
@@ -68,6 +71,13 @@ SEEN = [
     Route("POST", "/responses", RESPONSES),
     Route("POST", "/v1/messages", [*MESSAGES, *WRONG]),
     Route("POST", "/v1/messages/count_tokens", [*MESSAGES, *WRONG]),
+    Route("POST", "/api/chat", [*OLLAMA, *WRONG]),
+    Route("POST", "/api/generate", [{"prompt": "What about quince?", "options": {"num_predict": 4}}, *WRONG]),
+    Route("POST", "/api/show", [{"model": "tiny"}, {"model": "tiny:latest"}, *WRONG]),
+    Route("GET", "/api/tags"),
+    Route("GET", "/api/ps"),
+    Route("GET", "/api/version"),
+    Route("GET", "/"),
     Route("GET", "/v1/models"),
     Route("GET", "/v1/models/{name}"),
     Route("GET", "/health"),
