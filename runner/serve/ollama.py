@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -92,6 +92,12 @@ def _refused(why: str) -> AfterValidator:
         return value
 
     return AfterValidator(require_empty)
+
+
+def _known_format(format: Any) -> Any:
+    if isinstance(format, str) and format not in ("", "json"):
+        raise ValueError("wanted json, or a schema as an object")
+    return format
 
 
 Images = Annotated[
@@ -192,7 +198,7 @@ class OllamaBody(Checked):
 
     model: str = DEFAULT
     stream: bool = True
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Annotated[str | dict[str, Any], AfterValidator(_known_format)] = ""
     options: OllamaOptions = OllamaOptions()
     think: bool | Annotated[str, Field(max_length=100)] | None = None
     keep_alive: float | str | None = None

@@ -173,7 +173,7 @@ def test_a_prompt_is_a_turn_of_the_user_and_as_it_is_if_raw() -> None:
         (CHAT, {"options": {"temperature": -1}}, "options.temperature"),
         (CHAT, {"options": {"num_predict": -3}}, "options.num_predict"),
         (CHAT, {"options": {"repeat_penalty": 0.001}}, "options.repeat_penalty"),
-        (CHAT, {"format": "yaml"}, "format"),
+        (CHAT, {"format": "yaml"}, "format: wanted json, or a schema as an object"),
         (CHAT, {"top_logprobs": 21}, "top_logprobs"),
         (GENERATE, {"images": ["aGk="]}, "images"),
         (GENERATE, {"suffix": "}"}, "suffix"),
