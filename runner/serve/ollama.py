@@ -211,7 +211,9 @@ class OllamaBody(Checked):
 
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
-        return {"type": "object"} if self.format == "json" else self.format or None
+        if isinstance(self.format, dict):
+            return self.format
+        return {"type": "object"} if self.format else None
 
     def _fields(self, options: ServeOptions) -> dict[str, Any]:
         """What bodies of OpenAI's API have, too."""
