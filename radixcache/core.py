@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from radixcache.adapters.contract import Checkpoint
 from radixcache.errors import SessionClosedError
 from radixcache.layers.layout import NATIVE_ERRORS
 from radixcache.ledger import Booking
@@ -34,6 +35,7 @@ from radixcache.paging.resume import (
     ResumePlan,
     ShortReason,
     Tails,
+    deepest_whole,
     floor,
     plan_resume,
     stored_from,
@@ -122,6 +124,7 @@ class Core:
     def next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         """Start a tick, later than the last one, and return the use of state by the request that comes with it."""
         clock = self.settings.clock
+        self._pins.end_expired()
         self._tick = max(self._tick + 1, 0 if clock is None else clock())
         self._states.events.tick = self._tick
         return Use(self._tick, priority, turn, kind)
@@ -313,22 +316,47 @@ class Core:
 
     def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
         """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
-        path, states = live.nodes(), self._states
-        found = [each for each in own.checkpoints if each.offset <= limit]
-        found += [node.payload.checkpoint for node in path if node.end <= limit and node.payload.checkpoint is not None]
-        whole = (each for each in found if not states.windows.lacking(path, each.offset, own.windows))
-        checkpoint = max(whole, key=lambda each: each.offset, default=None)
+        checkpoint = self._last_checkpoint(live, own, limit)
         target = 0 if checkpoint is None else checkpoint.offset
-        if target < live.offset:
-            self._pager.retreat(live, target)
+        self.go_back(live, own, target, checkpoint)
+        return target
+
+    def reach(self, live: LivePath, own: OwnState, limit: int, *, is_intact: bool) -> tuple[int, Checkpoint | None]:
+        """The deepest offset at or below `limit` for `go_back`, and its checkpoint; `is_intact`: windows are whole."""
+        if is_intact and not self.layout.has_states:
+            stored = [*self._states.windows.stored(live.nodes()), *own.windows]
+            held, grid_tokens = self.layout.held(live.caches), self._states.grid_tokens
+            return deepest_whole(self.layout, stored, limit, held, grid=grid_tokens), None
+        checkpoint = self._last_checkpoint(live, own, limit)
+        return (0 if checkpoint is None else checkpoint.offset), checkpoint
+
+    def go_back(self, live: LivePath, own: OwnState, target: int, checkpoint: Checkpoint | None) -> None:
+        """Move live caches back to an offset; all state of their point layers there is in the checkpoint or stored.
+
+        Without a checkpoint, windows also take what the live caches hold.
+        """
+        windows, held = self._states.windows, None
+        if checkpoint is None and target:
+            held = self._pager.captured(live.caches, live.nodes(), target, own.windows)
+        self.leave_beyond(live, target)
         self.layout.rewind_spans(live.caches, target)
-        self.layout.restore_points(
-            live.caches, checkpoint, target, [*states.windows.stored(live.nodes()), *own.windows]
-        )
+        stored = [*windows.stored(live.nodes()), *own.windows, *([] if held is None else [held])]
+        self.layout.restore_points(live.caches, checkpoint, target, stored)
         own.cut(0, target)
         live.measure()
         self.enforce_budget()
-        return target
+
+    def leave_beyond(self, live: LivePath, end: int) -> None:
+        """Leave the nodes of a live path behind `end`, whose tokens are about to be overwritten."""
+        if end < live.offset:
+            self._pager.retreat(live, end)
+
+    def _last_checkpoint(self, live: LivePath, own: OwnState, limit: int) -> Checkpoint | None:
+        path, windows = live.nodes(), self._states.windows
+        found = [each for each in own.checkpoints if each.offset <= limit]
+        found += [node.payload.checkpoint for node in path if node.end <= limit and node.payload.checkpoint is not None]
+        whole = (each for each in found if not windows.lacking(path, each.offset, own.windows))
+        return max(whole, key=lambda each: each.offset, default=None)
 
     def after_forward(
         self, live: LivePath, caches: Sequence[Any], request: PrefixRequest, own: OwnState, wait: bool
@@ -337,11 +365,14 @@ class Core:
         if not live.is_open:
             raise SessionClosedError("the cache was closed during the forward pass.")
         self.layout.learn(caches)
-        ours = {id(cache) for cache in live.caches}
-        replaced = [cache for cache in caches if id(cache) not in ours]
         self._pager.fit_capacity(live, len(request.prompt), request.reserve, wait)
-        live.measure(replaced)
+        self.measure(live, caches)
         self.thin(own)
+
+    def measure(self, live: LivePath, caches: Sequence[Any]) -> None:
+        """Book the bytes of live buffers, and of caches that a session has in their place."""
+        ours = {id(cache) for cache in live.caches}
+        live.measure([cache for cache in caches if id(cache) not in ours])
 
     def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
         """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
@@ -407,8 +438,7 @@ class Core:
 
     def commit(self, live: LivePath, request: PrefixRequest, keys: Keys, end: int, own: OwnState) -> None:
         """Make the first `end` of these keys, all evaluated, a LIVE path of the tree, with the request's own state."""
-        if end < live.offset:
-            self._pager.retreat(live, end)
+        self.leave_beyond(live, end)
         self._pager.record_live(live, keys[:end], request.namespace, own, request.use)
         if self.settings.exact:
             tip = live.tip if live.tip is not None else self._states.tree.root(request.namespace)
@@ -462,7 +492,8 @@ class Core:
         self._evictor.make_room()
 
     def tidy_unpinned(self) -> None:
-        """Join or drop nodes whose pins have ended."""
+        """End pins whose seconds are over, and join or drop nodes whose pins have ended."""
+        self._pins.end_expired()
         for node in self._pins.take_unpinned():
             if node.payload is not None:
                 self._evictor.tidy(node)
@@ -569,8 +600,7 @@ class Core:
         """Drop what no open session uses, and the history of prompts: of all namespaces, or of one."""
         self._pins.clear(namespace)
         self.enforce_budget()
-        if namespace is None:
-            self._tails.clear()
+        self._tails.clear(namespace)
         with self._states.losing_silently():
             if namespace is None:
                 self._evictor.shrink_to(0)

@@ -10,11 +10,13 @@ Invariants:
   U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
   U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
   U3  A signal that comes while the main thread waits for the lock or has it is delivered after all of that.
+  U4  A lock that was used is not entered in a forked process: RuntimeError, as it may be held for ever there.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -25,6 +27,21 @@ STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") 
 
 #: Whether the main thread is inside of such a block.
 _is_inside = False
+#: How often the process was forked on the way to this one.
+_forks = 0
+FORKED = (
+    "this process was forked after the cache was used, and neither MLX nor threads survive a fork. Make a PrefixCache "
+    "in each process, or start processes with spawn."
+)
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class uninterrupted:  # noqa: N801  used like a function
@@ -79,11 +96,21 @@ class Lock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = self._owner = 0
+        self._forks: int | None = None  # None: it was never entered
         self._block = uninterrupted()
         self._waiting: list[Callable[[], object]] = []
         self.afterwards: list[Callable[[], object]] = []
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it was used before this process was forked off."""
+        return self._forks is not None and self._forks != _forks
+
     def __enter__(self) -> Lock:
+        if self._forks != _forks:
+            if self._forks is not None:
+                raise RuntimeError(FORKED)
+            self._forks = _forks
         if self._owner == threading.get_ident():
             self._depth += 1
             return self

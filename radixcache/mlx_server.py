@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from radixcache.tree.entries import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
 PRIORITIES = {"assistant": 0, "user": 1, "system": 2}
+LAST = PRIORITIES["system"]  # the type that goes last
 #: For each step of priority, state counts as used so many calls later. A larger number finds less: system prompts that
 #: begin with the time of day would fill the budget.
 HEAD_START_CALLS = 10
@@ -37,7 +40,9 @@ class RadixPromptCache:
     """Takes the place of mlx-lm's LRUPromptCache.
 
     Args:
-        max_size: the most sequences held; those used longest ago go first.
+        max_size: the most sequences held. They go by type, as in mlx-lm: an assistant's while there are at least as
+            many as of users, a user's while there are at least as many as system prompts. Of one type, those used
+            longest ago go first.
         max_bytes: the most bytes held, of all models together; unlimited by default, as in mlx-lm.
 
     Raises:
@@ -111,22 +116,44 @@ class RadixPromptCache:
             self.trim_to(n_sequences=self.max_size)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict, least recently used models first, until at most `n_sequences` and `n_bytes` are left."""
+        """Evict until at most `n_sequences` and `n_bytes` are left: sequences by type, then least recently used models.
+
+        O(nodes), and O(log(sequences)) for each that goes.
+        """
         with self._ledger.lock:
             if n_sequences is not None:
-                stored: list[tuple[Parts, StateNode]] = []
-                for parts in self._parts():
-                    leaves_here = [node for node in parts.states.tree.nodes() if node.is_leaf]
-                    leaves_here.sort(key=lambda node: node.payload.entry.last_used)
-                    stored += [(parts, leaf) for leaf in leaves_here]
-                for parts, node in stored[: max(0, len(stored) - max(0, n_sequences))]:
-                    while node.is_leaf and not node.is_root:  # Also the nodes above that lead to no other leaf.
-                        node = parts.states.remove(node)
-                    parts.evictor.tidy(node)
+                self._trim_sequences(max(0, n_sequences))
             if n_bytes is not None:
                 for parts in self._parts():
                     held_bytes = parts.states.account.total_bytes
                     parts.evictor.shrink_to(max(0, held_bytes - self.nbytes + max(0, n_bytes)))
+
+    def _trim_sequences(self, most: int) -> None:
+        # Of each type, in the order of use: models first, as each counts its own calls.
+        stored: list[list[tuple[int, int, int, Parts, StateNode]]] = [[] for _ in PRIORITIES]
+
+        def add(model: int, parts: Parts, node: StateNode) -> None:
+            entry = node.payload.entry
+            heappush(stored[entry.priority], (model, entry.last_used, entry.entry_id, parts, node))
+
+        for model, parts in enumerate(self._parts()):
+            for node in parts.states.tree.nodes():
+                if node.is_leaf:
+                    add(model, parts, node)
+        while sum(map(len, stored)) > most:
+            pairs = enumerate(pairwise(stored))
+            rank = next((each for each, (ours, more) in pairs if len(ours) >= max(1, len(more))), LAST)
+            model, _, _, parts, node = heappop(stored[rank])
+            node = parts.states.remove(node)
+            # So do the nodes above that lead to no other leaf. A system prompt stays as a sequence of its own.
+            while node.is_leaf and not node.is_root:
+                is_kept = rank < LAST == node.payload.entry.priority
+                if is_kept and not parts.states.is_useless(node):
+                    break
+                node = parts.states.remove(node)
+            parts.evictor.tidy(node)
+            if node.payload is not None and node.is_leaf:
+                add(model, parts, node)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes of each type; state of several types counts for the last of them in PRIORITIES."""

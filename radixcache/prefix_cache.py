@@ -2,15 +2,17 @@
 
 Caches on the same ledger share one lock; forward passes run outside of it. A session belongs to one thread at a time;
 sessions on different slots may run in different threads. MLX does not promise that several threads may evaluate at
-once: let them take turns in forward passes, begin and close. A clock is read only if there is a store; only `verify`
-uses randomness.
+once: let them take turns in forward passes, begin and close. A clock is read only if there is a store, or a pin with
+`ttl_s`; only `verify` uses randomness.
 
 `assemble` builds the parts of a cache, on layers that hold arrays or sizes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,6 +29,7 @@ from radixcache.groups.row import Room
 from radixcache.layers.layout import Layout
 from radixcache.layers.stored import state_identity
 from radixcache.ledger import Ledger
+from radixcache.lock import FORKED
 from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, view_of
 from radixcache.observe.hints import Edge, edges_of
 from radixcache.observe.page import render_view
@@ -143,6 +146,7 @@ class PrefixCache:
             Caches may share stores. Stores stay open when the cache closes.
         identity: the name of the model in the store, if `caches` is given. Default: made from the model's class,
             arguments and weights.
+        seconds: the clock of pins with `ttl_s`, in seconds from any start. Default: time.monotonic.
 
     Raises:
         ValueError: an argument out of its range.
@@ -171,12 +175,15 @@ class PrefixCache:
         step_size: int = 2048,
         store: Store | Sequence[Store] | None = None,
         identity: Identity | bytes | str | None = None,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         require_caches(model, caches, kv_bits, kv_group_size)
         require_about(tokenizer, cost)
         sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
         vocab_size = vocabulary_size(model)
-        settings = Settings(*sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, model=model)
+        settings = Settings(
+            *sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, seconds=seconds, model=model
+        )
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self._parts: Parts | None
         disk = None
@@ -188,7 +195,9 @@ class PrefixCache:
 
     def __repr__(self) -> str:
         parts = self._parts
-        return f"<PrefixCache {'closed' if parts is None else in_a_line(parts.core, parts.states, self._about)}>"
+        if parts is None or parts.core.lock.is_foreign:
+            return "<PrefixCache closed>"
+        return f"<PrefixCache {in_a_line(parts.core, parts.states, self._about)}>"
 
     __reduce_ex__ = refuse_copy
 
@@ -205,7 +214,7 @@ class PrefixCache:
         CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
         parts, self._parts = self._parts, None
-        if parts is not None:
+        if parts is not None and not parts.core.lock.is_foreign:  # The process that it was forked from has the state.
             parts.core.close()
             parts.core.flush()
 
@@ -314,22 +323,25 @@ class PrefixCache:
         *,
         name: str | None = None,
         ttl_requests: int | None = None,
+        ttl_s: float | None = None,
         keys: Any = None,
     ) -> int:
         """Protect a stored prefix from eviction until unpin(). Returns the bytes that all pins keep.
 
         Each pin of a prefix needs its own unpin(). names() lists pins with a `name`; a name that is taken moves to
-        these tokens. A pin with `ttl_requests` ends after that many more requests. Only clear() and the loss of the
-        state end a pin early. Exact mode keeps whole chunks, and the last chunk only if a longer prompt has stored it.
+        these tokens. A pin with `ttl_requests` ends after that many more requests, one with `ttl_s` after that many
+        seconds, at the next call; with both, it ends with the first. Only clear() and the loss of the state end a pin
+        early. Exact mode keeps whole chunks, and the last chunk only if a longer prompt has stored it.
 
         Raises:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
-        require_pin(name, ttl_requests)
+        require_pin(name, ttl_requests, ttl_s)
         core, pins = self._core, self._open.pins
         with core.lock:
-            pins.add(prompt_keys, namespace, name, ttl_requests)
+            core.tidy_unpinned()
+            pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
             core.enforce_budget()
             return pins.nbytes
 
@@ -351,6 +363,7 @@ class PrefixCache:
         """The named pins of one namespace, in the order they were made."""
         require_namespace(namespace)
         with self._core.lock:
+            self._core.tidy_unpinned()
             return self._open.pins.named(namespace)
 
     def warm(
@@ -361,6 +374,7 @@ class PrefixCache:
         *,
         name: str | None = None,
         ttl_requests: int | None = None,
+        ttl_s: float | None = None,
         marks: Sequence[int] = (),
         keys: Any = None,
         step_size: int | None = None,
@@ -370,17 +384,17 @@ class PrefixCache:
     ) -> int:
         """Prefill a prefix ahead of use, so that longer prompts resume at its end with any kind of layers.
 
-        With `name` or `ttl_requests` it is pinned, as by pin(). A prefix that is stored already takes no slot; any
-        other prefix counts as a request in stats and traces. In exact mode the prefix ends with its last whole chunk.
-        Returns the number of tokens evaluated; 0 if the prefix was stored.
+        With `name`, `ttl_requests` or `ttl_s` it is pinned, as by pin(). A prefix that is stored already takes no slot;
+        any other prefix counts as a request in stats and traces. In exact mode the prefix ends with its last whole
+        chunk. Returns the number of tokens evaluated; 0 if the prefix was stored.
 
         Raises:
             ValueError: it is quarantined or was found wrong, or it does not fit beside open sessions and pins.
             CacheBusyError: it has to be evaluated, and every live slot is taken.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        require_pin(name, ttl_requests)
-        is_pinned = name is not None or ttl_requests is not None
+        require_pin(name, ttl_requests, ttl_s)
+        is_pinned = (name, ttl_requests, ttl_s) != (None, None, None)
         core, pins, length = self._core, self._open.pins, len(prompt)
         chunks = pins.whole_chunks(prompt_keys)
 
@@ -389,7 +403,7 @@ class PrefixCache:
             if not core.is_resumable(prompt_keys, namespace):
                 return False
             if is_pinned:
-                pins.add(prompt_keys, namespace, name, ttl_requests)
+                pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
             core.tidy_unpinned()
             return True
 
@@ -421,13 +435,22 @@ class PrefixCache:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
         with self._core.lock:
+            self._core.tidy_unpinned()
             return self._open.evictor.make_room(nbytes)
 
-    def reclaim(self, target_bytes: int) -> int:
-        """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed."""
+    def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
+        """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
+
+        With a namespace, only its state counts and goes, in the order of its last use. Live buffers count for the
+        namespace whose prompt they hold.
+        """
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
+        require_namespace(namespace or "")
         with self._core.lock:
-            freed = self._open.evictor.shrink_to(target_bytes)
+            self._core.tidy_unpinned()
+            evictor = self._open.evictor
+            shrink = evictor.shrink_to if namespace is None else partial(evictor.shrink_namespace, namespace)
+            freed = shrink(target_bytes)
             self._core.layout.release()
             return freed
 
@@ -504,6 +527,8 @@ class PrefixCache:
     def _open(self) -> Parts:
         if self._parts is None:
             raise CacheClosedError("the cache is closed; make another PrefixCache.")
+        if self._parts.core.lock.is_foreign:
+            raise CacheClosedError(FORKED)
         return self._parts
 
     @property

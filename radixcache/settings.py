@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 #: Each slot is a bit of every node's mask.
 MOST_LIVE_SLOTS = 4096
+#: Pins may last so many seconds, some 30,000 years.
+NEVER_S = 1e12
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
 TRIM_TOKENS = 256
 
@@ -28,6 +31,7 @@ class Settings:
     vocab_size: int | None = None
     on_event: Callable[..., object] | None = None
     clock: Callable[[], int] | None = None
+    seconds: Callable[[], float] = time.monotonic
     trim_tokens: int | None = None
     merges: bool = True
     #: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
@@ -51,7 +55,7 @@ class Settings:
         if not is_whole(self.verify_seed):
             raise ValueError(f"verify_seed is {self.verify_seed!r}; wanted a whole number.")
         object.__setattr__(self, "verify_seed", int(self.verify_seed))
-        for name, value in (("clock", self.clock), ("on_event", self.on_event)):
+        for name, value in (("clock", self.clock), ("on_event", self.on_event), ("seconds", self.seconds)):
             if value is not None and not callable(value):
                 raise ValueError(f"{name} is {value!r}; wanted a function, or None.")
 
@@ -113,11 +117,14 @@ def require_group(capacity: Any, priority: Any, prompts: Any) -> tuple[int, int]
     return require_count("capacity", capacity, "tokens"), require_use(priority, None, "")[0]
 
 
-def require_pin(name: Any, ttl_requests: Any) -> None:
+def require_pin(name: Any, ttl_requests: Any, ttl_s: Any) -> None:
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError(f"name is {name!r}; wanted a str that is not empty.")
     if ttl_requests is not None:
         require_count("ttl_requests", ttl_requests, "requests")
+    is_number = isinstance(ttl_s, (int, float)) and not isinstance(ttl_s, bool)
+    if ttl_s is not None and not (is_number and 0 < ttl_s < NEVER_S):
+        raise ValueError(f"ttl_s is {ttl_s!r}; wanted a number of seconds above 0.")
 
 
 def require_count(name: str, value: Any, unit: str, least: int = 1) -> int:

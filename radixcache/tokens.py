@@ -193,6 +193,20 @@ class KnownTokens:
         self.read_keys = np.delete(self.read_keys, np.s_[start:end])
         self.count -= length - len(self.read_ids)
 
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on; waits for none."""
+        left = length - len(self.read_ids)
+        if left <= 0:
+            self.read_ids, self.read_keys = self.read_ids[:length], self.read_keys[:length]
+            self._is_cut_short = False
+        kept = []
+        for tokens, start, end in self._pending:
+            if left > 0:
+                kept.append((tokens, start, min(end, start + left)))
+                left -= end - start
+        self._pending = kept
+        self.count = min(self.count, length)
+
     def forget_pending(self) -> None:
         self._pending.clear()
         self._is_cut_short = True

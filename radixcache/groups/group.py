@@ -39,6 +39,7 @@ from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
+from radixcache.lock import FORKED
 from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
 from radixcache.settings import require_count
 from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
@@ -296,7 +297,8 @@ class Group:
 
     def close(self) -> None:
         """Close all rows: store what they evaluated and release their state. Closing twice is fine."""
-        if self.is_closed:
+        if self.is_closed or self._lock.is_foreign:
+            self.is_closed = True
             return
         with self._lock:
             self.is_closed = True
@@ -391,6 +393,8 @@ class Group:
     def _require_open(self) -> None:
         if self.is_closed:
             raise SessionClosedError("the group is closed; make another one with begin_many().")
+        if self._lock.is_foreign:
+            raise SessionClosedError(FORKED)
         if self.is_lost:
             raise SessionClosedError("the rows' state was lost to a failure; close the group and begin_many() again.")
 

@@ -189,7 +189,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._known.update(dict.fromkeys(digests[shared:], number))
 
     def _open(self) -> int:
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if not self._is_locked(handle):
                 gc.collect()  # a cache that is no longer used may hold the lock

@@ -1,7 +1,8 @@
 """Words: numbers, nodes and text of prompts for people, and a TreeView as lines of text.
 
 Text of prompts is hostile: `visible` removes what acts on a terminal or a page. `choose` picks the nodes that are shown
-of a large tree. `text` writes a line for each node, an only child straight under its parent.
+of a large tree. `text` writes a line for each node, an only child straight under its parent; below `MOST_DEPTH`
+branchings it writes their number instead of a wider indent, so that its length is O(nodes).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 TEXT_CHARACTERS = 60
 #: With fewer columns left in a line, the text gets a line of its own.
 LEAST_TEXT = 16
+MOST_DEPTH = 40
 
 
 def bytes_words(nbytes: int) -> str:
@@ -222,6 +224,8 @@ def text(view: TreeView, max_nodes: int, columns: int | None = None) -> str:
         branch = after = ""
         if row.parent >= 0 and row.depth > rows[row.parent].depth:
             branch, after = ("\u2514\u2500 ", "   ") if row.is_last else ("\u251c\u2500 ", "\u2502  ")
+            if row.depth > MOST_DEPTH:
+                branch, after = f"{branch}depth {row.depth:,}: ", ""
         before[number] = indent + after
         lines += _node_lines(row, view.slot_count, indent + branch, indent + after, columns)
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any
 
 from policies import LRU, OFFLINE_POLICIES, POLICIES, Entry, EvictionPolicy
@@ -95,6 +96,65 @@ class Evictor:
         for node in [*self._states.tree.nodes(namespace)]:
             if node.payload is not None:
                 self.tidy(node)
+
+    def shrink_namespace(self, namespace: str, target_bytes: int) -> int:
+        """Evict until a namespace holds at most `target_bytes` or nothing evictable is left; returns the bytes freed.
+
+        Its leaves go in the order of their last use, whatever the policy, which orders all namespaces together.
+        """
+        before, excess_bytes = self._held_bytes(), self._namespace_bytes(namespace) - target_bytes
+        leaves: list[tuple[int, int, int, StateNode]] = []
+
+        def over() -> int:
+            return max(0, excess_bytes - (before - self._held_bytes()))
+
+        def add(node: StateNode | None) -> None:
+            if node is not None and node.payload is not None and node.is_leaf and not node.payload.is_kept:
+                heappush(leaves, (node.payload.entry.last_used, -node.end, id(node), node))
+
+        for node in self._states.tree.nodes(namespace):
+            add(node)
+        while leaves and over():
+            leaf = heappop(leaves)[-1]
+            above = leaf.parent
+            if leaf.payload is None or not leaf.is_leaf or above is None:
+                continue
+            for path in [path for path in self._idle() if path.tip is leaf]:
+                is_alone = all(node.payload.live_mask == 1 << path.slot for node in path.nodes())
+                if is_alone and self._cut_tail(path, over()):
+                    above = path.tip
+                    break
+                self.empty_slot(path, lambda: 0)
+            else:
+                if leaf.payload is not None and leaf.payload.live:
+                    continue  # An open session stands on it.
+                if leaf.payload is not None and over():
+                    self._cut_leaf(leaf, over())
+            add(leaf)
+            if above is not leaf:
+                add(above)
+        return before - self._held_bytes()
+
+    def _cut_leaf(self, leaf: StateNode, want_bytes: int) -> None:
+        """Cut so many bytes off a leaf that is not live, or remove it."""
+        before, cuts = self._held_bytes(), self._cuts(leaf, want_bytes)
+        try:
+            if cuts:
+                self._states.on_loss(leaf)
+                self._states.truncate(leaf, cuts[-1])
+            else:
+                self.tidy(self._states.remove(leaf))
+        except NATIVE_ERRORS:
+            self.tidy(self._states.remove(leaf))  # No memory even for the cut: all of it goes.
+        self._count(before - self._held_bytes())
+
+    def _namespace_bytes(self, namespace: str) -> int:
+        """Bytes of its nodes, and of the live buffers that stand in it."""
+        nbytes = sum(node.payload.entry.weight_bytes for node in self._states.tree.nodes(namespace))
+        for path in self._slots.paths:
+            owner = path.tip if path.tenant is None else path.tenant
+            nbytes += path.booking.live_bytes if owner is not None and owner.namespace == namespace else 0
+        return nbytes
 
     def halve(self) -> None:
         self.shrink_to(self._held_bytes() // 2)

@@ -8,7 +8,8 @@ Invariants, asserted by `check`:
 
   I1  A node's `pins` count is the number of pinned sequences that hold it.
   I2  A pinned sequence has at least one pin; a name stands for exactly one pin of its namespace.
-  I3  No pin has outlived its last request.
+  I3  No pin has outlived its last request. Pins that last for some seconds end when a public call begins: the clock
+      is read only then, and only if there is such a pin.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ class NamedPin:
         namespace: where it is stored.
         tokens: length of the pinned prefix.
         kept_bytes: spans and checkpoints on its path, also those that other pins keep.
-        requests_left: requests after which the pin ends; None: it stays until unpin().
+        requests_left, seconds_left: requests and seconds after which the pin ends, whichever comes first; both None: it
+            stays until unpin().
     """
 
     namespace: str
     tokens: int
     kept_bytes: int
     requests_left: int | None
+    seconds_left: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pin(): the bytes of the keys it was made for, its name, and the number of the request with which it ends.
+    """One pin(): the bytes of the keys it was made for, its name, and the number of the request and the second in which
+    it ends.
 
     In exact mode those keys may be more than the pinned sequence, which has whole chunks only.
     """
@@ -53,8 +57,11 @@ class Pin:
     asked: bytes
     name: str | None = None
     last_request: int | None = None
+    ends_s: float | None = None
 
-    def has_ended(self, requests: int) -> bool:
+    def has_ended(self, requests: int, now_s: float | None = None) -> bool:
+        if self.ends_s is not None and now_s is not None and self.ends_s <= now_s:
+            return True
         return self.last_request is not None and self.last_request <= requests
 
 
@@ -78,6 +85,7 @@ class Pins:
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
         self._requests = 0
         self._next_end: int | None = None
+        self._next_end_s: float | None = None
         self._unpinned: list[StateNode] = []
 
     @property
@@ -98,7 +106,8 @@ class Pins:
                 path = self._pinned[sequence]
                 nbytes = sum(self._cost(node, node.end) for node in path.nodes[0].path())
                 left = None if pin.last_request is None else pin.last_request - self._requests
-                found[name] = NamedPin(namespace, path.length, nbytes, left)
+                left_s = None if pin.ends_s is None else pin.ends_s - self._settings.seconds()
+                found[name] = NamedPin(namespace, path.length, nbytes, left, left_s)
         return found
 
     def names_at(self) -> dict[int, list[str]]:
@@ -139,7 +148,9 @@ class Pins:
         if (namespace, keys.tobytes()) not in self._pinned:
             self._require_fit(keys, namespace, replaced, checkpoint_bytes, requests)
 
-    def add(self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None) -> None:
+    def add(
+        self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, ttl_s: float | None = None
+    ) -> None:
         """Pin a stored sequence, once more if it is pinned already; a name that is taken moves to it.
 
         In exact mode its whole chunks are pinned, the last one of exactly these tokens only if it is stored.
@@ -163,14 +174,14 @@ class Pins:
             self._pinned[sequence] = PinnedPath(len(pinned), self._nodes_to_hold(match.node, match.offset), [])
             for each in self._pinned[sequence].nodes:
                 self._states.pin(each, 1)
-        pin = Pin(keys.tobytes(), name, None if ttl_requests is None else self._requests + ttl_requests)
+        last_request = None if ttl_requests is None else self._requests + ttl_requests
+        pin = Pin(keys.tobytes(), name, last_request, None if ttl_s is None else self._settings.seconds() + ttl_s)
         self._pinned[sequence].pins.append(pin)
         if replaced is not None:
             self._end(*replaced)
         if name is not None:
             self._named[namespace, name] = (sequence, pin)
-        if pin.last_request is not None:
-            self._next_end = min(pin.last_request, self._next_end or pin.last_request)
+        self._note_next_end()
         self._book()
 
     def remove(self, keys: Keys, namespace: str) -> None:
@@ -204,14 +215,25 @@ class Pins:
     def request_passed(self) -> None:
         """Count a request, and end the pins whose last one it was."""
         self._requests += 1
-        if self._next_end is None or self._requests < self._next_end:
-            return
+        if self._next_end is not None and self._requests >= self._next_end:
+            self._end_all(None)
+
+    def end_expired(self) -> None:
+        """End the pins whose seconds are over."""
+        if self._next_end_s is not None and (now_s := self._settings.seconds()) >= self._next_end_s:
+            self._end_all(now_s)
+
+    def _end_all(self, now_s: float | None) -> None:
         for sequence, path in list(self._pinned.items()):
-            for pin in [pin for pin in path.pins if pin.has_ended(self._requests)]:
+            for pin in [pin for pin in path.pins if pin.has_ended(self._requests, now_s)]:
                 self._end(sequence, pin)
-        ends = [pin.last_request for path in self._pinned.values() for pin in path.pins if pin.last_request is not None]
-        self._next_end = min(ends, default=None)
+        self._note_next_end()
         self._book()
+
+    def _note_next_end(self) -> None:
+        pins = [pin for path in self._pinned.values() for pin in path.pins]
+        self._next_end = min((pin.last_request for pin in pins if pin.last_request is not None), default=None)
+        self._next_end_s = min((pin.ends_s for pin in pins if pin.ends_s is not None), default=None)
 
     def void(self, node: StateNode) -> None:
         """Drop the pins that hold a node whose state was lost."""

@@ -290,9 +290,14 @@ class Tails:
             return 0
         return self._tree.match(keys[match.offset :], _place(match.node)).offset
 
-    def clear(self) -> None:
-        self._tree = RadixTree()
-        self._leaves.clear()
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget the tails of one namespace (None: of all)."""
+        for leaf in [each for each in self._leaves.values() if namespace in (None, _namespace_of(each.namespace))]:
+            del self._leaves[id(leaf)]
+            while leaf.is_leaf and not leaf.is_root:
+                leaf = self._tree.remove(leaf)
+            if not leaf.is_root and len(leaf.children) == 1:
+                self._tree.merge(leaf)
 
     def check(self) -> None:
         """Assert X2, and that every leaf has its place in the order."""
@@ -306,6 +311,10 @@ def _place(node: StateNode) -> str:
     """A name for the end of a node, as long as it is there: a leaf that loses its tail keeps its entry's number."""
     entry_id = -1 if node.is_root else node.payload.entry.entry_id
     return f"{entry_id} {node.end} {node.namespace}"
+
+
+def _namespace_of(place: str) -> str:
+    return place.split(" ", 2)[2]
 
 
 class OwnState:

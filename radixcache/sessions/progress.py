@@ -13,19 +13,34 @@ Invariants:
   N2  After a forward pass that raised, the layers stand at `position` again, or they fell back to a checkpoint, or the
       session is lost and every further call says so.
   N3  In exact mode the state up to `_grid_end` was made in whole chunks from offset 0; no more than that is stored.
+  N4  After `_take_back`, nothing is left of the tokens behind the offset that it returns.
+
+Recurrent layers cannot be rewound. Drafted tokens are checked several in a forward pass, and the arrays in front of
+such a pass are held until the next one (`HeldPass`), so that the pass can be taken back as a whole. In exact mode those
+of windows too, as a ring that is filled in another order would add up in another order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from radixcache.adapters.point import arrays_in
 from radixcache.core import Core
+from radixcache.errors import SnapshotError
 from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, floor
 from radixcache.tokens import TokenIds
+
+
+class HeldPass(NamedTuple):
+    """What `Layout.roll_back` needs to undo the pass that began at an offset, and its bytes."""
+
+    offset: int
+    held: list[Any]
+    nbytes: int
 
 
 class Progress:
@@ -41,6 +56,7 @@ class Progress:
         self.is_lost = False
         #: The last error of a forward pass that was handled here.
         self._raised: BaseException | None = None
+        self._held_pass: HeldPass | None = None
         self._stand_at(offset)
 
     def _stand_at(self, offset: int) -> None:
@@ -131,6 +147,7 @@ class Progress:
 
     def _forward(self, model: Any, array: mx.array, count: int) -> tuple[mx.array, list[Any]]:
         """Dispatch the forward pass of tokens (1, T); returns logits (1, T, V) and what `_undo` needs."""
+        self._drop_held_pass()
         held = self._layout.hold(self.caches, count)
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock:
@@ -151,6 +168,67 @@ class Progress:
         if self._noted:
             self._note_leaves()
         return logits, held
+
+    def _hold_pass(self, offset: int, held: list[Any]) -> None:
+        """Hold on to what undoes the last pass, if its start cannot be reached otherwise. The lock is held."""
+        if self._layout.has_states or (self._is_exact and self._layout.has_points):
+            self._held_pass = HeldPass(offset, held, sum(array.nbytes for array in arrays_in(held)))
+            self._live.booking.book_checkpoint(self._held_pass.nbytes)
+
+    def _drop_held_pass(self) -> None:
+        if self._held_pass is not None:
+            with self._core.lock:
+                self._live.booking.book_checkpoint(-self._held_pass.nbytes)
+                self._held_pass = None
+
+    def _take_back(self, offset: int, least: int) -> int:
+        """Move all layers to the deepest offset at or below `offset` that can be reached, and return it.
+
+        SnapshotError: it is below `least`, and nothing was changed.
+        """
+        core, live, layout, caches, last = self._core, self._live, self._layout, self.caches, self._held_pass
+        low, high = layout.offsets(caches) or (self.position, self.position)
+        is_intact = low == high and self._agree(caches, high)
+        target, on_grid = min(offset, low), min(offset, low)
+        if self._is_exact:
+            on_grid = floor(min(on_grid, self._grid_end), self._step_size)
+            # Chunks of prefill that are cut otherwise would have other bits. The last token has a pass of its own.
+            target = target if target >= self._request.limit else on_grid
+        checkpoint, is_undone = None, False
+        in_place = (is_intact or not layout.has_points) and layout.can_rewind(caches, high, target)
+        if not in_place:
+            if len(caches) != len(live.caches) or any(a is not b for a, b in zip(caches, live.caches, strict=True)):
+                raise SnapshotError("the caller has replaced caches of the session, whose state cannot be restored.")
+            limit = min(on_grid, high if is_intact else self.position)
+            reached, checkpoint = core.reach(live, self._own, limit, is_intact=is_intact)
+            is_undone = last is not None and reached < last.offset <= target
+            target = last.offset if last is not None and is_undone else reached
+        if target < least:
+            raise SnapshotError(f"only offset {target} can be reached of {offset}; wanted at least {least}.")
+        if in_place and target == high == self.position:
+            return target
+        try:
+            if in_place:
+                core.leave_beyond(live, target)
+                layout.rewind(caches, high, target)
+            elif last is not None and is_undone:
+                intact = layout.roll_back(caches, last.held)
+                assert intact, last.offset
+            else:
+                core.go_back(live, self._own, target, checkpoint)
+            self._own.cut(0, target)
+        except BaseException:
+            self.is_lost = True
+            raise
+        self._drop_held_pass()
+        self._own.start = min(self._own.start, target)
+        self._grid_end = min(self._grid_end, floor(target, self._step_size))
+        self._was_empty |= target == 0
+        self._recheck_at = self._recheck_at if in_place else -1
+        self.position = target
+        core.measure(live, caches)
+        self._note_leaves()
+        return target
 
     def _copy_windows(self, start: int, *, is_last: bool) -> None:
         """Copy tokens from `start` on out of windows, before the windows are cut."""

@@ -20,6 +20,7 @@ from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core
 from radixcache.errors import SessionClosedError, refuse_copy
 from radixcache.layers.layout import is_evaluation_failure
+from radixcache.lock import FORKED
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
@@ -159,15 +160,16 @@ class Session(Progress):
         self._catch_up(model)
         array, count = self._next_tokens(tokens)
         start = self.position
-        logits = self._forward(model, array, count)[0]
+        logits, held = self._forward(model, array, count)
         found = None if self._check is None else self._check.compare_last(logits, start)
         if found is not None:
             self._start_over(found, start)
             self._catch_up(model)
-            logits = self._forward(model, array, count)[0]
+            logits, held = self._forward(model, array, count)
         if self.position > self.known_tokens:
             self._known.report(array, count - (self.position - self.known_tokens), count)
         if count > 1:
+            self._hold_last_pass(start, held)
             self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
@@ -183,15 +185,57 @@ class Session(Progress):
         ids = token_ids(tokens, self._core.settings.vocab_size)
         self._known.report(ids, 0, len(ids))
 
+    def rewind(self, offset: int, *, least: int = 0) -> int:
+        """Take back all tokens from `offset` on, or from the last offset before it to which all layers can return.
+
+        The session is then as if it had never been given these tokens: caches, known tokens, what close() stores, and
+        bytes, except for the room that buffers have grown to. Only the prompt stays known. Next, step() or prefill()
+        takes the tokens from the returned offset on.
+
+        Layers of full attention return to any offset. Sliding windows return where the live buffers, the tree and the
+        request still hold all that the window reads: so after a step() of 2 to 256 tokens to each but the first of
+        them. Recurrent layers return to where the last step() began, if it had several tokens and was the last call,
+        else to the last checkpoint, or to 0. In exact mode, an offset in the prompt is a multiple of `step_size`.
+
+        Args:
+            offset: tokens to keep, at most those evaluated.
+            least: the smallest offset to return to.
+
+        Returns:
+            The offset reached, from `least` to `offset`; it is `position` now.
+
+        Raises:
+            ValueError: offset or least is out of its range.
+            SnapshotError: the layers can only return to an offset below `least`, or the caller has replaced caches of
+                the session that would have to be restored. Nothing was changed.
+            SessionClosedError: the session is closed, or its state was lost, perhaps by this call.
+        """
+        self._require_open()
+        offset = require_count("offset", offset, "tokens", least=0)
+        least = require_count("least", least, "tokens", least=0)
+        evaluated = self._layout.first_offset(self.caches)
+        most = min(self.position if evaluated is None else evaluated, self.known_tokens)
+        if not least <= offset <= most:
+            raise ValueError(f"offset is {offset}; wanted {least} to {most}, as many as are evaluated and known.")
+        with self._core.lock:
+            reached = self._take_back(offset, least)
+        self._known.cut(max(reached, len(self.prompt)))
+        self._owed = 0
+        return reached
+
     def close(self) -> None:
         """Store what was evaluated and free the live slot. Closing twice is fine."""
         if self.is_closed:
             return
         core, live = self._core, self._live
+        if core.lock.is_foreign:
+            self.is_closed = True
+            return
         with core.lock:
             self.is_closed = True
             if not live.is_seat_of(self._seat):
                 return  # The cache took the slot back.
+            self._drop_held_pass()
             stored = self._request.keys[:0]
             try:
                 keys = self._settled_keys()
@@ -241,7 +285,14 @@ class Session(Progress):
             return None
         return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
+    def _hold_last_pass(self, start: int, held: list[Any]) -> None:
+        with self._core.lock:
+            if self._live.is_seat_of(self._seat):
+                self._hold_pass(start, held)
+
     def _require_open(self) -> None:
+        if self._core.lock.is_foreign:
+            raise SessionClosedError(FORKED)
         self.thread = threading.current_thread()
         if self.is_closed:
             raise SessionClosedError("the session is closed; make another one with begin().")

@@ -73,6 +73,13 @@ class DiskStore(BudgetedStore):
             raise ValueError("budgets of a DiskStore are in bytes, and 1 or more.")
         super().__init__(write_on, secret, budget_bytes=budget_bytes, queue_bytes=queue_bytes)
         self._folder = Folder(path, secret, make=True)
+        if secret is None and (who := self._folder.other_writers()):
+            logger.warning(
+                "%s: %s may write to it, and wrong state there makes wrong answers. Make it yours and chmod 700, or "
+                "give a secret: then only files that were made with it are read.",
+                self._folder.path,
+                who,
+            )
         self._daily = DailyWrites(self._folder.path, write_budget_bytes_per_day)
         self._min_free_bytes = min_free_bytes
         self._error = ""
@@ -179,6 +186,8 @@ class DiskStore(BudgetedStore):
 
     def _reason_not_to_write(self, nbytes: int) -> str:
         about = os.statvfs(self._folder.path)
+        if about.f_flag & os.ST_RDONLY:
+            return "the disk is mounted read-only"
         if about.f_bavail * about.f_frsize < self._min_free_bytes + nbytes:
             return "the disk is nearly full"
         self._daily.refresh()

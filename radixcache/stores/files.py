@@ -92,6 +92,16 @@ class Folder:
             used = "no secret" if self._secret_id is None else "another secret"
             raise StoreError(f"{self.path}: the store was made with {used}. Give that secret, or name another folder.")
 
+    def other_writers(self) -> str:
+        """Who else may write to the folder; "": nobody but root, or it cannot be told."""
+        try:
+            about = os.stat(self.path)
+        except OSError:
+            return ""
+        who = {"its owner": about.st_uid not in (0, os.geteuid()), "its group": about.st_mode & stat.S_IWGRP}
+        who["everybody"] = about.st_mode & stat.S_IWOTH
+        return ", ".join(name for name, may_write in who.items() if may_write)
+
     def changed(self) -> Iterator[str]:
         """Names of all files in the shards that may have changed since the last call."""
         try:

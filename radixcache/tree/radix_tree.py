@@ -38,6 +38,7 @@ from radixcache.tokens import Keys, common_length
 P = TypeVar("P")
 
 _EMPTY: Keys = np.empty(0, dtype=np.int64)
+MOST_INDENT = 40
 
 
 class Node(Generic[P]):
@@ -220,14 +221,15 @@ class RadixTree(Generic[P]):
         assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
 
     def dump(self, label: Callable[[Node[P]], str] = repr, namespace: str | None = None) -> str:
-        """All trees, or that of one namespace, as text: a line a node, indented by depth."""
+        """All trees, or that of one namespace, as text: a line a node, indented by depth up to `MOST_INDENT`."""
         lines: list[str] = []
         for root in self.roots(namespace):
             lines.append(f"namespace {root.namespace!r}")
             depth = {id(root): 0}
             for node in below(root):
                 depth[id(node)] = depth[id(node.parent)] + 1
-                lines.append("  " * depth[id(node)] + label(node))
+                deep = f"depth {depth[id(node)]}: " if depth[id(node)] > MOST_INDENT else ""
+                lines.append("  " * min(depth[id(node)], MOST_INDENT) + deep + label(node))
         return "\n".join(lines)
 
 

@@ -412,6 +412,8 @@ class StateTree:
             return None
         if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
             return None
+        if upper.entry.priority != lower.entry.priority:  # The policy could not tell them apart any more.
+            return None
         if (upper.spans is None) != (lower.spans is None):
             paged = node if lower.spans is None else child
             if not upper.live or paged.end - paged.start > SEGMENT_TOKENS:

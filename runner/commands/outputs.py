@@ -181,18 +181,19 @@ class Outputs:
         text = render_view(view, format_name, max_nodes, columns)
         self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
 
-    def write(self, option: str, content: Callable[[], bytes]) -> None:
+    def write(self, option: str, content: Callable[[], bytes]) -> bool:
+        """Write the option's file, if it names one; return whether it was written."""
         path = self._files.get(option)
-        if path is not None:
-            self._attempt(lambda: _write(path, content()), str(path))
+        return path is not None and self._attempt(lambda: _write(path, content()), str(path))
 
     def finish(self) -> None:
         if self._has_failed:
             raise typer.Exit(EXIT_USAGE)
 
-    def _attempt(self, write: Callable[[], None], what: str) -> None:
+    def _attempt(self, write: Callable[[], None], what: str) -> bool:
         try:
             write()
+            return True
         except BrokenPipeError:
             discard_stdout()  # a reader that is gone needs no message
         except OSError as error:
@@ -200,6 +201,7 @@ class Outputs:
             say(f"error: {what}: cannot be written ({error.strerror}).")
             if what == "the output":
                 discard_stdout()
+        return False
 
 
 def discard_stdout() -> None:

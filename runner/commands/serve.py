@@ -30,6 +30,14 @@ def serve(
     options: ServeOptions,
     *,
     allowed_origins: Annotated[str, Option(help="Web origins that may read replies, separated by commas.")] = "*",
+    allowed_hosts: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME",
+            help="A name that Host may have over loopback, as behind Docker, a proxy or a tunnel: a name, *.NAME, or * "
+            "for any; may be given several times. A valid key needs none.",
+        ),
+    ] = None,
     chat_template_args: Annotated[str, Option(help="JSON object of arguments for the chat template.")] = "{}",
     served_model_name: Annotated[
         list[str] | None, Option(help="A name for the served model; the option may be given several times.")
@@ -66,6 +74,7 @@ def serve(
         say("note: --prompt-cache-size has no effect; --prompt-cache-bytes limits the cache.")
     options = replace(
         options,
+        allowed_hosts=tuple(name.strip() for each in allowed_hosts or () for name in each.split(",")),
         allowed_origins=tuple(allowed_origins.split(",")),
         chat_template_args=template_args,
         served_model_names=tuple(served_model_name or ()),

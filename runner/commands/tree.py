@@ -104,8 +104,8 @@ def tree(
     if out is None or out == outputs.STDOUT:
         results.print_tree(view, format_name, max_nodes)
     else:
-        results.write("--out", lambda: outputs.view_bytes(view, format_name, max_nodes))
-        note = f"{note} Written to {out}.".strip()
+        if results.write("--out", lambda: outputs.view_bytes(view, format_name, max_nodes)):
+            note = f"{note} Written to {out}.".strip()
     if note:
         outputs.say(note)
     results.finish()

@@ -163,6 +163,8 @@ class ReclaimBody(BaseModel):
 
     #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    #: Only the state of this namespace counts and goes.
+    namespace: str | None = None
 
 
 class PromptBody(BaseModel):
@@ -226,6 +228,7 @@ class WarmBody(PromptBody):
 
     name: Annotated[str, Field(min_length=1)] | None = None
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=2**31)] | None = None
 
 
 async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], dict[str, Any]]) -> Response:
@@ -287,14 +290,16 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                 tokens = entry.tokens(loaded.tokenizer, options)
             elif not tokens:
                 tokens = loaded.prompt(request).tokens
-            evaluated = loaded.warm(tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests)
+            evaluated = loaded.warm(
+                tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests, ttl_s=body.ttl_s
+            )
             return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
 
         return await _on_generation_thread(scheduler, work)
 
     @router.post("/cache/reclaim")
     async def reclaim(body: ReclaimBody) -> Response:
-        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes))
+        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")
     async def clear(namespace: str | None = None) -> Response:
@@ -359,10 +364,12 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -
     return router
 
 
-def _reclaim(caches: list[PrefixCache], target_bytes: int) -> None:
-    """Evict until all caches together hold `target_bytes`, first from models that are not in memory."""
+def _reclaim(caches: list[PrefixCache], target_bytes: int, namespace: str | None) -> None:
+    """Evict until all caches, or a namespace in each, hold `target_bytes`, first from models that are not in memory."""
     for cache in caches:
-        if (over_bytes := sum(map(_held_bytes, caches)) - target_bytes) > 0:
+        if namespace is not None:
+            cache.reclaim(target_bytes, namespace)
+        elif (over_bytes := sum(map(_held_bytes, caches)) - target_bytes) > 0:
             cache.reclaim(max(0, _held_bytes(cache) - over_bytes))
 
 

@@ -53,7 +53,8 @@ def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int, str], 
     keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
     # The last one is outermost.
     app.add_middleware(BodyLimit, max_mib=options.max_body_mib)
-    app.add_middleware(Access, keyring=keyring, host=options.host)
+    known = {"allowed_hosts": options.allowed_hosts, "allowed_origins": options.allowed_origins}
+    app.add_middleware(Access, keyring=keyring, host=options.host, **known)
     app.add_middleware(Frame, allowed_origins=options.allowed_origins, count=count)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(RequestValidationError, _refuse_body)

@@ -25,12 +25,12 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from runner.serve.middleware import MAX_HEAD_BYTES
 from runner.serve.request import ApiError
 
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}  # seconds that a client has for what it owes
 IDLE_S = 75  # seconds that a connection may be idle between two requests: longer than clients leave one open
 SEND_S = 30  # seconds to send the rest of ended replies before the server ends
-MAX_HEAD_BYTES = 64 << 10
 #: Clients at a time, and other open files. Shells on macOS allow a process 256 files by default.
 MAX_CONNECTIONS, OTHER_FILES = 900, 124
 BACKLOG = 512

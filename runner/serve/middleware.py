@@ -4,12 +4,14 @@
     Access      which requests reach a route, and as whom, by the keys of a Keyring
     BodyLimit   a request reaches its route once its whole body is there, and small enough
 
-  A1  A connection over loopback names this machine in its Host header. A web page whose name resolves to this machine
-      (DNS rebinding) cannot do that.
+  A1  A connection over loopback shows a valid key, or names this machine or an allowed host in its Host header. A web
+      page whose name resolves to this machine (DNS rebinding) cannot do that.
   A2  With a file of keys, every route but /health needs one of them or the admin's key.
   A3  The admin's routes (/metrics, /cache and below) need the admin's key if there is one. Without one they answer only
       this machine, and nobody if tenants have namespaces.
   A4  The admin's routes refuse pages of another origin, and have no CORS headers.
+  A5  Unless every origin is allowed, a page of another origin changes nothing without a preflight that succeeded.
+  A6  Request headers are bounded in number and size.
 
 Behind a proxy on this machine, every client looks local: only an admin's key is safe then.
 """
@@ -22,6 +24,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -37,6 +40,7 @@ from runner.text import cut
 logger = logging.getLogger(__name__)
 
 MAX_BODIES = 16  # bodies of the largest size that may be in memory at a time
+MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 100
 OPEN, PAGE = "/health", "/cache"
 REFUSALS_LOGGED, REFUSALS_S = 20, 10  # at most so many lines about refused requests in so many seconds
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers by which a proxy names its client
@@ -124,15 +128,27 @@ def is_admin_path(path: str) -> bool:
 class Access:
     """Passes allowed requests to `app`, with a Tenant as `request.state.tenant`. ApiError: refused."""
 
-    def __init__(self, app: ASGIApp, *, keyring: Keyring, host: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keyring: Keyring,
+        host: str,
+        allowed_hosts: Sequence[str] = (),
+        allowed_origins: Sequence[str] = ("*",),
+    ) -> None:
         self._app, self._keyring, self._host = app, keyring, host
+        self._allowed_hosts = [name.lower() for name in allowed_hosts]
+        self._allowed_origins = allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path, headers = scope["path"], Headers(scope=scope)
-            self._require_own_name(scope, headers)
             tenant = self._keyring.holder(_keys(headers))
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+            self._require_known_host(scope, headers, has_key=tenant is not None)
+            if "*" not in self._allowed_origins:
+                self._require_known_page(scope["method"], headers)
             if is_admin_path(path):
                 if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
                     raise ApiError(403, "this route does not answer pages of other web origins.")
@@ -145,17 +161,29 @@ class Access:
                 self._require_admin(scope, headers, tenant)
         await self._app(scope, receive, send)
 
-    def _require_own_name(self, scope: Scope, headers: Headers) -> None:
-        server = scope.get("server")
-        if server and _is_loopback(server[0]) and not self._is_own(headers.get("host", "")):
-            wanted = "localhost, 127.0.0.1 or [::1]"
-            raise ApiError(403, f"Host is {headers.get('host', '')!r}; over the loopback interface wanted {wanted}.")
+    def _require_known_host(self, scope: Scope, headers: Headers, *, has_key: bool) -> None:
+        host, server = headers.get("host", ""), scope.get("server")
+        if any(character in host for character in "@/\\?#"):
+            raise ApiError(400, f"Host is {cut(host)!r}; wanted a name or an address, with or without a port.")
+        if has_key or not server or not _is_loopback(server[0]) or self._is_own(host):
+            return
+        if not any(fnmatchcase(_name(host), allowed) for allowed in self._allowed_hosts):
+            wanted = "localhost, 127.0.0.1, [::1], a name of --allowed-hosts, or a valid key"
+            raise ApiError(403, f"Host is {cut(host)!r}; over the loopback interface wanted {wanted}.")
+
+    def _require_known_page(self, method: str, headers: Headers) -> None:
+        """Refuse what a browser sends for a page of another origin without asking first: it asks for other bodies."""
+        origin = headers.get("origin")
+        if origin is None or method in ("GET", "HEAD") or urlsplit(origin).netloc == headers.get("host"):
+            return
+        if origin not in self._allowed_origins:
+            raise ApiError(403, f"Origin is {cut(origin)!r}; wanted one of --allowed-origins.")
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and content_type != "application/json":
+            raise ApiError(415, "a page of another origin sends Content-Type: application/json.")
 
     def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        name = _name(host)
         return name in ("localhost", self._host.lower()) or _is_loopback(name)
 
     def _require_admin(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> None:
@@ -181,6 +209,14 @@ def _keys(headers: Headers) -> list[str]:
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
     # At most one of each: every key is compared with each of them.
     return [*given, headers.get("x-api-key", "")]
+
+
+def _name(host: str) -> str:
+    """The name or address in a Host header, in small letters; "": there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(address: str) -> bool:
@@ -277,6 +313,7 @@ class Frame:
             await send(message)
 
         try:
+            _require_small_head(scope)
             if cors and scope["method"] == "OPTIONS":
                 # A browser's preflight has no key.
                 await Response(status_code=204)(scope, receive, framed)
@@ -305,6 +342,16 @@ class Frame:
         elif origin is not None and origin in self._allowed_origins:
             headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
         return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def _require_small_head(scope: Scope) -> None:
+    """ApiError: too many or too large headers. h11 limits only heads that come in several pieces."""
+    headers = scope["headers"]
+    head_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    head_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
+    if len(headers) > MAX_HEADERS or head_bytes > MAX_HEAD_BYTES:
+        found, wanted = f"{len(headers)} headers and {head_bytes:,} bytes", f"{MAX_HEADERS} and {MAX_HEAD_BYTES:,}"
+        raise ApiError(431, f"the head of the request has {found}; wanted at most {wanted}.")
 
 
 class Refusals:

@@ -3,7 +3,8 @@
     names of a request ──▶ key ──▶ weights       one model at a time, as in mlx_lm.server
                            └──▶ PrefixCache   one each, all on one ledger; it stays while other models run
 
-A model that is loaded again finds its prefixes, unless they were evicted or its files have changed.
+A model that is loaded again finds its prefixes, unless they were evicted, its files have changed, or too many other
+models were asked meanwhile. All spellings of a model's name are one key.
 
 A warm file (`read_warm_file`) names system prompts and conversations to prefill and pin at start:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from numpy.typing import NDArray
 
-from radixcache import DiskStore, Ledger, PrefixCache, RedisStore, UnsupportedCacheError
+from radixcache import DiskStore, Ledger, PrefixCache, RadixCacheError, RedisStore, UnsupportedCacheError
 from radixcache.chat import message_ends
 from radixcache.groups.passes import way_of
 from radixcache.layers.stored import weights_identity
@@ -43,11 +45,16 @@ from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model, load_outline, model_folder
 from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
-from runner.serve.options import ServeOptions
+from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
+from runner.text import cut
 
+logger = logging.getLogger(__name__)
+
+#: Caches that are kept beside that of the served model: those of the models that were asked last.
+MOST_OTHER_CACHES = 8
 WANTED = "system prompts or conversations: text, or objects with system or messages"
 
 Fingerprint = tuple[tuple[str, int, int], ...]  # path, bytes and time of the last change of each file of a model
@@ -133,7 +140,8 @@ class Models:
         self._stores: list[DiskStore | RedisStore] = []
         if options.disk is not None:
             disk_bytes = int(options.disk_gib * (1 << 30))
-            self._stores.append(DiskStore(options.disk, budget_bytes=disk_bytes, write_on="close"))
+            secret = None if options.disk_secret_file is None else options.disk_secret_file.read_bytes()
+            self._stores.append(DiskStore(options.disk, budget_bytes=disk_bytes, write_on="close", secret=secret))
         if options.redis is not None:
             self._stores.append(RedisStore(options.redis, write_on="close"))
 
@@ -151,14 +159,19 @@ class Models:
         """
         options = self._options
         draft = options.draft_model if names.draft == DEFAULT else names.draft
+        draft = None if draft is None else one_spelling(draft, options.draft_model)
+        adapter, own = names.adapter, options.adapter_path
+        if adapter is not None:
+            adapter = own if own is not None and real_path(adapter) == real_path(own) else real_path(adapter)
         is_own = options.means_served(names.model)
-        others = (("draft_model", draft, options.draft_model), ("adapters", names.adapter, options.adapter_path))
+        model = names.model if names.model in options.names else one_spelling(names.model, options.model)
+        others = (("draft_model", draft, options.draft_model), ("adapters", adapter, options.adapter_path))
         for field, asked, own in others if options.is_only_model else ():
             if asked not in (None, own):
                 raise ApiError(404, f"{asked!r:.200} is not served here.", param=field, code=NO_MODEL)
         # With its exact name, the served model gets the adapter of the request, as in mlx_lm.server.
-        if not is_own or (names.model == options.model and not options.is_only_model):
-            return ModelNames(names.model, names.adapter, draft)
+        if not is_own or (model == options.model and not options.is_only_model):
+            return ModelNames(model, adapter, draft)
         if options.model is None:
             raise ApiError(404, "the server was started without --model; name one in the request.", param="model")
         return ModelNames(options.model, options.adapter_path, draft)
@@ -192,7 +205,19 @@ class Models:
         except BaseException:
             self._unload()
             raise
+        others = [each for each in self._cached if not self._is_default(each)]
+        for each in others[:-MOST_OTHER_CACHES]:
+            self._cached.pop(each).cache.close()
         return self.current
+
+    def refusal(self, names: ModelNames, error: Exception) -> ApiError:
+        """What a client is told of a model that cannot be loaded; with keys, nothing that depends on files here."""
+        if self._options.api_keys is not None:
+            logger.warning("model %s cannot be loaded: %s", cut(names.model), cut(str(error)))
+            return ApiError(404, "the model cannot be loaded here.", param="model", code=NO_MODEL)
+        if isinstance(error, (RadixCacheError, ValueError)):
+            return ApiError(404, str(error), param="model", code=NO_MODEL)
+        return ApiError(500, str(error))
 
     def loaded(self, names: ModelNames) -> ServedModel:
         """The loaded model. ApiError: it has other names."""
@@ -215,7 +240,7 @@ class Models:
         try:
             tokenizer = self.outlined(name)
         except ModelError as error:
-            raise ApiError(404, str(error), param="model") from error
+            raise self.refusal(ModelNames(name), error) from error
         args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
         return prompt_of(asked, tokenizer, args, special_tokens=special_tokens)
 

@@ -25,6 +25,7 @@ class ServeOptions:
     host: Annotated[str, Option(help="Address to listen at; the default serves only this machine.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen at; 0 takes a free port and prints it.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
+    allowed_hosts: tuple[str, ...] = ()
     draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
     num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model proposes at a time.", min=1, max=64)] = 3
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a model.")] = False
@@ -70,6 +71,9 @@ class ServeOptions:
     exact: Annotated[bool, Option("--exact", help="Reuse only state with equal bits; one request at a time.")] = False
     disk: Annotated[Path | None, Option(help="Folder that keeps prefixes across restarts, unencrypted.")] = None
     disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
+    disk_secret_file: Annotated[
+        Path | None, Option(help="File of 16 to 64 secret bytes; only files of --disk made with it are read.")
+    ] = None
     redis: Annotated[
         str | None,
         Option(
@@ -118,9 +122,10 @@ class ServeOptions:
 
     def means_served(self, name: str) -> bool:
         """Whether a name in a request means the served model. ApiError: no other name is allowed."""
-        if name in (DEFAULT, *self.names):
+        if name in (DEFAULT, *self.names) or (self.model is not None and one_spelling(name, self.model) == self.model):
             return True
-        is_unknown = not is_specification(name)
+        # With keys, no answer depends on which files there are.
+        is_unknown = not is_specification(name, looks_for_files=self.api_keys is None)
         is_refused = self.strict_model_names if is_unknown else self.is_only_model
         if self.model is not None and is_refused:
             wanted = f"wanted {' or '.join(self.listed_names)}"
@@ -128,11 +133,33 @@ class ServeOptions:
         return is_unknown and self.model is not None
 
 
-def is_specification(name: str) -> bool:
-    """Whether a name has the form of a model that can be loaded: a path, a hub id, demo, tiny or tiny:KIND."""
+def is_specification(name: str, *, looks_for_files: bool = True) -> bool:
+    """Whether a name has the form of a model that can be loaded: a path, a hub id, demo, tiny or tiny:KIND.
+
+    `looks_for_files`: so has the name of a folder of a model here.
+    """
     if "/" in name or name in ("demo", "tiny") or name.startswith(("tiny:", "~", ".")):
         return True
-    return bool(name) and os.path.isfile(os.path.join(name, "config.json"))
+    return looks_for_files and bool(name) and os.path.isfile(os.path.join(name, "config.json"))
+
+
+def one_spelling(name: str, own: str | None) -> str:
+    """The same name for all spellings of a model: `own` if that is one of them."""
+    found = resolved(name)
+    return own if own is not None and found == resolved(own) else found
+
+
+def resolved(name: str) -> str:
+    """A folder's real path, tiny:llama for tiny, any other name as it is."""
+    if name == "tiny" or name.startswith("tiny:"):
+        return f"tiny:{name.partition(':')[2] or 'llama'}"
+    return name if name == "demo" else real_path(name)
+
+
+def real_path(name: str) -> str:
+    """The real path of what exists; any other name as it is."""
+    path = os.path.expanduser(name)
+    return os.path.realpath(path) if name and os.path.exists(path) else name
 
 
 def require_compatible(options: ServeOptions) -> None:
@@ -156,6 +183,8 @@ def require_compatible(options: ServeOptions) -> None:
         raise ValueError("--trace records one cache, and each replica has its own. Leave --trace or --replicas out.")
     if options.router is not None:
         make_router(options.router)
+    if options.disk_secret_file is not None and options.disk is None:
+        raise ValueError("--disk-secret-file needs --disk.")
     for name, file in (("--warm", options.warm), ("--trace", options.trace)):
         if file is not None and options.model is None:
             raise ValueError(f"{name} is for the model that the server starts with; give --model.")

@@ -28,14 +28,14 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from radixcache import PrefixCache, RadixCacheError
+from radixcache import PrefixCache
 from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.serve import mlx_lm_border
 from runner.serve.models import Models
 from runner.serve.options import ServeOptions, require_compatible
 from runner.serve.prompts import RenderedPrompt
-from runner.serve.request import NO_MODEL, ApiError, ModelNames, OpenRequest, Request, RequestRecord
+from runner.serve.request import ApiError, ModelNames, OpenRequest, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +218,7 @@ class Scheduler:
                     served = models.open(key)
                 except Exception as error:
                     waiting.popleft()
-                    is_missing = isinstance(error, (RadixCacheError, ValueError))
-                    missing = ApiError(404, str(error), param="model", code=NO_MODEL)
-                    first.fail_with(missing) if is_missing else first.fail(500, str(error))
+                    first.fail_with(models.refusal(key, error))
                     continue
                 begin = [each for each in waiting if each[0] == key]
             for each in begin:

@@ -141,10 +141,22 @@ class ServedModel:
             self.cache.clear(opened.request.namespace)
 
     def warm(
-        self, tokens: Any, namespace: str = "", *, name: str | None = None, ttl_requests: int | None = None
+        self,
+        tokens: Any,
+        namespace: str = "",
+        *,
+        name: str | None = None,
+        ttl_requests: int | None = None,
+        ttl_s: float | None = None,
     ) -> int:
         return self.cache.warm(
-            self.model, tokens, namespace, name=name, ttl_requests=ttl_requests, draft_model=self.draft_model
+            self.model,
+            tokens,
+            namespace,
+            name=name,
+            ttl_requests=ttl_requests,
+            ttl_s=ttl_s,
+            draft_model=self.draft_model,
         )
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from radixcache.observe.tree_view import TreeView, read_view
+from runner.commands import outputs
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -63,6 +66,22 @@ def test_a_branch_of_divergent_requests_is_shown(command: Command, talks: Path) 
     assert re.search(r'├─ .*"You answer in one word\.|├─ .*"answer in one word\.', out)
     assert '"Rome?' in out
     assert '"Vienna?' in out
+
+
+def test_a_disk_that_is_full_is_an_error_and_nothing_says_that_the_file_was_written(
+    command: Command, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(outputs, "write_atomically", is_full)
+    path = tmp_path / "tree.txt"
+    code, out, err = command("tree", talks, "--model", "tiny", "--out", path)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"error: {path}: cannot be written (No space left on device).",
+        "5 requests read; without --budget-mib nothing was evicted.",
+    ]
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("txt", "9 nodes"), ("svg", "<svg "), ("html", "<!doctype html>")])

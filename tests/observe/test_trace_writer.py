@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def same_prefixes(trace: Trace, prompts: list[tuple[str, list[int]]]) -> bool:
             if meaning.setdefault(key, beginning) != beginning:
                 return False
     return len(set(meaning.values())) == len(meaning)
+
+
+def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        TraceWriter(tmp_path / "t.jsonl").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "t.jsonl").stat().st_mode) == 0o600
 
 
 @settings(max_examples=25)

@@ -296,3 +296,15 @@ def test_every_format_has_a_limit_of_its_own() -> None:
     assert len(render_view(wide(5_000)).splitlines()) < 210
     assert len(page_data(render_view(wide(5_000), "html"))["rows"]) == 5_001
     assert len(page_data(render_view(wide(5_000), "html", max_nodes=50))["rows"]) == 51
+
+
+def test_text_and_page_of_a_deep_tree_are_as_long_as_it_has_nodes() -> None:
+    depth = 3000
+    shape = [(index - 1 if index % 2 else index - 2 if index else -1, 5, {}) for index in range(2 * depth)]
+    deep = grown([(max(parent, -1), tokens, more) for parent, tokens, more in shape])
+    text = render_view(deep, max_nodes=1 << 62)
+    lines = text.splitlines()
+    assert len(lines) == 2 + 2 * depth
+    assert max(map(len, lines)) < 260
+    assert any("depth 2,999: [" in line for line in lines)
+    assert lines[2 + 2 * 40].startswith("   " * 39)

@@ -42,6 +42,20 @@ def test_a_tail_is_matched_as_far_as_it_goes_along() -> None:
     assert tails.matched(Match(node, 0), keys(1, 2, 3)) == 0
 
 
+def test_the_tails_of_one_namespace_are_forgotten() -> None:
+    tails, ours, theirs = Tails(), root("ours with spaces"), root("theirs")
+    for node in (ours, theirs):
+        for values in ((1, 2, 3), (1, 2, 4), (5,)):
+            tails.add(node, keys(*values))
+    tails.clear("ours with spaces")
+    tails.check()
+    assert [tails.matched(Match(node, 0), keys(1, 2, 3)) for node in (ours, theirs)] == [0, 3]
+    tails.add(ours, keys(1, 2))
+    tails.clear("nobody")
+    assert tails.matched(Match(ours, 0), keys(1, 2, 3)) == 2
+    tails.check()
+
+
 def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
     tails = Tails()
     above = root()

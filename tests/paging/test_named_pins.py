@@ -74,7 +74,9 @@ def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, PROMPT)
     before = cache.dump()
-    for arguments in ({"name": ""}, {"name": 3}, {"ttl_requests": 0}, {"ttl_requests": True}, {"ttl_requests": 1.5}):
+    wrong = ({"ttl_s": 0}, {"ttl_s": -1.0}, {"ttl_s": True}, {"ttl_s": math.nan}, {"ttl_s": math.inf}, {"ttl_s": "1"})
+    wrong += ({"name": ""}, {"name": 3}, {"ttl_requests": 0}, {"ttl_requests": True}, {"ttl_requests": 1.5})
+    for arguments in wrong:
         with pytest.raises(ValueError, match=r"wanted"):
             cache.pin(SYSTEM, **arguments)
         with pytest.raises(ValueError, match=r"wanted"):
@@ -88,6 +90,44 @@ def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
 
 
 # Time
+
+
+def test_a_pin_ends_when_its_seconds_are_over_at_the_next_call_whatever_that_is(llama: Any) -> None:
+    now_s = 100.0
+    cache = PrefixCache(llama, seconds=lambda: now_s)
+    serve(cache, llama, PROMPT)
+    serve(cache, llama, [9, *PROMPT])
+    cache.pin(SYSTEM, name="support", ttl_s=60)
+    cache.pin([9, *PROMPT], ttl_s=20.5, ttl_requests=100)
+    assert cache.warm(llama, SYSTEM[:30], name="short", ttl_s=10) == 0
+    now_s = 109
+    assert {name: pin.seconds_left for name, pin in cache.names().items()} == {"support": 51, "short": 1}
+    now_s = 110
+    assert list(cache.names()) == ["support"]
+    cache.reclaim(0)
+    assert cache.stats.tokens == 40 + 1 + len(PROMPT)
+    now_s = 121
+    cache.reclaim(0)
+    assert cache.stats.tokens == 40
+    now_s = 160
+    serve(cache, llama, tokens(50, 5))
+    assert (cache.names(), cache.stats.pinned_bytes) == ({}, 0)
+    cache.reclaim(0)
+    assert cache.stats.tokens == 0
+    cache.check()
+
+
+def test_no_clock_is_read_without_a_pin_that_needs_one(llama: Any) -> None:
+    def seconds() -> float:
+        raise AssertionError("a clock was read")
+
+    cache = PrefixCache(llama, seconds=seconds)
+    serve(cache, llama, PROMPT)
+    cache.pin(SYSTEM, name="support", ttl_requests=3)
+    serve(cache, llama, PROMPT)
+    assert cache.names()["support"].seconds_left is None
+    with pytest.raises(ValueError, match="seconds is 3; wanted a function"):
+        PrefixCache(llama, seconds=3)  # type: ignore[arg-type]
 
 
 def test_a_pin_ends_with_its_last_request_and_the_prefix_is_ordinary_again(llama: Any) -> None:

@@ -168,6 +168,33 @@ def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any)
     assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_room_is_made_in_one_namespace_and_the_others_stay_as_they_are(model: Any, slots: int) -> None:
+    cache = PrefixCache(model, budget_bytes=1 << 24, live_slots=slots)
+    branches = [[*SYSTEM, *tokens(seed, 20)] for seed in (2, 3, 4)]
+    for namespace in ("ann", "bob"):
+        for prompt in (PROMPT, *branches):
+            serve(cache, model, prompt, marks=[len(SYSTEM)], namespace=namespace)
+    cache.pin(branches[0], "ann")
+    theirs = cache.dump(namespace="bob").splitlines()[2:]
+    before = cache.stats
+    assert cache.reclaim(1 << 24, "ann") == 0
+    freed = cache.reclaim(1 << 15, "ann")
+    cache.check()
+    after = cache.stats
+    assert freed == before.live_bytes + before.paged_bytes - after.live_bytes - after.paged_bytes > 0
+    last, first = (cache.explain([*prompt, 1], "ann").resumable_tokens for prompt in (branches[2], PROMPT))
+    assert last >= first
+    cache.reclaim(0, "ann")
+    cache.check()
+    assert cache.explain([*branches[0], 1], "ann").resumable_tokens == len(branches[0])
+    assert cache.explain([*branches[2], 1], "ann").matched_tokens == len(SYSTEM)
+    assert cache.dump(namespace="bob").splitlines()[2:] == theirs
+    assert cache.reclaim(0, "nobody") == 0
+    cache.clear()
+    cache.check()
+
+
 def test_one_namespace_is_dropped_with_its_pins_and_the_others_stay_as_they_are(model: Any) -> None:
     cache = PrefixCache(model, budget_bytes=1 << 24, live_slots=2)
     for namespace in ("ann", "bob"):

@@ -27,9 +27,7 @@ Serve = Callable[..., TestClient]
 def serve(tmp_path: Path) -> Serve:
     """Make a client of a server with such keys; `client` is where it asks from, `over` the address it came in by."""
 
-    def make(
-        *, tenants=False, admin=False, by="none", client="127.0.0.1", over="127.0.0.1", origins=("*",), counted=None
-    ):
+    def make(*, tenants=False, admin=False, by="none", client="127.0.0.1", over="127.0.0.1", counted=None, **more):
         keys, admin_key = tmp_path / "keys", tmp_path / "admin"
         keys.write_text(f"# two of them\nann {ANN}\n\nbob\t{BOB}\n")
         admin_key.write_text(f"root {ROOT}\n")
@@ -39,11 +37,11 @@ def serve(tmp_path: Path) -> Serve:
             api_keys=keys if tenants else None,
             admin_key_file=admin_key if admin else None,
             namespace_by=by,
-            allowed_origins=origins,
+            **more,
         )
         app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
         for path in ["/health", "/v1/models", "/v1/messages", *ADMINS]:
-            app.add_api_route(path, whoami)
+            app.add_api_route(path, whoami, methods=["GET", "POST"])
         app.add_api_route("/v1/broken", broken)
         count = (lambda *seen: counted.append(seen[:2])) if counted is not None else lambda *_: None
         return TestClient(guard(app, options, count), base_url=f"http://{over}:8080", client=(client, 50000))
@@ -133,8 +131,70 @@ def test_without_an_admins_key_its_routes_answer_the_machine_itself(serve, path,
 @pytest.mark.parametrize("path", [*OPEN_TO_KEYS, *ADMINS, "/health"])
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example", "[", "192.0.2.2"])
 def test_over_loopback_a_request_names_this_machine(serve: Serve, path: str, host: str) -> None:
-    answer = serve(tenants=True).get(path, headers={"Host": host, **bearer(ANN)})
+    answer = serve(tenants=True).get(path, headers={"Host": host, **bearer("wrong")})
     assert (answer.status_code, answer.json().get("error") is not None) == (403, True)
+    assert "--allowed-hosts" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["host.docker.internal:8080", "my-mac.local", "a1b2.tunnel.example"])
+def test_who_shows_a_valid_key_may_use_any_name_but_not_the_admins_routes_by_it(serve: Serve, host: str) -> None:
+    client = serve(tenants=True, admin=True)
+    assert client.get("/v1/models", headers={"Host": host, **bearer(ANN)}).json()["name"] == "ann"
+    assert client.get("/metrics", headers={"Host": host, **bearer(ROOT)}).json()["is_admin"]
+    assert client.get("/v1/models", headers={"Host": host}).status_code == 403
+    assert serve(tenants=True).get("/metrics", headers={"Host": host, **bearer(ANN)}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "status"),
+    [
+        (("host.docker.internal",), "host.docker.internal:8080", 200),
+        (("host.docker.internal",), "HOST.docker.internal", 200),
+        (("other", "*.local"), "my-mac.local:1", 200),
+        (("*",), "anything.example", 200),
+        (("*.local",), "evil.example", 403),
+        (("local",), "my-mac.local", 403),
+        ((), "host.docker.internal:8080", 403),
+    ],
+)
+def test_allowed_hosts_may_be_named_over_loopback_and_the_admins_routes_stay_shut(serve, allowed, host, status):
+    client = serve(allowed_hosts=allowed)
+    assert client.get("/v1/models", headers={"Host": host}).status_code == status
+    assert client.get("/cache/tree", headers={"Host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["evil@localhost", "localhost/path", "localhost?x", "a\\@127.0.0.1:8080"])
+@pytest.mark.parametrize("over", ["127.0.0.1", "192.0.2.2"])
+def test_a_host_that_is_more_than_a_name_is_refused_for_everybody(serve: Serve, host: str, over: str) -> None:
+    answer = serve(tenants=True, over=over).get("/v1/models", headers={"Host": host, **bearer(ANN)})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Content-Type": "text/plain"}, 200),
+        ({"Origin": "http://127.0.0.1:8080", "Content-Type": "text/plain"}, 200),
+        ({"Origin": "http://a.example", "Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Origin": "http://a.example", "Content-Type": "text/plain"}, 415),
+        ({"Origin": "http://a.example"}, 415),
+        ({"Origin": "http://evil.example", "Content-Type": "application/json"}, 403),
+        ({"Origin": "null", "Content-Type": "text/plain"}, 403),
+    ],
+)
+@pytest.mark.parametrize("tenants", [False, True])
+def test_a_foreign_page_posts_nothing_unless_its_origin_is_allowed_and_was_asked_for(serve, headers, status, tenants):
+    client = serve(tenants=tenants, allowed_origins=("http://a.example",))
+    headers = {**headers, **bearer(ANN)}
+    assert client.post("/v1/models", headers=headers, content=b"{}").status_code == status
+    assert client.get("/v1/models", headers=headers).status_code == 200
+    assert serve(tenants=tenants).post("/v1/models", headers=headers, content=b"{}").status_code == 200
+
+
+@pytest.mark.parametrize("more", [{f"x-{number}": "" for number in range(101)}, {"x-long": "x" * (64 << 10)}])
+def test_the_head_of_a_request_is_bounded_in_number_and_size(serve: Serve, more: dict[str, str]) -> None:
+    assert serve().get("/v1/models", headers=more).status_code == 431
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"])
@@ -166,7 +226,7 @@ def test_the_admins_routes_answer_no_other_page(serve: Serve, origin: str, admin
     ],
 )
 def test_pages_of_allowed_origins_may_read_replies_and_errors(serve, allowed, origin, sent):
-    client = serve(tenants=True, origins=allowed)
+    client = serve(tenants=True, allowed_origins=allowed)
     headers = {"Origin": origin} if origin else {}
     replies = [client.get("/v1/models", headers={**headers, **key}) for key in ({}, bearer(ANN))]
     asked = client.options("/v1/models", headers=headers)

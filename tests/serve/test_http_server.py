@@ -186,6 +186,9 @@ def test_what_is_sent_in_pieces_waits_for_no_acknowledgement() -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
         (POST.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked") + b"zz\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX-Huge: " + b"x" * MIB, 431),
+        (GET[:-2] + b"Connection: close\r\nX-Huge: " + b"x" * (65 << 10) + b"\r\n\r\n", 431),
+        (GET[:-2].replace(b"/", b"/" + b"x" * (65 << 10), 1) + b"Connection: close\r\n\r\n", 431),
+        (GET[:-2] + b"Connection: close\r\n" + b"X: y\r\n" * 100 + b"\r\n", 431),
     ],
 )
 def test_what_is_no_request_is_refused_with_a_reason(sent: bytes, status: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -98,6 +99,61 @@ def test_only_the_served_model_is_loaded_where_that_is_asked_for_and_by_default_
         with pytest.raises(ApiError, match="is not served here"):
             models.key_of(names)
     models.close()
+
+
+def test_all_spellings_of_a_model_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, link = write_model(tmp_path / "model"), tmp_path / "link"
+    link.symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    paths = [str(folder), f"{folder}/", str(folder / ".." / "model"), str(link), "./model", "./link", "model"]
+    for spellings in (["tiny", "tiny:", "tiny:llama"], paths):
+        assert len({key_of(each, model="demo") for each in spellings}) == 1, spellings
+        for served in spellings:
+            assert {key_of(each, model=served, strict_model_names=True).model for each in spellings} == {served}
+            found = {key_of(each, model=served, only_model=True) for each in spellings}
+            assert found == {ModelNames(served, "a", None)}
+    models = Models(ServeOptions(model="demo", adapter_path="model", draft_model="tiny:"))
+    found = {models.key_of(ModelNames("o/n", path, draft)) for path in paths for draft in ("tiny", "tiny:llama")}
+    assert found == {ModelNames("o/n", "model", "tiny:")}
+    models.close()
+
+
+def test_with_keys_no_answer_tells_which_paths_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file, broken = tmp_path / "folder", tmp_path / "file", write_model(tmp_path / "broken")
+    folder.mkdir()
+    file.write_text("no model")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.chdir(tmp_path)
+    asked = [ModelNames(name, None, None) for name in ("/nowhere", str(folder), str(file), "./broken", "tiny:nothing")]
+    asked += [ModelNames("tiny", str(folder), None), ModelNames("tiny", "/nowhere", None)]
+    asked += [ModelNames("tiny", None, "/nowhere"), ModelNames("tiny", None, str(folder))]
+    with running(api_keys=Path("keys"), only_model=False) as thread:
+        failures = {(found.status, found.message) for names in asked if (found := Waiting(thread, names=names).failure)}
+        assert failures == {(404, "the model cannot be loaded here.")}
+        for names in asked[:3]:
+            with pytest.raises(ApiError, match="the model cannot be loaded here"):
+                asyncio.run(thread.count_tokens(Request(names, 1, prompt="a")))
+    options: dict[str, Any] = {"api_keys": Path("keys"), "only_model": False}
+    assert key_of("broken", **options) == key_of("nothing", **options) == ModelNames("tiny", "a", None)
+    assert key_of("broken").model == str(broken)
+
+
+def test_of_other_models_those_asked_last_keep_what_they_have_and_the_served_one_does(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.serve.models.MOST_OTHER_CACHES", 2)
+    gone = []
+    for kind in ("llama", "mamba2", "gemma3_text", "llama_sliding", "gemma3_text", "mamba2"):
+        served = models.open(models.key_of(ModelNames(f"tiny:{kind}", None, None)))
+        served.warm(served.tokenizer.encode(LONG))
+        gone.append(served.cache)
+    kept = [names.model for names, _ in models.caches()]
+    assert kept == ["tiny", "tiny:gemma3_text", "tiny:mamba2"]
+    with pytest.raises(CacheClosedError):
+        gone[1].check()
+    assert gone[2] is gone[4]
+    assert models.ledger is not None
+    models.ledger.check()
 
 
 def test_without_a_model_of_its_own_the_server_answers_those_who_name_one() -> None:

@@ -83,6 +83,38 @@ def test_a_block_that_is_larger_than_a_budget_or_the_free_disk_is_not_written(pa
         assert store.stats.stopped == ""
 
 
+def test_a_disk_that_is_mounted_read_only_is_read_and_is_not_called_full(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(path, *chain(range(4)))
+    about = os.statvfs(path)
+    read_only = os.statvfs_result((*about[:3], 0, 0, *about[5:8], about.f_flag | os.ST_RDONLY, about.f_namemax))
+    monkeypatch.setattr(os, "statvfs", lambda _: read_only)
+    with opened(path) as store:
+        put_all(store, chain(range(100, 104)))
+        assert set(store.stats.dropped) == {"the disk is mounted read-only"}
+        assert resumed(store, range(4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "who"), [(0o700, ""), (0o755, ""), (0o770, "its group"), (0o777, "its group, everybody")]
+)
+def test_who_else_may_write_to_the_folder_is_warned_of_unless_there_is_a_secret(
+    path: Path, caplog: pytest.LogCaptureFixture, mode: int, who: str
+) -> None:
+    path.mkdir()
+    path.chmod(mode)
+    with opened(path):
+        warned = [record.getMessage() for record in caplog.records]
+    assert [f": {who} may write to it" in each for each in warned] == ([True] if who else [])
+    caplog.clear()
+    other = path.with_name("other")
+    other.mkdir()
+    other.chmod(mode)
+    with DiskStore(other, budget_bytes=GIB, secret=SECRET):
+        assert not caplog.records
+
+
 def test_the_budget_of_a_day_is_the_folders_and_ends_with_the_day(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = chain(range(12))
     stored(path, blocks[0])

@@ -51,6 +51,23 @@ def test_nothing_is_known_from_the_first_on_that_is_no_token_id(vocab_size: int 
     assert tokens.count == 8
 
 
+def test_tokens_that_are_cut_off_are_neither_counted_nor_read() -> None:
+    tokens, first, second = known(), Pending([5, 6, 7]), Pending([8])
+    tokens.report(first, 0, 3)
+    tokens.report(second, 0, 1)
+    tokens.cut(9)
+    assert tokens.count == 7
+    tokens.cut(5)
+    assert (tokens.count, first.reads) == (5, 0)
+    assert tokens.ids().tolist() == [1, 2, 3, 5, 6]
+    assert second.reads == 0
+    tokens.report(np.array([100, 9]), 0, 2)
+    assert tokens.ids().tolist() == [1, 2, 3, 5, 6]
+    tokens.cut(4)
+    tokens.report(np.array([9]), 0, 1)
+    assert tokens.keys().tolist() == [-1, -2, -3, 5, 9]
+
+
 def test_nothing_is_known_from_the_first_on_that_cannot_be_evaluated() -> None:
     tokens = known()
     tokens.report(np.array([5]), 0, 1)

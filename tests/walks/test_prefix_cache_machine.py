@@ -141,6 +141,29 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.opened[index] = (session, tokens + reply, namespace)
 
     @precondition(lambda self: self.opened)
+    @rule(data=st.data(), batch=short)
+    def take_back(self, data: Any, batch: list[int]) -> None:
+        """What an open session takes back it never had: neither its caches, nor its tokens, nor its bytes."""
+        index = data.draw(st.integers(0, len(self.opened) - 1))
+        session, tokens, namespace = self.opened[index]
+        prompt, held = session.prompt.tolist(), inside.core(self.cache).counters()["checkpoint_bytes"]
+        session.step(self.model, batch)
+        offset = data.draw(st.integers(0, len(tokens) + len(batch)))
+        reached = session.rewind(offset)
+        assert reached <= offset
+        assert reached == offset or not self.pure
+        assert reached >= len(tokens) or offset <= len(tokens)
+        assert (session.position, session.known_tokens) == (reached, max(reached, len(prompt)))
+        whole = [*tokens, *batch]
+        tokens = whole[:reached]
+        spells(session.caches, tokens, self.model.kinds)
+        self.cache.check()
+        assert reached == len(whole) or self.cache.stats.checkpoint_bytes <= held
+        if prompt[reached:]:
+            session.step(self.model, prompt[reached:])
+        self.opened[index] = (session, tokens + prompt[reached:], namespace)
+
+    @precondition(lambda self: self.opened)
     @rule(data=st.data())
     def close_one(self, data: Any) -> None:
         session, tokens, namespace = self.opened.pop(data.draw(st.integers(0, len(self.opened) - 1)))

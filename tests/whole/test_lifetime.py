@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -205,3 +206,36 @@ def test_generating_takes_a_cache_and_a_limit(model: Any) -> None:
         with pytest.raises(ValueError, match=r"max_tokens is .*; wanted 1 or more, or -1"):
             stream_generate(model, None, PROMPT, max_tokens=wrong, cache=PrefixCache(model))  # type: ignore[arg-type]
     assert issubclass(CacheClosedError, RadixCacheError)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_cache_that_was_used_is_refused_in_a_forked_process_by_name_and_goes_on_in_its_own(llama: Any) -> None:
+    unused, cache, third = (PrefixCache(llama) for _ in range(3))
+    session, group = cache.begin([1, 2, 3, 4]), third.begin_many([[1, 2]], capacity=10)
+    session.prefill(llama)
+    calls = [
+        lambda: cache.begin([1]),
+        lambda: cache.stats,
+        cache.check,
+        cache.dump,
+        lambda: cache.fetch([1]),
+        cache.clear,
+    ]
+    steps = [lambda: session.step(llama, [4]), lambda: session.rewind(0), lambda: group.admit([[1]])]
+    child = os.fork()
+    if child == 0:
+        try:
+            for call in (*calls, *steps):
+                with pytest.raises((CacheClosedError, SessionClosedError), match="forked after the cache was used"):
+                    call()
+            assert (repr(cache), unused.stats.requests) == ("<PrefixCache closed>", 0)
+            for each in (session, group, cache):
+                each.close()
+        except BaseException:
+            os._exit(1)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    session.step(llama, [4])
+    for each in (session, group):
+        each.close()
+    cache.check()

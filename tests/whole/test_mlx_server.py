@@ -200,6 +200,38 @@ def test_the_sequence_used_longest_ago_goes_first_with_all_that_no_other_begins_
     assert len(cache) == 2
 
 
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_a_system_prompt_is_not_lost_to_replies_and_types_go_as_in_mlx_lm(kind: str) -> None:
+    model = tiny_model(kind)
+    ours, theirs = RadixPromptCache(max_size=3), LRUPromptCache(max_size=3)
+    drawn = ["system", *["assistant"] * 4, "user", "user", "assistant", "user", "system", "assistant", "user", "user"]
+    for step, cache_type in enumerate(drawn):
+        prompt = tokens(300 + step, 20, first=step)
+        for cache in (ours, theirs):
+            cache.insert_cache("a", prompt, filled(model, prompt), cache_type=cache_type)
+        counts = [{name: each["n_sequences"] for name, each in c.stats_by_type().items()} for c in (ours, theirs)]
+        assert counts[0] == counts[1], step
+        ours.check()
+        if step == 4:
+            assert left(ours, [*tokens(300, 20, first=0), 1]) == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_a_reply_that_goes_takes_its_prompt_along_and_leaves_the_system_prompt(kind: str) -> None:
+    model, cache = tiny_model(kind), RadixPromptCache(max_size=2)
+    for cache_type, end in (("system", 20), ("user", 40), ("assistant", 60)):
+        cache.insert_cache("a", PROMPT[:end], filled(model, PROMPT[:end]), cache_type=cache_type)
+    assert [each["n_sequences"] for each in cache.stats_by_type().values()] == [1, 0, 0]
+    for seed in (1, 2, 3):
+        other = tokens(400 + seed, 30, first=(PROMPT[0] + seed) % 200)
+        cache.insert_cache("a", other, filled(model, other))
+        assert left(cache, [*PROMPT[:20], 1]) == 1
+        assert left(cache, [*other, 1]) == 1
+        cache.check()
+    assert [each["n_sequences"] for each in cache.stats_by_type().values()] == [1, 0, 1]
+    assert left(cache, [*PROMPT, 1]) == 41
+
+
 def test_trim_to_takes_sequences_and_bytes_of_the_model_used_longest_ago_first(llama: Any) -> None:
     cache = RadixPromptCache()
     for model in ("a", "b"):

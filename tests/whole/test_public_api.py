@@ -90,7 +90,8 @@ def test_the_arguments_of_the_public_calls_are_those_of_the_documentation() -> N
     assert parameters(session.extend) == ["tokens"]
     assert parameters(cache.fetch)[:1] == ["tokens"]
     assert parameters(cache.insert)[:2] == ["tokens", "caches"]
-    assert parameters(cache.reclaim) == ["target_bytes"]
+    assert parameters(session.rewind) == ["offset", "least"]
+    assert parameters(cache.reclaim) == ["target_bytes", "namespace"]
     assert isinstance(cache.stats, property)
     after_the_model = list(inspect.signature(cache).parameters.values())[1:]
     assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in after_the_model)
