@@ -41,7 +41,8 @@ def serve(tmp_path: Path) -> Serve:
         )
         app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
         for path in ["/health", "/v1/models", "/v1/messages", *ADMINS]:
-            app.add_api_route(path, whoami, methods=["GET", "POST"])
+            app.add_api_route(path, whoami)
+        app.add_api_route("/v1/models", whoami, methods=["POST"], include_in_schema=False)
         app.add_api_route("/v1/broken", broken)
         count = (lambda *seen: counted.append(seen[:2])) if counted is not None else lambda *_: None
         return TestClient(guard(app, options, count), base_url=f"http://{over}:8080", client=(client, 50000))
@@ -296,7 +297,7 @@ def test_lines_about_refused_requests_are_bounded_in_rate(caplog) -> None:
         (["ann"], "keys:1: 1 words; wanted a name and a key."),
         (["# ann", "", "ann a b"], "keys:3: 3 words"),
         (["ann k1", "bob k2", "ann k3"], "keys:3: the name ann"),
-        (["ann k1", "bob k1"], "keys:2: the key of bob"),
+        (["ann k1", "bob k1"], "keys:2: bob has the key of another"),
         (["ann k\x07"], "keys:1"),
         (["ann clé"], "it is not plain ASCII"),
         (["# nobody"], "no key"),
@@ -325,7 +326,7 @@ def test_a_key_file_that_everybody_may_read_is_warned_of(tmp_path, caplog, mode,
 def test_the_admin_has_one_key_which_is_no_tenants(tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("ann k1\n")
-    for text, found in (("root k1\n", "another's"), ("ann k2\n", "another's"), ("a k2\nb k3\n", "2 keys; wanted one")):
+    for text, found in (("root k1\n", "another name"), ("ann k2\n", "another's"), ("a k2\nb k3\n", "2 keys; wanted one")):
         admin.write_text(text)
         with pytest.raises(KeyFileError, match=found):
             Keyring(keys, admin)
