@@ -326,7 +326,8 @@ def test_a_key_file_that_everybody_may_read_is_warned_of(tmp_path, caplog, mode,
 def test_the_admin_has_one_key_which_is_no_tenants(tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("ann k1\n")
-    for text, found in (("root k1\n", "another"), ("ann k2\n", "another"), ("a k2\nb k3\n", "2 keys; wanted one")):
+    wrong = {"root k1\n": "the key of another", "ann k2\n": "there twice", "a k2\nb k3\n": "2 keys; wanted one"}
+    for text, found in wrong.items():
         admin.write_text(text)
         with pytest.raises(KeyFileError, match=found):
             Keyring(keys, admin)
