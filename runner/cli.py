@@ -22,6 +22,7 @@ from runner.commands.advise import advise
 from runner.commands.doctor import doctor
 from runner.commands.explain import explain
 from runner.commands.inputs import CONVERSATIONS, TRACES
+from runner.commands.launch import launch
 from runner.commands.mrc import mrc
 from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, discard_stdout, require, say
 from runner.commands.replay import replay
@@ -140,6 +141,6 @@ for command in (simulate, mrc, advise):
     app.command(epilog=TRACES)(command)
 for command in (tree, explain, replay):
     app.command(epilog=CONVERSATIONS)(command)
-for command in (synth, serve, doctor):
+for command in (synth, serve, launch, doctor):
     app.command()(command)
 app.add_typer(store)

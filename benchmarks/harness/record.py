@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.files import write_json
-from runner.origin import machine, versions
+from runner.commands.outputs import machine, versions
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -20,8 +20,7 @@ from packaging.requirements import Requirement
 
 import runner
 from runner.blas import blas_name
-from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS
-from runner.origin import machine, versions
+from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS, machine, versions
 from runner.text import GIB, MIB
 
 OK, MISSING, PROBLEM = "ok", "missing", "problem"

@@ -1,5 +1,7 @@
 """Where a command's results go: tables for people, files for programs, and one line on stderr for what is wrong.
 
+A file for programs also says `about` the command, the machine and the versions of packages.
+
 All files are checked before a command runs. One that cannot be written at the end does not stop the others. `-` is
 stdout; tables then go to stderr. This file imports no MLX, numpy or matplotlib.
 """
@@ -8,15 +10,18 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import psutil
 import typer
 from rich.console import Console
 from rich.measure import Measurement
@@ -24,12 +29,13 @@ from rich.table import Table
 
 from runner import picture
 from runner.files import require_writable, write_atomically
-from runner.origin import machine, versions
 from runner.text import figures_table
 
 if TYPE_CHECKING:
     from radixcache import TreeView
 
+#: Whose versions belong to a result.
+PACKAGES = ("radixcache", "mlx", "mlx-lm", "numpy", "transformers")
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -110,6 +116,28 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def command_line(context: typer.Context) -> str:
     return shlex.join(["radixcache", *context.obj])
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the system: nothing that identifies the computer or its owner."""
+    return {
+        "processor": _processor(),
+        "device": _device(),
+        "logical_cores": psutil.cpu_count(logical=True),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of `PACKAGES`; a package that is not installed is `source`."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "source"
+    return found
 
 
 def about(context: typer.Context) -> dict[str, Any]:
@@ -261,3 +289,20 @@ def _turned(table: Table, console: Console) -> Iterator[Table]:
 
 def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return figures_table([titles, *rows], names=(titles[0],))
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _device() -> str | None:
+    """The accelerator that MLX uses; None: MLX is not loaded, or computes on the CPU."""
+    mx = sys.modules.get("mlx.core")
+    if mx is None or mx.default_device().type == mx.DeviceType.cpu:
+        return None
+    return str(mx.device_info().get("device_name", mx.default_device()))

@@ -89,7 +89,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     about = {
         "model": loaded.name,
         "seed": options.seed,
-        "command": outputs.command_line(context),
+        **outputs.about(context),
         "options": {**chosen, **vars(settings)},
         "skipped_requests": script.skipped_requests,
         "interrupted": broken_off is not None,

@@ -209,6 +209,17 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
     return _first(config, keys)
 
 
+def local_context_length(spec: str) -> int | None:
+    """The context of a model that is on this machine, in tokens, from its configuration; None: no bound, or not here."""
+    try:
+        if (kind := _tiny_kind(spec)) is not None:
+            return _context_length(TINY_KINDS[kind].config)
+        folder = stored_folder(spec)
+        return None if folder is None else _context_length(_read_config(folder))
+    except (ModelError, OSError, TypeError, ValueError):  # a name that no model can have, or a broken configuration
+        return None
+
+
 def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
     """The first of these fields that a configuration, or its text part, sets."""
     sources = config, config.get("text_config") or {}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from runner.origin import machine, versions
 from runner.text import MIB, figures_table, plural
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ class Report:
         if self._is_parallel:
             found["peak_tokens"] = [run.peak_tokens for run in self.runs]
             found["partings"] = [asdict(each) for each in self.partings]
-        return {**found, **about, "machine": machine(), "versions": versions()}
+        return {**found, **about}
 
     def _summarize(self, run: CacheRun) -> Summary:
         rows, equal = run.rows, None

@@ -25,7 +25,6 @@ import copy
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -363,8 +362,9 @@ class AnthropicPromptBody(Checked):
         turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
         found = [*messages_of(_without_billing(turns))]
         fields = {"messages": [message for message, _ in found], **self._openai_fields()}
-        request = ChatBody.read(fields, options).request(namespace, format_field="output_config.format")
-        return replace(request, marked_texts=[(index, end) for index, (_, ends) in enumerate(found) for end in ends])
+        marked = [(index, end) for index, (_, ends) in enumerate(found) for end in ends]
+        chat = ChatBody.read(fields, options)
+        return chat.request(namespace, format_field="output_config.format", marked_texts=marked)
 
     def _openai_fields(self) -> dict[str, Any]:
         functions = [

@@ -45,6 +45,7 @@ from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model, load_outline, model_folder
 from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
+from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
@@ -77,12 +78,13 @@ class WarmEntry:
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
         """The tokens that all conversations with this beginning share. WarmFileError: there are none."""
         is_open = self.messages[-1]["role"] in ("system", "developer")  # templates need a message behind it
-        messages = [*self.messages, *([{"role": "user", "content": "Hello"}] if is_open else [])]
+        own = behind_tools([*self.messages])[0] if options.move_volatile else self.messages
+        messages = [*own, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         try:
             tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
         except (ValueError, RecursionError) as error:
             raise WarmFileError(f"{self.where}: {error}") from error
-        end = max(opening, *ends[: len(self.messages)])
+        end = max(opening, *ends[: len(own)])
         if end == 0:
             raise WarmFileError(f"{self.where}: no other prompt begins with what the chat template makes of it.")
         return tokens[:end]

@@ -1,4 +1,4 @@
-"""OpenAI's API as mlx_lm.server has it: chats, text completions, models, health. Never imports MLX.
+"""OpenAI's API as mlx_lm.server has it: chats, text completions, models, health.
 
     ChatBody, CompletionBody    what the client sent, checked; `request` makes the Request of it
     OpenAIReply                 the reply, whole or as server-sent events
@@ -22,6 +22,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from runner.models.load import local_context_length
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -116,8 +117,21 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit fo
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
+SYSTEM = ("system", "developer")
 # Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
 _BILLING = "x-anthropic-billing-header:"
+
+#: Parts of agents' system texts that change with the folder, the day or the model: how the first and the last line of
+#: each begin. Without a last line, the part goes to the end of the text.
+_VOLATILE = (
+    ("You are powered by the model named ", "</env>"),  # opencode
+    ("Here is useful information about the environment you are running in:", "</env>"),  # Continue
+    ("Environment you are running in:", "</env>"),  # Cline
+    ('<context name="gitStatus">', "</context>"),  # Continue
+    ("Git snapshot at conversation start.", ""),  # qwen-code
+    ("# auto memory", ""),  # qwen-code
+    ("Current date: ", "Current working directory: "),  # pi
+)
 
 IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
@@ -167,7 +181,7 @@ class OpenAIBody(Checked):
     @classmethod
     def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
         """Check a body; defaults come from `options`. ApiError: a field is missing or wrong."""
-        names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
+        names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p", "move_volatile")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
         # A null draft model means none; any other null means the default.
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
@@ -271,14 +285,23 @@ class ChatBody(OpenAIBody):
     response_format: ResponseFormat | None = None
     tool_choice: Literal["auto", "none", "required", "any"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
+    move_volatile: bool = True
 
-    def request(self, namespace: str, *, format_field: str = "response_format") -> Request:
-        """As above; `format_field` is the field of the client's body from which `response_format` was made."""
+    def request(
+        self, namespace: str, *, format_field: str = "response_format", marked_texts: Sequence[tuple[int, int]] = ()
+    ) -> Request:
+        """As above, with `marked_texts` of the messages.
+
+        `format_field` is the field of the client's body from which `response_format` was made.
+        """
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
-        request = replace(super().request(namespace), messages=[*_without_billing(self.messages)])
+        messages = [*_without_billing(self.messages)]
+        if self.move_volatile:
+            messages, marked_texts = behind_tools(messages, marked_texts)
+        request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
         arguments = {**self._reasoning_args(), **self.chat_template_kwargs}
         constraint = self._constraint(format_field)
         return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None, constraint=constraint)
@@ -332,7 +355,7 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
     """The messages without billing lines in system texts. A turn that had nothing else is left out."""
     for message in messages:
         content = message.get("content")
-        if message["role"] not in ("system", "developer") or _BILLING not in str(content):
+        if message["role"] not in SYSTEM or _BILLING not in str(content):
             yield message
         elif isinstance(content, str):
             if kept := without_billing(content):
@@ -341,6 +364,57 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
             shown = [{**part, "text": without_billing(part["text"])} if "text" in part else part for part in content]
             if parts := [part for part in shown if part.get("text") != ""]:
                 yield {**message, "content": parts}
+
+
+def behind_tools(
+    messages: list[dict[str, Any]], marked_texts: Sequence[tuple[int, int]] = ()
+) -> tuple[list[dict[str, Any]], Sequence[tuple[int, int]]]:
+    """Move volatile parts of the leading system turns into a system turn behind them, and the marks along.
+
+    Many templates put the tools between the first system turn and the next turn, so the tools keep their prefix. The
+    texts stay system texts, whole and in order. If a template takes only one system turn, they end this turn (turns.py).
+    """
+    count = next((index for index, each in enumerate(messages) if each["role"] not in SYSTEM), len(messages))
+    kept, moved, marks = messages[:count], [], [*marked_texts]
+    for index, message in enumerate(kept):
+        content = message.get("content") or ""
+        if not isinstance(content, str) and all("text" in part for part in content):
+            content = "".join(part["text"] for part in content)  # as prompts have them
+        if isinstance(content, str) and (spans := _volatile_spans(content)):
+            ends = [0, *(end for _, end in spans)]
+            starts = [*(start for start, _ in spans), len(content)]
+            rest = "".join(content[end:start] for end, start in zip(ends, starts, strict=True))
+            if rest.strip():
+                kept[index] = {**message, "content": rest}
+                moved += [content[start:end].strip("\n") for start, end in spans]
+                marks = [(at, _shifted(end, spans) if at == index else end) for at, end in marks]
+    if not moved:
+        return messages, marked_texts
+    turn = {"role": kept[-1]["role"], "content": "\n\n".join(moved)}
+    return [*kept, turn, *messages[count:]], [(at + (at >= count), end) for at, end in marks]
+
+
+def _volatile_spans(text: str) -> list[tuple[int, int]]:
+    """Where the volatile parts of a text start and end, in order: whole lines, with the line break behind them."""
+    lines, found = f"\n{text}", []  # each line has a line break before it, and each offset is one more
+    for first, last in _VOLATILE:
+        start = lines.find(f"\n{first}")
+        at = lines.find(f"\n{last}", start + 1) if last else len(lines)
+        if start >= 0 and at >= 0:
+            end = lines.find("\n", at + 1)
+            found.append((start, end if end >= 0 else len(text)))
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(found):
+        if spans and start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _shifted(offset: int, spans: Sequence[tuple[int, int]]) -> int:
+    """An offset in a text after these spans were cut out."""
+    return offset - sum(max(0, min(offset, end) - start) for start, end in spans)
 
 
 def _check_message(message: dict[str, Any], at: str) -> None:
@@ -524,16 +598,17 @@ def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in {"content": delta.text, **reasoning, "tool_calls": calls}.items() if value}
 
 
-def model_object(name: str, created_s: int) -> dict[str, Any]:
-    """A model as both APIs describe it: each ignores the fields of the other."""
+def model_object(name: str, created_s: int, context_tokens: int | None = None) -> dict[str, Any]:
+    """A model as both APIs describe it: each ignores the fields of the other. `max_model_len` is vLLM's field."""
     openai = {"id": name, "object": "model", "created": created_s, "owned_by": "radixcache"}
     created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
-    return {**openai, "type": "model", "display_name": name, "created_at": created_at}
+    length = {"max_model_len": context_tokens} if context_tokens else {}
+    return {**openai, "type": "model", "display_name": name, "created_at": created_at, **length}
 
 
-def list_models(names: Sequence[str], created_s: int) -> dict[str, Any]:
-    ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None, "has_more": False}
-    return {"object": "list", "data": [model_object(name, created_s) for name in names], **ends}
+def list_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = [model["id"] for model in models] or [None]
+    return {"object": "list", "data": models, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
 
 def downloaded_models() -> list[str]:
@@ -600,16 +675,20 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
+    def described(name: str) -> dict[str, Any]:
+        spec = options.model if options.model and options.means_served(name) else name
+        return model_object(name, started_s, options.context or local_context_length(spec))
+
     # The next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return list_models(nameable(), started_s)
+        return list_models([described(name) for name in nameable()])
 
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         if name not in nameable() and not options.means_served(name):
             raise ApiError(404, f"model {name!r:.200} is not served here.", param="model", code=NO_MODEL)
-        return model_object(name, started_s)
+        return described(name)
 
     @router.get("/health")
     async def health() -> Response:

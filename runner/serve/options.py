@@ -46,6 +46,13 @@ class ServeOptions:
         Option(help="Most tokens of a reply, if a request sets no limit.  [default: to the context's end]", min=1),
     ] = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    move_volatile: Annotated[
+        bool,
+        Option(
+            "--move-volatile/--keep-volatile",
+            help="Move what agents' system prompts say of folder and day behind the tools, or leave it in place.",
+        ),
+    ] = True
     decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
     prompt_concurrency: Annotated[int, Option(help="Most prompts that are prefilled together.", min=1)] = 8
     prefill_step_size: Annotated[int, Option(help="Prompt tokens per chunk of prefill.", min=1)] = 2048

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from runner.cli import main
 from runner.commands import inputs, outputs
+from runner.commands.outputs import machine, versions
 from runner.text import figures_table
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace_formats import compact_bytes
@@ -344,3 +346,12 @@ def test_long_traces_are_sampled(
     assert "belady, which knows the future, reaches" in out
     code, out, _ = command("advise", trace, "--capacity-blocks", 1_000_000)
     assert "All that can be saved fits this budget: no policy saves more than LRU." in out
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    described = machine()
+    assert described["logical_cores"] >= 1
+    assert described["memory_bytes"] > 1 << 28
+    assert described["processor"]
+    assert platform.node() not in described.values()
+    assert set(versions()) == {"python", "radixcache", "mlx", "mlx-lm", "numpy", "transformers"}

@@ -119,6 +119,18 @@ def test_a_marked_text_inside_of_a_message_asks_for_a_checkpoint_where_it_ends()
     assert [index for index, _ in mine.marked_texts] == [0, 1, 1, 4]
 
 
+def test_marks_stay_where_they_were_when_a_volatile_part_is_moved() -> None:
+    def text(of: str) -> dict[str, Any]:
+        return {"type": "text", "text": of, "cache_control": MARK}
+
+    part = "Environment you are running in:\n<env>\nWorking Directory: /home/ann\n</env>"
+    system = [text("You are brief."), text(part), text("You are kind."), {"type": "text", "text": "So."}]
+    mine = asked(system=system, messages=[{"role": "user", "content": [text("a"), text("b")]}])
+    assert [message["content"] for message in mine.messages] == ["You are brief.\nYou are kind.\nSo.", part, "a\nb"]
+    before = [mine.messages[index]["content"][:end] for index, end in mine.marked_texts]
+    assert before == ["You are brief.", "You are brief.\n", "You are brief.\nYou are kind.", "a"]
+
+
 def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginning_have_its_tokens() -> None:
     tokenizer = tiny_tokenizer()
     marked = {"type": "text", "text": "You are brief.", "cache_control": MARK}

@@ -20,7 +20,9 @@ from radixcache.groups import passes
 from radixcache.observe.trace import FORMAT
 from runner.models.load import ModelError, load_model
 from runner.serve.models import Models, WarmFileError, read_warm_file
+from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
+from runner.serve.prompts import prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
 from tests.serve.jobs import Waiting, alone, noting, running
 
@@ -299,6 +301,20 @@ def test_what_is_warm_at_start_is_pinned_by_name_and_found_by_the_first_request(
             assert record.cached_tokens > len(prompt)
         record = Waiting(thread, messages=[*messages, {"role": "assistant", "content": "Hi"}, messages[1]]).record
         assert record.cached_tokens > len(SYSTEM) + len("Hello")
+
+
+def test_a_warm_system_prompt_is_the_beginning_of_prompts_whose_volatile_part_is_moved(tmp_path: Path) -> None:
+    system = "Current date: 2026-11-25\nCurrent working directory: /home/ann\nYou are brief."
+    (tmp_path / "warm.json").write_text(json.dumps({"system": system}))
+    (entry,) = read_warm_file(tmp_path / "warm.json")
+    tokenizer, user = load_model("tiny").tokenizer, {"role": "user", "content": "So?"}
+    for is_moved in (True, False):
+        options = ServeOptions(move_volatile=is_moved)
+        body = {"messages": [{"role": "system", "content": system}, user]}
+        wanted = prompt_of(ChatBody.read(body, options).request(""), tokenizer, {}).tokens
+        found = entry.tokens(tokenizer, options).tolist()
+        assert wanted[: len(found)] == found
+        assert tokenizer.decode(found).index("You are brief.") < 40 or not is_moved
 
 
 @pytest.mark.parametrize(

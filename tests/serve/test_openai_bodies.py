@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from runner.serve.admin import explained_request
+from runner.serve.openai import ChatBody, behind_tools
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request
 from tests.serve.scripted import ScriptedRuns, said
@@ -95,6 +98,70 @@ def test_of_a_system_text_only_the_lines_that_bill_the_client_are_left_out(role)
     assert contents(texts) == [[{"type": "text", "text": "You are"}, {"type": "text", "text": "brief."}], BILLING]
     assert contents(BILLING) == contents(texts[:1]) == [BILLING], "a turn that had nothing else is no turn"
     assert contents(None) == [None, BILLING]
+
+
+OPENCODE = (
+    "You are powered by the model named m.\nHere is some useful information about the environment you are running in:\n"
+    "<env>\n  Working directory: /home/ann\n</env>"
+)
+CONTINUE = (
+    "Here is useful information about the environment you are running in:\n<env>\nPlatform: linux\n</env>",
+    '<context name="gitStatus">This is the git status.\n\nM note.txt\n</context>',
+)
+QWEN_CODE = "Git snapshot at conversation start.\n```text\ngit: M note.txt\n```\n\n---\n\n# auto memory\n\nIt is in /home"
+PI = "Current date: 2026-11-25\nCurrent working directory: /home/ann"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "moved"),
+    [
+        (f"Be brief.\n\n{OPENCODE}\nSkills:\n- one", "Be brief.\n\nSkills:\n- one", OPENCODE),
+        ("A\n{}\nB\n{}\nC".format(*CONTINUE), "A\nB\nC", "\n\n".join(CONTINUE)),
+        (f"Be brief.\n{QWEN_CODE}\n", "Be brief.\n", QWEN_CODE),
+        (f"{PI}\nBe brief.", "Be brief.", PI),
+        (f"Be brief.\n{PI}", "Be brief.\n", PI),
+    ],
+    ids=["opencode", "continue", "qwen-code", "pi", "pi, at the end"],
+)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_what_an_agent_says_of_folder_and_day_follows_the_system_prompt_as_a_turn(role, text, kept, moved):
+    messages = [{"role": role, "content": text}, USER]
+    wanted = [{"role": role, "content": kept}, {"role": role, "content": moved}, USER]
+    assert asked_by({"messages": messages}).messages == wanted
+    parts = [{"type": "text", "text": part} for part in (text[:9], text[9:])]
+    assert asked_by({"messages": [{"role": role, "content": parts}, USER]}).messages == wanted
+    second = [{"role": "system", "content": "One."}, *messages]
+    assert asked_by({"messages": second}).messages == [second[0], *wanted]
+    assert asked_by({"messages": messages, "move_volatile": False}).messages == messages
+    options = ServeOptions(move_volatile=False)
+    assert ChatBody.read({"messages": messages}, options).request("").messages == messages
+    for untouched in ([*second[:1], USER, *messages], [{"role": role, "content": moved}, USER], [{**USER, "content": text}]):
+        assert asked_by({"messages": untouched}).messages == untouched
+
+
+def test_a_prompt_is_explained_as_it_is_asked():
+    system = f"Be brief.\n{PI}"
+    wanted = asked_by({"messages": [{"role": "system", "content": system}, USER]}).messages
+    assert len(wanted) == 3
+    for body in (
+        {"messages": [{"role": "system", "content": system}, USER]},
+        {"instructions": system, "input": [USER]},
+        {"model": "m", "system": system, "messages": [USER]},
+    ):
+        assert explained_request(body, OPTIONS)[0].messages == wanted
+
+
+def test_a_text_with_half_of_a_known_part_stays_as_it_is():
+    text = f"Say: {OPENCODE}\n</env>\nYou are powered by the model named m.\n<env>\nMore"
+    messages = [{"role": "system", "content": text}, USER]
+    assert asked_by({"messages": messages}).messages == messages
+
+
+def test_any_number_of_openings_without_an_end_takes_no_time():
+    text = "Be brief.\n" + "Environment you are running in:\n" * 200_000
+    started_s = time.perf_counter()
+    assert behind_tools([{"role": "system", "content": text}])[0] == [{"role": "system", "content": text}]
+    assert time.perf_counter() - started_s < 1
 
 
 def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():

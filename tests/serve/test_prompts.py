@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from radixcache.chat_template import ChatTemplate
+from runner.serve.openai import behind_tools
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
 from tests.chat.test_chat import CONTROL, KINDS, make_tokenizer
@@ -68,6 +70,29 @@ def test_a_reply_that_begins_with_open_reasoning_goes_on_with_reasoning(begun: s
     assert found.initial_state == state
     start = found.tokens.index(inside.convert_tokens_to_ids("<think>"))
     assert (start in found.marks) == (start >= len(found.tokens) - 11)
+
+
+# Volatile parts
+
+
+def volatile(folder: str) -> str:
+    return f"Environment you are running in:\n<env>\n4. Working Directory: /home/{folder}\n</env>"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_volatile_part_is_in_the_prompt_behind_the_tools_if_the_template_takes_a_second_system_turn(name: str) -> None:
+    def text(folder: str, *, is_moved: bool) -> str:
+        talk = [turn("system", f"Be brief.\n{volatile(folder)}\nBe kind."), TALK[1]]
+        return text_of(TEMPLATES[name], behind_tools(talk)[0] if is_moved else talk, tools=[TOOL])
+
+    pairs = [(text("ann", is_moved=is_moved), text("bob", is_moved=is_moved)) for is_moved in (True, False)]
+    shared, shared_in_place = map(os.path.commonprefix, pairs)
+    for (ann, _), is_moved in zip(pairs, (True, False), strict=True):
+        shown = [ann.index(each) for each in ("Be brief.", "Be kind.", volatile("ann"), TALK[1]["content"])]
+        assert (shown == sorted(shown)) == is_moved
+    assert "Be kind." in shared
+    assert "Be kind." not in shared_in_place
+    assert (TOOL["function"]["name"] in shared) == (name == "hermes")
 
 
 # Tool calls

@@ -41,6 +41,7 @@ ALONE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 #: Tokens behind which a prompt may stop being what the next prompt begins with: the opening of a reply.
 OPENING = 16
 WORDS = ("marmalade", "quicksand", "tambourine")
+CLAUDE_CODE = ("-p", "--allowedTools=Read")
 OFFLINE = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
@@ -170,39 +171,42 @@ class Turn:
     program: Path
 
     def start(self, *arguments: object, **environment: str) -> str:
-        about = {"HOME": str(self.folder / "home"), "PATH": os.environ["PATH"], **OFFLINE, **QUIET, **environment}
-        return self.network.run([self.program, *arguments], cwd=self.folder, env=about)
+        return self._run([self.program, *arguments], PATH=os.environ["PATH"], **environment)
 
-    def words(self, question: Callable[[int, str], str]) -> list[str]:
-        """What a client prints for each of three files that it is to read."""
-        found = []
+    def launch(self, client: str, *arguments: object) -> str:
+        """Start a client by `radixcache launch`, which finds it on the path."""
+        command = [sys.executable, "-m", "radixcache", "launch", client, "--url", self.url, "--", *arguments]
+        path = os.pathsep.join((str(self.program.parent), os.environ["PATH"]))
+        return self._run(command, PATH=path, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1")
+
+    def _run(self, command: Sequence[object], **environment: str) -> str:
+        about = {"HOME": str(self.folder / "home"), **OFFLINE, **QUIET, **environment}
+        return self.network.run(command, cwd=self.folder, env=about)
+
+    def require_words(self, question: Callable[[int, str], str]) -> None:
+        """Ask a client for each of three files that it is to read; the last line that it prints is what the file says."""
         for index, word in enumerate(WORDS):
             file = self.folder / f"{word}.txt"
             file.write_text(f"[[{word}]]\n")
-            found.append(question(index, str(file)))
-        return found
+            assert question(index, str(file)).splitlines()[-1].strip() == f"It says {word}."
 
 
 def claude_code(turn: Turn) -> None:
     def ask(index: int, file: str) -> str:
         return turn.start(
-            "-p", *(["-c"] if index else []), "--allowedTools=Read", f'Have a look. <<Read {{"file_path": "{file}"}}>>',
+            *CLAUDE_CODE, *(["-c"] if index else []), f'Have a look. <<Read {{"file_path": "{file}"}}>>',
             ANTHROPIC_BASE_URL=turn.url, ANTHROPIC_API_KEY="dummy",
         )  # fmt: skip
 
-    assert [text.strip() for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+    turn.require_words(ask)
 
 
-def opencode(turn: Turn) -> None:
-    options = {"baseURL": f"{turn.url}/v1", "apiKey": "dummy"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"some-model": {}}}
-    config = {"provider": {"local": provider}, "model": "local/some-model", "share": "disabled"}
-    (turn.folder / "opencode.json").write_text(json.dumps(config))
-
+def launched_claude_code(turn: Turn) -> None:
     def ask(index: int, file: str) -> str:
-        return turn.start("run", *(["-c"] if index else []), f'Have a look. <<read {{"filePath": "{file}"}}>>')
+        question = f'Have a look. <<Read {{"file_path": "{file}"}}>>'
+        return turn.launch("claude-code", *CLAUDE_CODE, *(["-c"] if index else []), question)
 
-    assert [text.splitlines()[-1] for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+    turn.require_words(ask)
 
 
 def codex(turn: Turn) -> None:
@@ -213,7 +217,23 @@ def codex(turn: Turn) -> None:
         command = ["exec", *(["resume", "--last"] if index else []), *options]
         return turn.start(*command, f'Have a look. <<exec_command {{"cmd": "cat {file}"}}>>', KEY="dummy")
 
-    assert [text.splitlines()[-1] for text in turn.words(ask)] == [f"It says {word}." for word in WORDS]
+    turn.require_words(ask)
+
+
+def launched_codex(turn: Turn) -> None:
+    def ask(index: int, file: str) -> str:
+        command = ["exec", *(["resume", "--last"] if index else []), "--skip-git-repo-check"]
+        return turn.launch("codex", *command, f'Have a look. <<exec_command {{"cmd": "cat {file}"}}>>')
+
+    turn.require_words(ask)
+
+
+def launched_opencode(turn: Turn) -> None:
+    def ask(index: int, file: str) -> str:
+        question = f'Have a look. <<read {{"filePath": "{file}"}}>>'
+        return turn.launch("opencode", "run", *(["-c"] if index else []), question)
+
+    turn.require_words(ask)
 
 
 def python_client(name: str) -> Callable[[Turn], None]:
@@ -249,9 +269,11 @@ CLIENTS = (
     Client("langchain", python_client("langchain"), templates=("qwen3",)),
     Client("litellm", python_client("litellm")),
     Client("ollama", python_client("ollama"), templates=("hermes", "strict")),
-    Client("claude_code", claude_code, "claude", TEMPLATES),
-    Client("codex", codex, "codex", ("hermes", "strict")),
-    Client("opencode", opencode, "opencode", ("qwen3",)),
+    Client("claude_code", claude_code, "claude", ("chatml", "qwen3", "strict")),
+    Client("launched_claude_code", launched_claude_code, "claude"),
+    Client("codex", codex, "codex", ("strict",)),
+    Client("launched_codex", launched_codex, "codex"),
+    Client("launched_opencode", launched_opencode, "opencode", ("qwen3",)),
 )
 
 
