@@ -22,8 +22,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from runner.files import write_json
 from runner.commands.outputs import machine, versions
+from runner.files import write_json
 
 A = TypeVar("A")
 B = TypeVar("B")

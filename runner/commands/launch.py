@@ -54,6 +54,8 @@ def _claude_code(server: Server) -> Settings:
         "ANTHROPIC_MODEL": server.model,
         **{f"{kind}_MODEL": server.model for kind in kinds},
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # Without it, Claude Code takes a model that it does not know for one of 1,000,000 tokens.
+        **({"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context_tokens)} if server.context_tokens else {}),
     }
     return Settings(environment, ["--exclude-dynamic-system-prompt-sections"])
 

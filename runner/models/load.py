@@ -210,7 +210,7 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def local_context_length(spec: str) -> int | None:
-    """The context of a model that is on this machine, in tokens, from its configuration; None: no bound, or not here."""
+    """The context in tokens of a model that is on this machine, from its configuration; None: no bound, or not here."""
     try:
         if (kind := _tiny_kind(spec)) is not None:
             return _context_length(TINY_KINDS[kind].config)

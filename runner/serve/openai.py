@@ -122,14 +122,18 @@ SYSTEM = ("system", "developer")
 _BILLING = "x-anthropic-billing-header:"
 
 #: Parts of agents' system texts that change with the folder, the day or the model: how the first and the last line of
-#: each begin. Without a last line, the part goes to the end of the text.
+#: each begin. Without a last line, the part goes to the end of the text. All are as the agents were seen to send them.
 _VOLATILE = (
-    ("You are powered by the model named ", "</env>"),  # opencode
-    ("Here is useful information about the environment you are running in:", "</env>"),  # Continue
+    ("# Memory", "Before saving, check for an existing file"),  # Claude Code, with the folder
+    ("Here is useful information about the environment you are running in:", "</env>"),  # Claude Code 2.0, Continue
+    ("Here is some useful information about the environment you are running in:", "</env>"),  # opencode
     ("Environment you are running in:", "</env>"),  # Cline
+    ("You are powered by the model ", "You are powered by the model "),  # Claude Code 2.0, opencode
+    ("Assistant knowledge cutoff is ", "Assistant knowledge cutoff is "),  # Claude Code 2.0, with the model
+    ("gitStatus: This is the git status at the start of the conversation.", ""),  # Claude Code 2.0
     ('<context name="gitStatus">', "</context>"),  # Continue
     ("Git snapshot at conversation start.", ""),  # qwen-code
-    ("# auto memory", ""),  # qwen-code
+    ("# auto memory", ""),  # qwen-code, with the folder
     ("Current date: ", "Current working directory: "),  # pi
 )
 
@@ -372,7 +376,7 @@ def behind_tools(
     """Move volatile parts of the leading system turns into a system turn behind them, and the marks along.
 
     Many templates put the tools between the first system turn and the next turn, so the tools keep their prefix. The
-    texts stay system texts, whole and in order. If a template takes only one system turn, they end this turn (turns.py).
+    texts stay system texts, whole and in order. If a template takes only one system turn, they end that one (turns.py).
     """
     count = next((index for index, each in enumerate(messages) if each["role"] not in SYSTEM), len(messages))
     kept, moved, marks = messages[:count], [], [*marked_texts]
@@ -395,20 +399,24 @@ def behind_tools(
 
 
 def _volatile_spans(text: str) -> list[tuple[int, int]]:
-    """Where the volatile parts of a text start and end, in order: whole lines, with the line break behind them."""
+    """Where the volatile parts of a text start and end, in order: whole lines, with the line break behind them.
+
+    Blank lines behind a part go with it if others stand before it, so the rest does not tell how many parts there were.
+    """
     lines, found = f"\n{text}", []  # each line has a line break before it, and each offset is one more
     for first, last in _VOLATILE:
         start = lines.find(f"\n{first}")
-        at = lines.find(f"\n{last}", start + 1) if last else len(lines)
+        at = lines.find(f"\n{last}", start) if last else len(lines)
         if start >= 0 and at >= 0:
             end = lines.find("\n", at + 1)
             found.append((start, end if end >= 0 else len(text)))
     spans: list[tuple[int, int]] = []
     for start, end in sorted(found):
-        if spans and start < spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            spans.append((start, end))
+        if spans and start <= spans[-1][1]:
+            start, end = spans[-1][0], max(end, spans.pop()[1])
+        if text.endswith("\n\n", 0, start):
+            end = len(text) - len(text[end:].lstrip("\n"))
+        spans.append((start, end))
     return spans
 
 

@@ -65,7 +65,9 @@ def put_on_path(folder: Path, program: str, script: str) -> None:
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all of PATH, with every client: a script that prints its arguments and its environment."""
     for client in launch.CLIENTS.values():
-        put_on_path(tmp_path, client.program, "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))")
+        put_on_path(
+            tmp_path, client.program, "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+        )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(launch.KEY_VARIABLE, raising=False)
     return tmp_path
@@ -179,13 +181,17 @@ def test_a_client_that_cannot_be_run_is_one_line(command: Command, path: Path, u
 
 def test_a_mistake_is_one_line(command: Command, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = "http://127.0.0.1:{}".format(closed.getsockname()[1])
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with serving(only_model=True) as url:
         mistakes = [
             (2, ["cursor"], "client 'cursor' is not known; wanted one of claude-code, codex, opencode, qwen-code."),
             (2, ["codex", "--url", "localhost:8080"], "--url is 'localhost:8080'; wanted http://HOST:PORT."),
             (1, ["codex", "--url", nowhere], f"no server answers at {nowhere} (Connection refused). Start"),
-            (1, ["codex", "--url", f"{url}/x"], f"{url}/x/v1/models answers 404 Not Found; wanted a list of models. Is"),
+            (
+                1,
+                ["codex", "--url", f"{url}/x"],
+                f"{url}/x/v1/models answers 404 Not Found; wanted a list of models. Is",
+            ),
         ]
         for code, arguments, found in mistakes:
             found_code, out, err = command("launch", *arguments)

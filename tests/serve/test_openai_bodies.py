@@ -108,7 +108,9 @@ CONTINUE = (
     "Here is useful information about the environment you are running in:\n<env>\nPlatform: linux\n</env>",
     '<context name="gitStatus">This is the git status.\n\nM note.txt\n</context>',
 )
-QWEN_CODE = "Git snapshot at conversation start.\n```text\ngit: M note.txt\n```\n\n---\n\n# auto memory\n\nIt is in /home"
+QWEN_CODE = (
+    "Git snapshot at conversation start.\n```text\ngit: M note.txt\n```\n\n---\n\n# auto memory\n\nIt is in /home"
+)
 PI = "Current date: 2026-11-25\nCurrent working directory: /home/ann"
 
 
@@ -125,26 +127,36 @@ PI = "Current date: 2026-11-25\nCurrent working directory: /home/ann"
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_what_an_agent_says_of_folder_and_day_follows_the_system_prompt_as_a_turn(role, text, kept, moved):
+    def asked(messages, options=OPTIONS, **more):
+        return ChatBody.read({"messages": messages, **more}, options).request("").messages
+
     messages = [{"role": role, "content": text}, USER]
     wanted = [{"role": role, "content": kept}, {"role": role, "content": moved}, USER]
-    assert asked_by({"messages": messages}).messages == wanted
+    assert asked(messages) == wanted
     parts = [{"type": "text", "text": part} for part in (text[:9], text[9:])]
-    assert asked_by({"messages": [{"role": role, "content": parts}, USER]}).messages == wanted
+    assert asked([{"role": role, "content": parts}, USER]) == wanted
     second = [{"role": "system", "content": "One."}, *messages]
-    assert asked_by({"messages": second}).messages == [second[0], *wanted]
-    assert asked_by({"messages": messages, "move_volatile": False}).messages == messages
-    options = ServeOptions(move_volatile=False)
-    assert ChatBody.read({"messages": messages}, options).request("").messages == messages
-    for untouched in ([*second[:1], USER, *messages], [{"role": role, "content": moved}, USER], [{**USER, "content": text}]):
-        assert asked_by({"messages": untouched}).messages == untouched
+    assert asked(second) == [second[0], *wanted]
+    assert asked(messages, move_volatile=False) == asked(messages, ServeOptions(move_volatile=False)) == messages
+    for same in ([second[0], USER, *messages], [{"role": role, "content": moved}, USER], [{**USER, "content": text}]):
+        assert asked(same) == same
+
+
+def test_what_an_agent_says_of_its_model_leaves_no_trace_in_the_system_prompt():
+    known = "You are powered by the model named Opus. Its ID is opus.\n\nAssistant knowledge cutoff is May.\n\n\n"
+    unknown = "You are powered by the model local.\n\n\n"
+    kept = [behind_tools([{"role": "system", "content": f"Hi.\n\n{text}So."}])[0] for text in (known, unknown)]
+    assert [messages[0]["content"] for messages in kept] == ["Hi.\n\nSo."] * 2
+    assert [messages[1]["content"] for messages in kept] == [known.rstrip(), unknown.rstrip()]
 
 
 def test_a_prompt_is_explained_as_it_is_asked():
     system = f"Be brief.\n{PI}"
-    wanted = asked_by({"messages": [{"role": "system", "content": system}, USER]}).messages
+    chat = {"messages": [{"role": "system", "content": system}, USER]}
+    wanted = asked_by(chat).messages
     assert len(wanted) == 3
     for body in (
-        {"messages": [{"role": "system", "content": system}, USER]},
+        chat,
         {"instructions": system, "input": [USER]},
         {"model": "m", "system": system, "messages": [USER]},
     ):
@@ -152,9 +164,9 @@ def test_a_prompt_is_explained_as_it_is_asked():
 
 
 def test_a_text_with_half_of_a_known_part_stays_as_it_is():
-    text = f"Say: {OPENCODE}\n</env>\nYou are powered by the model named m.\n<env>\nMore"
+    text = "Say: Here is useful information\n</env>\nEnvironment you are running in:\n<env>\nMore"
     messages = [{"role": "system", "content": text}, USER]
-    assert asked_by({"messages": messages}).messages == messages
+    assert behind_tools(messages)[0] == messages
 
 
 def test_any_number_of_openings_without_an_end_takes_no_time():

@@ -80,7 +80,9 @@ def volatile(folder: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_volatile_part_is_in_the_prompt_behind_the_tools_if_the_template_takes_a_second_system_turn(name: str) -> None:
+def test_a_volatile_part_is_in_the_prompt_behind_the_tools_if_the_template_takes_a_second_system_turn(
+    name: str,
+) -> None:
     def text(folder: str, *, is_moved: bool) -> str:
         talk = [turn("system", f"Be brief.\n{volatile(folder)}\nBe kind."), TALK[1]]
         return text_of(TEMPLATES[name], behind_tools(talk)[0] if is_moved else talk, tools=[TOOL])

@@ -184,7 +184,7 @@ class Turn:
         return self.network.run(command, cwd=self.folder, env=about)
 
     def require_words(self, question: Callable[[int, str], str]) -> None:
-        """Ask a client for each of three files that it is to read; the last line that it prints is what the file says."""
+        """Ask a client for each of three files; the last line that it prints is what the file says."""
         for index, word in enumerate(WORDS):
             file = self.folder / f"{word}.txt"
             file.write_text(f"[[{word}]]\n")
