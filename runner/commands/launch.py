@@ -39,12 +39,12 @@ class Server:
     context_tokens: int | None
 
 
-class Settings(NamedTuple):
+class ClientSettings(NamedTuple):
     environment: Mapping[str, str]
     flags: Sequence[str] = ()
 
 
-def _claude_code(server: Server) -> Settings:
+def _claude_code(server: Server) -> ClientSettings:
     kinds = ("ANTHROPIC_DEFAULT_OPUS", "ANTHROPIC_DEFAULT_SONNET", "ANTHROPIC_DEFAULT_HAIKU", "CLAUDE_CODE_SUBAGENT")
     environment = {
         "ANTHROPIC_BASE_URL": server.url,
@@ -57,10 +57,10 @@ def _claude_code(server: Server) -> Settings:
         # Without it, Claude Code takes a model that it does not know for one of 1,000,000 tokens.
         **({"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context_tokens)} if server.context_tokens else {}),
     }
-    return Settings(environment, ["--exclude-dynamic-system-prompt-sections"])
+    return ClientSettings(environment, ["--exclude-dynamic-system-prompt-sections"])
 
 
-def _codex(server: Server) -> Settings:
+def _codex(server: Server) -> ClientSettings:
     provider = {"name": "radixcache", "base_url": f"{server.url}/v1", "wire_api": "responses", "env_key": KEY_VARIABLE}
     table = ",".join(f"{name}={json.dumps(value)}" for name, value in provider.items())
     values = {
@@ -71,10 +71,10 @@ def _codex(server: Server) -> Settings:
         **({"model_context_window": server.context_tokens} if server.context_tokens else {}),
     }
     flags = [part for name, value in values.items() for part in ("-c", f"{name}={value}")]
-    return Settings({KEY_VARIABLE: server.key}, flags)
+    return ClientSettings({KEY_VARIABLE: server.key}, flags)
 
 
-def _opencode(server: Server) -> Settings:
+def _opencode(server: Server) -> ClientSettings:
     # opencode keeps room for a reply of `output` tokens.
     limit = {"context": server.context_tokens, "output": server.context_tokens // 4} if server.context_tokens else None
     provider = {
@@ -84,18 +84,18 @@ def _opencode(server: Server) -> Settings:
     }
     model = f"radixcache/{server.model}"
     config = {"provider": {"radixcache": provider}, "model": model, "small_model": model}
-    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return ClientSettings({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-def _qwen_code(server: Server) -> Settings:
+def _qwen_code(server: Server) -> ClientSettings:
     flags = ["--auth-type", "openai", "--openai-base-url", f"{server.url}/v1", "-m", server.model]
-    return Settings({"OPENAI_API_KEY": server.key}, flags)
+    return ClientSettings({"OPENAI_API_KEY": server.key}, flags)
 
 
 class Client(NamedTuple):
     program: str
     package: str  # of npm
-    settings: Callable[[Server], Settings]
+    settings: Callable[[Server], ClientSettings]
 
 
 CLIENTS = {

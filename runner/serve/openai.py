@@ -131,6 +131,7 @@ _VOLATILE = (
     ("You are powered by the model ", "You are powered by the model "),  # Claude Code 2.0, opencode
     ("Assistant knowledge cutoff is ", "Assistant knowledge cutoff is "),  # Claude Code 2.0, with the model
     ("gitStatus: This is the git status at the start of the conversation.", ""),  # Claude Code 2.0
+    ("As you answer the user's questions, you can use the following context:", "</context>"),  # Continue
     ('<context name="gitStatus">', "</context>"),  # Continue
     ("Git snapshot at conversation start.", ""),  # qwen-code
     ("# auto memory", ""),  # qwen-code, with the folder

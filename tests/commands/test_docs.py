@@ -99,6 +99,7 @@ def test_every_command_and_option_of_the_pages_exists() -> None:
         while rest and hasattr(found, "commands") and not rest[0].startswith("-"):
             assert rest[0] in found.commands, line
             found, rest = found.commands[rest[0]], rest[1:]
+        rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is for another program
         options = {name for option in found.params for name in option.opts}
         assert {word for word in rest if word.startswith("--")} <= options, line
     assert {"radixcache", "pip", "make"} <= shown

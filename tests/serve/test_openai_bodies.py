@@ -106,6 +106,7 @@ OPENCODE = (
 )
 CONTINUE = (
     "Here is useful information about the environment you are running in:\n<env>\nPlatform: linux\n</env>",
+    "As you answer the user's questions, you can use the following context:\n\n"
     '<context name="gitStatus">This is the git status.\n\nM note.txt\n</context>',
 )
 QWEN_CODE = (
