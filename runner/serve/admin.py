@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import mlx.core as mx
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from radixcache import CacheStats, PrefixCache
@@ -255,11 +256,11 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
 
         return await _on_generation_thread(scheduler, work)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(watch.exposition(), media_type=CONTENT_TYPE)
 
-    @router.get("/cache")
+    @router.get("/cache", response_class=HTMLResponse)
     async def page() -> Response:
         content, headers = cache_page()
         return Response(content, headers=headers, media_type="text/html")

@@ -49,6 +49,7 @@ from runner.serve.request import (
     body_schema,
 )
 from runner.serve.service import (
+    EVENTS,
     Delta,
     ServedReply,
     Service,
@@ -522,7 +523,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
 
-    @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES))
+    @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
         given = await read_json(request)
         body = MessagesBody.read(given)

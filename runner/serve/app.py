@@ -36,8 +36,9 @@ def assemble_app(
     options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int, str], None]
 ) -> FastAPI:
     """Return the application around any backend. `count` gets the route and status of each HTTP request."""
-    wrong = {"description": "What is wrong with the request, in the form of the API that was asked."}
-    gone = {"description": "The server is stopping, or has failed."}
+    content: dict[str, Any] = {"content": {"application/json": {}}}
+    wrong = {"description": "What is wrong with the request, in the form of the API that was asked.", **content}
+    gone = {"description": "The server is stopping, or has failed.", **content}
     hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="radixcache", version=__version__, responses={"4XX": wrong, 503: gone}, **hidden)
     service = Service(backend, timeout_s=options.request_timeout_s)

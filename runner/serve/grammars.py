@@ -12,6 +12,8 @@ llguidance compiles JSON schemas and makes the masks. A Guide is in one phase at
 
   GR1  A reply that ends by itself is what its constraint says. A reply that max_tokens cuts off need not be.
   GR2  What a schema costs is bounded: compilation by the schema's size and llguidance's limits, a mask by the limits.
+  GR3  A reply that goes beyond a limit ends alone. Copies of a matcher share a lexer, which then fails for all of them:
+       each reply goes on with a matcher of its own, and later requests get a new one.
 
 Any thread may use Grammars; one thread uses a Guide. Never imports MLX.
 """
@@ -19,12 +21,14 @@ Any thread may use Grammars; one thread uses a Guide. Never imports MLX.
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from threading import Lock
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import llguidance
 import llguidance.hf
@@ -37,10 +41,11 @@ from runner.serve.request import ApiError, Constraint, Request
 MAX_COMPILED = 32
 MARGIN = 1e-9  # of a number to an exclusive bound
 MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
+MAX_TOOLS_CHARACTERS = 1_000_000  # of the schemas of all tools that may be called
 MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
-MAX_MULTIPLE = 10_000  # of which other numbers must be multiples: the automaton has as many states
+MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
 LIMITS: Mapping[str, Any] = {
-    "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 10_000, "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 10_000, "initial_lexer_fuel": 200_000,
     "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
 #: White space between the parts of JSON is bounded: a model may write it without end.
@@ -110,8 +115,11 @@ class Guide:
         *,
         is_thinking: bool,
         may_think: bool,
+        renew: Callable[[], llguidance.LLMatcher | None] = lambda: None,
     ) -> None:
-        self._marks, self._constraint, self._matcher = marks, constraint, matcher
+        """`renew` makes a matcher that shares nothing; None: there is none."""
+        self._marks, self._constraint, self._matcher, self._renew = marks, constraint, matcher, renew
+        self._consumed: list[int] = []  # by the matcher
         self._phase: Phase = "free" if matcher is None else "thinking" if is_thinking else "grammar"
         #: What may stand in place of the grammar, by its first token.
         self._openers: dict[int, tuple[tuple[int, ...], Phase]] = {}
@@ -157,7 +165,24 @@ class Guide:
                 self._phase = "over"
 
     def _consume(self, tokens: Sequence[int]) -> None:
-        if self._matcher is not None and tokens and not self._matcher.consume_tokens([*tokens]):
+        if self._matcher is not None and tokens:
+            self._consumed += tokens
+            if not self._matcher.consume_tokens([*tokens]):
+                self._begin_anew()
+
+    def _mask(self) -> Words:
+        """The tokens that the grammar allows. ApiError: it cannot be made within the limits."""
+        for is_last in (False, True):
+            assert self._matcher is not None
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._marks.word_count]
+            if not self._matcher.is_error():
+                return words
+            self._refuse() if is_last else self._begin_anew()
+        raise AssertionError("the loop returns or raises")
+
+    def _begin_anew(self) -> None:
+        self._matcher = self._renew() or self._matcher
+        if self._consumed and self._matcher is not None and not self._matcher.consume_tokens(self._consumed):
             self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -172,10 +197,7 @@ class Guide:
         if self._phase == "over":
             return marks.words(marks.ends)
         if self._phase == "grammar":
-            assert self._matcher is not None
-            words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: marks.word_count]
-            if self._matcher.is_error():
-                self._refuse()
+            words = self._mask()
             return words | marks.words([*self._openers]) if self._openers else words
         refused: list[int] = []
         # A mark of several tokens is refused at its last one.
@@ -187,13 +209,20 @@ class Guide:
         return ~marks.words(refused) if refused else None
 
 
+class RefusedGrammar(NamedTuple):
+    """Why a grammar cannot be enforced, and the field that it comes from."""
+
+    why: str
+    at: str
+
+
 class Grammars:
-    """Compiles grammars for one model."""
+    """Compiles grammars for one model. Refused grammars are remembered like others: to refuse one takes as long."""
 
     def __init__(self, tokenizer: Any, vocabulary_length: int) -> None:
         self._tokenizer, self._vocabulary_length = tokenizer, vocabulary_length
         self._marks: Marks | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher | RefusedGrammar] = OrderedDict()
         self._lock = Lock()  # guards the two above
         self._threads = ThreadPoolExecutor(2, "grammar")
 
@@ -209,35 +238,57 @@ class Grammars:
         assert constraint is not None
         with self._lock:
             self._marks = marks = self._marks or Marks.of(tokenizer, self._vocabulary_length)
-        matcher = None
+        matcher, grammar = None, ""
         if constraint.calls == "required" or constraint.schema is not None:
             if tokenizer.response_transitions or tokenizer.structural_markers:
                 raise ApiError(400, "this model's replies have a form of their own, so no other form can be enforced.")
             is_call = constraint.calls == "required"
             rules = call_rules(request, tokenizer, marks) if is_call else f"start: %json {schema_of(constraint)}\n"
-            matcher = self._matcher("%llguidance {}\n" + rules, marks, request)
+            grammar = "%llguidance {}\n" + rules
+            matcher = self._matcher(grammar, marks, request)
         is_thinking = prompt.initial_state == "reasoning"
         may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
-        return Guide(marks, constraint, matcher, is_thinking=is_thinking, may_think=may_think)
+        return Guide(
+            marks,
+            constraint,
+            matcher,
+            is_thinking=is_thinking,
+            may_think=may_think,
+            renew=lambda: new_matcher(grammar, marks),
+        )
 
     def _matcher(self, grammar: str, marks: Marks, request: Request) -> llguidance.LLMatcher:
+        assert request.constraint is not None
+        key = request.constraint.at, grammar
         with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            limits = llguidance.LLParserLimits(**LIMITS)
-            matcher = llguidance.LLMatcher(marks.tokenizer, grammar, log_level=0, limits=limits)
-            if not (error := matcher.get_error()):
-                first = matcher.deep_copy()
-                first.compute_bitmask()
-                error = first.get_error() and "no reply satisfies it"
-            if error:
-                raise _refusal(error, request, marks)
+            found = self._compiled.get(key)
+        # A reply that went beyond a limit has broken the lexer.
+        if found is None or (isinstance(found, llguidance.LLMatcher) and error_of(found)):
+            found = new_matcher(grammar, marks)
+            if error := error_of(found):
+                found = _refused(error, request, marks)
         with self._lock:
-            self._compiled[grammar] = matcher
-            self._compiled.move_to_end(grammar)
+            self._compiled[key] = found
+            self._compiled.move_to_end(key)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return matcher.deep_copy()
+            if isinstance(found, RefusedGrammar):
+                raise ApiError(400, f"this schema cannot be enforced: {found.why}", param=found.at)
+            return found.deep_copy()
+
+
+def new_matcher(grammar: str, marks: Marks) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(marks.tokenizer, grammar, log_level=0, limits=limits())
+
+
+def error_of(matcher: llguidance.LLMatcher) -> str:
+    """Why a matcher that has consumed nothing is of no use; empty: it can be used."""
+    if error := matcher.get_error():
+        return error
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    error = first.get_error()
+    return "no reply satisfies it" if "NoExtension" in error else error
 
 
 def _is_thought(tokens: list[int], tokenizer: Any) -> bool:
@@ -248,8 +299,8 @@ def _is_thought(tokens: list[int], tokenizer: Any) -> bool:
     return bool(start < end and not tokenizer.decode(tokens[end + len(tokenizer.think_end_tokens) :]).strip())
 
 
-def _refusal(error: str, request: Request, marks: Marks) -> ApiError:
-    """The error of a grammar, with the field that it comes from."""
+def _refused(error: str, request: Request, marks: Marks) -> RefusedGrammar:
+    """Why a grammar is refused, with the field that it comes from."""
     constraint = request.constraint
     assert constraint is not None
     at = constraint.at
@@ -257,9 +308,14 @@ def _refusal(error: str, request: Request, marks: Marks) -> ApiError:
         at = "tool_choice"
         for index, function in _functions(request):
             schema = llguidance.LLMatcher.grammar_from_json_schema(arguments_schema(function, index))
-            if found := llguidance.LLMatcher.validate_grammar(schema, marks.tokenizer):
+            if found := llguidance.LLMatcher.validate_grammar(schema, marks.tokenizer, limits=limits()):
                 error, at = found, _at(index)
-    return ApiError(400, f"this schema cannot be enforced: {' '.join(error.split())}", param=at)
+                break
+    return RefusedGrammar(" ".join(error.split()), at)
+
+
+def limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(**LIMITS)
 
 
 # Schemas
@@ -281,10 +337,27 @@ def _at(index: int) -> str:
 
 def checked_schema(schema: Any, at: str) -> str:
     """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
+    length = 0
+    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
+        length += len(part)
+        _require(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
+    _require_few_multiples([schema], at)
     found = _checked(schema, at)
-    text = json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
-    _require(len(text), MAX_SCHEMA_CHARACTERS, "its length in characters", at)
-    return text
+    return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
+
+
+def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
+    _require(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
+
+
+def _multiples(node: Any) -> Iterator[int]:
+    """The digits of each `multipleOf` as a whole number."""
+    for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "multipleOf" and isinstance(each, int | float) and each > 0:
+            digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
+            yield int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+        else:
+            yield from _multiples(each)
 
 
 def _checked(node: Any, at: str) -> Any:
@@ -292,12 +365,10 @@ def _checked(node: Any, at: str) -> Any:
         return [_checked(each, at) for each in node]
     if not isinstance(node, dict):
         return node
-    properties, required, multiple = (node.get(key) for key in ("properties", "required", "multipleOf"))
+    properties, required = node.get("properties"), node.get("required")
     if isinstance(properties, dict):
         optional = len(properties) - (len(required) if isinstance(required, list) else 0)
         _require(optional, MAX_OPTIONAL, "properties, the number of optional ones", at)
-    if isinstance(multiple, int | float):
-        _require(multiple, MAX_MULTIPLE, "multipleOf", at)
     for key in ("const", "enum"):
         _require(max(map(len, _texts(node.get(key))), default=0), MAX_STRING_CHARACTERS, f"{key}, in characters", at)
     node = _with_inclusive_bounds(node)
@@ -370,11 +441,14 @@ def call_rules(request: Request, tokenizer: Any, marks: Marks) -> str:
     else:
         message = f"calls cannot be forced: the form in which this model writes them ({form}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")
-    rules = []
+    rules, length = [], 0
+    _require_few_multiples((function.get("parameters") for _, function in _functions(request)), "tools")
     for index, function in _functions(request):
         name = json.dumps(json.dumps(function["name"]) if JSON_CALL in call else function["name"], ensure_ascii=False)
         rules.append(f"call_{index}: {call.replace('NAME', name).replace('ARGUMENTS', f'arguments_{index}')}")
         rules.append(f"arguments_{index}: %json {arguments_schema(function, index)}")
+        length += len(rules[-1])
+        _require(length, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
     calls = " | ".join(f"call_{index}" for index, _ in _functions(request))
     assert request.constraint is not None
     more = "" if request.constraint.is_single else f"({between} any)*"

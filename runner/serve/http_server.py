@@ -31,9 +31,9 @@ from runner.serve.request import ApiError
 PATIENCE_S = {"head": 20.0, "body": 60.0, "reading": 60.0, "leaving": 5.0}  # seconds that a client has for what it owes
 IDLE_S = 75  # seconds that a connection may be idle between two requests: longer than clients leave one open
 SEND_S = 30  # seconds to send the rest of ended replies before the server ends
-#: Clients at a time, and other open files. Shells on macOS allow a process 256 files by default.
-MAX_CONNECTIONS, OTHER_FILES = 900, 124
-BACKLOG = 512
+#: Clients at a time, clients that are accepted before one of them is turned away, and other open files. Shells on macOS
+#: allow a process 256 files by default.
+MAX_CONNECTIONS, BACKLOG, OTHER_FILES = 900, 512, 124
 #: Signals that end the server, except those that it was started to ignore.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -41,7 +41,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket, in which requests wait until the server runs. OSError: the address cannot be used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + OTHER_FILES
+    wanted = MAX_CONNECTIONS + BACKLOG + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):  # the system's limit is lower
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -71,6 +71,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=SEND_S,
+            backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         super().__init__(config)
@@ -110,6 +111,7 @@ class Connection(H11Protocol):
         self._owed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -117,8 +119,9 @@ class Connection(H11Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Bytes that the system does not accept at once count as unread.
         transport.set_write_buffer_limits(high=0)
+        self._idle_since_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
+            self._make_room()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -131,6 +134,7 @@ class Connection(H11Protocol):
             self._look()
 
     def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
         super().on_response_complete()
         self._look()
 
@@ -151,6 +155,20 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         self._refuse(ApiError(status, f"this is no request of HTTP/1.1 that the server takes: {sys.exc_info()[1]}."))
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle longest, else one whose body has not come; else this one."""
+        others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        silent = [each for each in others if isinstance(each, Connection) and each._is_silent]
+        is_sending = h11.SEND_BODY
+        oldest = min(silent, key=lambda each: (each.conn.their_state is is_sending, each._idle_since_s), default=self)
+        oldest.transport.abort()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether no whole request waits for its reply."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered or self.conn.their_state is h11.SEND_BODY
 
     def _look(self) -> None:
         """Start, restart or stop the time limit, by what the client owes now."""

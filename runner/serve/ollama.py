@@ -30,7 +30,7 @@ from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, ConfigDict, Field
 
 from radixcache import __version__
@@ -528,11 +528,11 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         is_streamed = body.stream and not body.is_load
         return await service.answer_all(http_request, [asked], writer, stream=is_streamed, media_type=LINES)
 
-    @router.post(CHAT, openapi_extra=body_schema(OllamaChatBody, CHAT))
+    @router.post(CHAT, openapi_extra=body_schema(OllamaChatBody, CHAT, stream=LINES))
     async def ollama_chat(request: HttpRequest) -> Response:
         return await answer(request, OllamaChatBody)
 
-    @router.post(GENERATE, openapi_extra=body_schema(GenerateBody, GENERATE))
+    @router.post(GENERATE, openapi_extra=body_schema(GenerateBody, GENERATE, stream=LINES))
     async def generate(request: HttpRequest) -> Response:
         return await answer(request, GenerateBody)
 
@@ -558,7 +558,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         return to_json({"version": OLLAMA_VERSION, "radixcache": __version__})
 
     @router.head("/", include_in_schema=False)
-    @router.get("/")
+    @router.get("/", response_class=PlainTextResponse)
     async def root() -> Response:
         return Response("Ollama is running: radixcache answers for it.\n", media_type="text/plain")
 

@@ -45,6 +45,7 @@ from runner.serve.request import (
     body_schema,
 )
 from runner.serve.service import (
+    EVENTS,
     Delta,
     ServedReply,
     Service,
@@ -675,12 +676,12 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream
         )
 
-    @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT))
-    @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT))
+    @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))
+    @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))
     async def chat_completions(request: HttpRequest) -> Response:
         return await answer(request, ChatBody)
 
-    @router.post(COMPLETIONS, openapi_extra=body_schema(CompletionBody, COMPLETIONS))
+    @router.post(COMPLETIONS, openapi_extra=body_schema(CompletionBody, COMPLETIONS, stream=EVENTS))
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 

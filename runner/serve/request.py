@@ -433,8 +433,9 @@ class Checked(BaseModel):
 
 
 @cache
-def body_schema(kind: type[BaseModel], path: str) -> dict[str, Any]:
-    """The OpenAPI entry of the body at `path`, for a route that reads its body itself."""
+def body_schema(kind: type[BaseModel], path: str, *, stream: str | None = None) -> dict[str, Any]:
+    """The OpenAPI entry of a route that reads its body itself. `stream`: the media type of a streamed reply."""
     at = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
     schema = kind.model_json_schema(ref_template=at + "/$defs/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    entry = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return entry if stream is None else {**entry, "responses": {"200": {"content": {stream: {}}}}}

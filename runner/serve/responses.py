@@ -48,7 +48,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
 )
-from runner.serve.service import Delta, ServedReply, Service, namespace_of, read_json, server_sent_event
+from runner.serve.service import EVENTS, Delta, ServedReply, Service, namespace_of, read_json, server_sent_event
 from runner.text import shortened
 
 logger = logging.getLogger(__name__)
@@ -654,8 +654,8 @@ class ResponseMemory:
 def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
     router, memory = APIRouter(), ResponseMemory()
 
-    @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES))
-    @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES))
+    @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
+    @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
         given = await read_json(request)
         owner = str(getattr(getattr(request.state, "tenant", None), "name", ""))

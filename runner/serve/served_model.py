@@ -251,6 +251,7 @@ class ServedModel:
         done, _ = wait(self._compiling, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
         for future, (prepared, started) in [*self._compiling.items()]:
             if prepared.opened.is_cancelled:
+                future.cancel()
                 prepared.opened.end("cancelled")
             elif future in done:
                 try:

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+EVENTS = "text/event-stream"
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
 _ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
 IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
@@ -320,7 +321,7 @@ class Service:
         writer: Callable[[Sequence[ServedReply]], ReplyWriter],
         *,
         stream: bool,
-        media_type: str = "text/event-stream",
+        media_type: str = EVENTS,
     ) -> Response:
         """Return the response to several requests, which are served together. Raises as `answer`."""
         replies = await while_connected(http_request, self._ask_all(requests))

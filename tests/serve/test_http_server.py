@@ -155,18 +155,32 @@ def test_a_connection_that_is_idle_between_two_requests_owes_nothing() -> None:
     assert routes.reached == 3
 
 
-def test_more_clients_than_there_is_room_for_are_turned_away_until_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_server_closes_the_connection_that_has_been_idle_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
-    with serving(Routes()) as served:
-        with served.connect(POST, b"abc") as one, served.connect(POST, b"def") as another:
-            assert (read_reply(one), read_reply(another)) == (b"abc", b"def")
-            with served.connect() as third:
-                assert is_closed(third)
-        while True:
-            with served.connect() as later, suppress(ConnectionError):
-                later.sendall(POST + b"ghi")
-                assert read_reply(later) == b"ghi"
-                break
+    with serving(Routes()) as served, served.connect(POST, b"abc") as idle, served.connect(POST, b"a") as sending:
+        assert read_reply(idle) == b"abc"
+        with served.connect(POST, b"def") as third:
+            assert read_reply(third) == b"def"
+            assert is_closed(idle)
+            sending.sendall(b"bc")
+            assert read_reply(sending) == b"abc"
+
+
+def test_a_server_full_of_running_requests_turns_away_later_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    routes, is_over = Routes(), threading.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.to_thread(is_over.wait, GUARD_S)
+        await routes(scope, receive, send)
+
+    with serving(slow) as served, served.connect(POST, b"abc") as one, served.connect(POST, b"def") as another:
+        while len(served.server.server_state.tasks) < 2:
+            pass
+        with served.connect() as third:
+            assert is_closed(third)
+        is_over.set()
+        assert (read_reply(one), read_reply(another)) == (b"abc", b"def")
 
 
 def test_what_is_sent_in_pieces_waits_for_no_acknowledgement() -> None:

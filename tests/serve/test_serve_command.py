@@ -130,6 +130,7 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:
     message = {key: value for key, value in chat(model="claude-any").items() if key != "logit_bias"}
+    long = {key: value for key, value in chat().items() if key not in ("messages", "max_tokens")}
     with ExitStack() as stack:
         served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3))
         client = stack.enter_context(httpx2.Client(base_url=served.url, timeout=GUARD_S))
@@ -139,15 +140,19 @@ def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_cod
                 ("/v1/chat/completions", chat()),
                 ("/v1/chat/completions", chat(stream_options={"include_usage": True})),
                 ("/v1/messages", message),
+                ("/v1/completions", {"prompt": "?", **long}),
+                ("/v1/responses", {"input": "?", **long}),
             ]
         ]
-        assert [stream.status_code for stream in streams] == [200, 200, 200]
+        assert [stream.status_code for stream in streams] == [200] * 5
         served.process.send_signal(signal.SIGTERM)
-        plain, usage, messages = map(events, streams)
+        plain, usage, messages, text, response = map(events, streams)
         assert served.wait() == 0
         assert "note: --prompt-cache-size has no effect" in served.log
         assert "Traceback" not in served.log
-    assert (plain[-1], usage[-1]) == ("[DONE]", "[DONE]")
+    assert (plain[-1], usage[-1], text[-1]) == ("[DONE]",) * 3
+    assert json.loads(text[-2])["choices"][0]["finish_reason"] == "length"
+    assert json.loads(response[-1])["type"] == "response.incomplete"
     assert json.loads(plain[-2])["choices"][0]["finish_reason"] == "length"
     assert json.loads(usage[-2])["usage"]["completion_tokens"] >= 0
     assert [json.loads(event)["type"] for event in messages[-2:]] == ["message_delta", "message_stop"]

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
+import psutil
 import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
 from runner.serve.grammars import Grammars
-from runner.serve.request import Constraint
+from runner.serve.prompts import RenderedPrompt
+from runner.serve.request import ApiError, Constraint, ModelNames, Request
 from runner.serve.scheduler import Scheduler
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
@@ -127,6 +134,103 @@ def test_no_compilation_keeps_other_requests_from_running(monkeypatch: pytest.Mo
         assert second.record.completion_tokens == 4
         is_answered.set()
         assert first.failure.status == 400
+
+
+def counted(*counts: int) -> dict[str, Any]:
+    """Texts of a pattern with counts inside of counts."""
+    pattern = "a"
+    for count in counts:
+        pattern = f"({pattern}){{{count}}}"
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner = nested(depth - 1) if depth else {"type": "string"}
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+#: Schemas that would take very long or very much memory without limits.
+EXPLOSIVE: dict[str, dict[str, Any]] = {
+    "deep": nested(60),
+    "many values": {"enum": [f"value {index}" for index in range(5000)]},
+    "counts in counts": counted(1000, 1000, 1000),
+    "a large count": counted(10**9),
+    "classes": {"type": "string", "pattern": "^" + "(\\p{L}+\\p{N}*){20}" * 10 + "$"},
+    "any characters": {"type": "string", "pattern": "^(.{1,100}x.{1,100}y){1,100}$"},
+    "stars in stars": {"type": "string", "pattern": "(.*)*(.*)*(.*)*x"},
+    "many alternatives": {"type": "string", "pattern": "|".join(f"w{each}.*z{each}" for each in range(300))},
+    "many patterns": {"type": "string", "allOf": [{"pattern": f".{{{each}}}b"} for each in range(14)]},
+    "a cycle": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}},
+    "a tree": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"properties": {key: {"$ref": "#/$defs/a"} for key in map(str, range(300))}}},
+    },
+    "doubled": {
+        "$ref": "#/$defs/30",
+        "$defs": {"0": {"type": "string"}}
+        | {f"{each}": {"allOf": [{"$ref": f"#/$defs/{each - 1}"}] * 2} for each in range(1, 31)},
+    },
+    "products": {
+        "allOf": [
+            {"anyOf": [{"type": "object", "required": [f"{i}{j}"]} for j in range(4)]} for i in range(10)
+        ],
+    },
+    "many items": {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
+    "items in items": {"type": "array", "minItems": 1000, "items": {"type": "array", "minItems": 1000}},
+    "a long text": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "a long text of a pattern": {"type": "string", "pattern": "^(ab|ba|.)*$", "maxLength": 5000},
+    "many objects": {
+        "type": "object",
+        "properties": {f"o{i}": {"properties": {f"p{j}": {"type": "integer"} for j in range(300)}} for i in range(6)},
+    },
+    "many formats": {"properties": {f"p{i}": {"format": "uri", "type": "string"} for i in range(390)}},
+    "many multiples": {"properties": {f"p{i}": {"type": "integer", "multipleOf": 9000 + i} for i in range(300)}},
+}  # fmt: skip
+
+
+@pytest.mark.own_process
+@pytest.mark.slow
+def test_schemas_made_to_explode_are_refused_or_cost_little(tmp_path: Path) -> None:
+    """Processor time of compiling and of masks, and memory of all of them together, each in many copies."""
+    tokenizer = load_tokenizer(write_talking_model(tmp_path / "model", "llama"))
+    grammars, draws = Grammars(tokenizer, len(tokenizer)), random.Random(0)
+    before_bytes = psutil.Process().memory_info().rss
+    for index in range(3):
+        for name, schema in EXPLOSIVE.items():
+            # Another schema each time, so that each is compiled and kept.
+            request = Request(ModelNames(), 1, messages=TURNS, constraint=Constraint({**schema, "title": str(index)}))
+            started_s = time.process_time()
+            try:
+                guide = grammars._guide(request, RenderedPrompt([1], (), "normal"))
+            except ApiError:
+                continue
+            finally:
+                assert time.process_time() - started_s < 2, name
+            token = None
+            for _ in range(60):
+                started_s = time.process_time()
+                try:
+                    allowed = guide(token)
+                except ApiError:
+                    break
+                finally:
+                    assert time.process_time() - started_s < 0.5, name
+                token = draws.choice(np.flatnonzero(allowed).tolist())
+                if token in tokenizer.eos_token_ids:
+                    break
+    assert psutil.Process().memory_info().rss - before_bytes < 300 << 20
+
+
+def test_a_reply_that_goes_beyond_a_limit_ends_alone() -> None:
+    """Copies of a grammar share states: those of all replies together went beyond the limit, and all of them ended."""
+    wide = {"type": "string", "pattern": "^(.{1,100}x.{1,100}y){1,100}$"}
+    tokenizer, draws = tiny_tokenizer(), random.Random(0)
+    grammars = Grammars(tokenizer, VOCABULARY_LENGTH)
+    request = Request(ModelNames(), 1, messages=TURNS, constraint=Constraint(wide))
+    for _ in range(12):
+        guide, token = grammars._guide(request, RenderedPrompt([1], (), "normal")), None
+        for _ in range(400):
+            token = draws.choice(np.flatnonzero(guide(token)).tolist())
 
 
 FUNCTIONS = [
@@ -250,6 +354,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (as_format({"not": {}}), SCHEMA, "not"),
     (as_format({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), SCHEMA, "no reply"),
     (as_format({"type": "integer", "multipleOf": 999_983}), SCHEMA, "multipleOf"),
+    (as_format({"type": "number", "multipleOf": 0.123456789}), SCHEMA, "multipleOf"),
+    (as_format({"allOf": [{"multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}), SCHEMA, "multipleOf"),
     (as_format({"enum": ["x" * 20_000]}), SCHEMA, "enum"),
     (as_format({"properties": {f"p{index}": {} for index in range(1000)}}), SCHEMA, "properties"),
     (as_format({"enum": [f"value {index}" for index in range(100_000)]}), SCHEMA, "characters"),
