@@ -24,7 +24,7 @@ from runner.commands.explain import explain
 from runner.commands.inputs import CONVERSATIONS, TRACES
 from runner.commands.launch import launch
 from runner.commands.mrc import mrc
-from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, UsageError, discard_stdout, require, say
+from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, Outputs, UsageError, discard_stdout, require, say
 from runner.commands.replay import replay
 from runner.commands.serve import serve
 from runner.commands.simulate import simulate
@@ -118,7 +118,7 @@ def _print_version(context: typer.Context, is_asked: bool) -> None:
     if context.params["verbose"]:
         from runner.commands.doctor import version_report
 
-        print(version_report())
+        Outputs({}).print(version_report())
     else:
         print(f"radixcache {__version__}")
     raise typer.Exit

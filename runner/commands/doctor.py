@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import runner
 from runner.blas import blas_name
-from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS, machine, versions
+from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS, Outputs, machine, versions
 from runner.text import GIB, MIB
 
 OK, MISSING, PROBLEM = "ok", "missing", "problem"
@@ -45,14 +45,18 @@ def doctor() -> None:
     """
     verdicts = list(_verdicts())
     columns = shutil.get_terminal_size((MOST_COLUMNS, 0)).columns  # a file or a pipe gets a line for each subject
+    lines = []
     for subject, (mark, text) in verdicts:
         head = f"{mark:<8} {subject:<9} "
         line = head + without_home(text).replace("pip install ", "pip\xa0install\xa0")  # a command is not broken
         indent = " " * len(head)
         filled = fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        print(filled.replace("\xa0", " "))
+        lines.append(filled.replace("\xa0", " "))
+    results = Outputs({})
+    results.print("\n".join(lines))
     if any(mark == PROBLEM for _, (mark, _) in verdicts):
         raise typer.Exit(EXIT_CHECK_FAILED)
+    results.finish()
 
 
 def _verdicts() -> Iterator[tuple[str, Verdict]]:

@@ -201,13 +201,16 @@ class Outputs:
             )
         self._attempt(lambda: _print(text.getvalue(), stream), "the output")
 
+    def print(self, text: str) -> None:
+        """Print a result that is text itself on stdout."""
+        self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
+
     def print_tree(self, view: TreeView, format_name: str = "text", max_nodes: int | None = None) -> None:
         """Print a tree on stdout; as text, its lines fit the terminal."""
         from radixcache.observe.page import render_view
 
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        text = render_view(view, format_name, max_nodes, columns)
-        self._attempt(lambda: _print(text.rstrip("\n") + "\n", sys.stdout), "the output")
+        self.print(render_view(view, format_name, max_nodes, columns))
 
     def write(self, option: str, content: Callable[[], bytes]) -> bool:
         """Write the option's file, if it names one; return whether it was written."""
@@ -275,7 +278,7 @@ def _fits(table: Table, console: Console) -> bool:
     return Measurement.get(console, console.options.update(width=MOST_COLUMNS), table).minimum <= console.width
 
 
-def _turned(table: Table, console: Console) -> Iterator[Table]:
+def _turned(table: Table, console: Console) -> Iterator[Table | str]:
     """A table that is too wide: its rows become columns, in as many tables as the width needs."""
     titles = [str(column.header).replace("\n", " ") for column in table.columns]
     rows = list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
@@ -284,7 +287,8 @@ def _turned(table: Table, console: Console) -> Iterator[Table]:
         while count > 1 and not _fits(_columns(titles, rows[:count]), console):
             count -= 1
         yield _columns(titles, rows[:count])
-        rows = rows[count:]
+        if rows := rows[count:]:
+            yield ""
 
 
 def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
