@@ -196,9 +196,8 @@ class Outputs:
             soft_wrap=not stream.isatty(),
         )
         for part in parts:
-            console.print(
-                *([part] if isinstance(part, str) or _fits(part, console) else _turned(part, console)), sep=""
-            )
+            shown = [part] if isinstance(part, str) or _fits(part, console) else _turned(part, console)
+            console.print(*shown, sep="")
         self._attempt(lambda: _print(text.getvalue(), stream), "the output")
 
     def print(self, text: str) -> None:
