@@ -19,7 +19,7 @@ new server and sends one short request first. Users send requests at the same ti
     TTFT ms           from the request to the first piece of the reply, at the client
     gap ms max        from one piece of a reply to the next, over all replies
     tokens/s          generated tokens by the seconds from the first request to the end of the last reply
-    by theirs         tokens/s divided by mlx_lm.server's tokens/s in the same turn: median and range of the turns
+    tokens/s ratio    tokens/s divided by mlx_lm.server's tokens/s in the same turn: median and range of the turns
     peak MB           growth of the server's resident memory since the first request, at the peak
 """
 
@@ -160,12 +160,12 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     pairs = [
         (f"{o['model']}, {o['load']}, {o['users']} users", o, t) for o, t in zip(rows[::2], rows[1::2], strict=True)
     ]
-    slow = [(name, ours) for name, ours, _ in pairs if ours["by theirs"] < LEAST_SPEED]
-    beyond = [f"{name} ({ours['by theirs']:.2f})" for name, ours in slow if ours["most"] < LEAST_SPEED]
+    slow = [(name, ours) for name, ours, _ in pairs if ours["tokens/s ratio"] < LEAST_SPEED]
+    beyond = [f"{name} ({ours['tokens/s ratio']:.2f})" for name, ours in slow if ours["ratio max"] < LEAST_SPEED]
     within = [
-        f"{name} ({ours['by theirs']:.2f}; {ours['least']:.2f} to {ours['most']:.2f})"
+        f"{name} ({ours['tokens/s ratio']:.2f}; {ours['ratio min']:.2f} to {ours['ratio max']:.2f})"
         for name, ours in slow
-        if ours["most"] >= LEAST_SPEED
+        if ours["ratio max"] >= LEAST_SPEED
     ]
     said = [f"Slower than mlx_lm.server: {', '.join(beyond)}"] if beyond else []
     if within:
@@ -174,7 +174,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
         said.append("Never slower than mlx_lm.server")
     for name, ours, theirs in pairs:
         if ours["load"] == "shared":
-            said.append(f"{name}: {ours['by theirs']:.2f} times the tokens/s of mlx_lm.server")
+            said.append(f"{name}: {ours['tokens/s ratio']:.2f} times the tokens/s of mlx_lm.server")
         elif ours["load"] == "tight":
             share = ours["prefilled tokens"] / theirs["prefilled tokens"]
             said.append(f"{name}: {share:.2f} of the prefilled tokens of mlx_lm.server")
@@ -216,7 +216,7 @@ def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
-    by_theirs = Spread.of(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, theirs, strict=True))
+    ratio = Spread.of(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, theirs, strict=True))
     ttft_ms = [[1e3 * reply.ttft_s for reply in run.replies] for run in runs]
     gap_ms = [[1e3 * gap_s for reply in run.replies for gap_s in reply.gaps_s] for run in runs]
     return {
@@ -226,9 +226,9 @@ def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
         "TTFT ms p95": statistics.median(np.percentile(each, 95) for each in ttft_ms),
         "gap ms max": statistics.median(max(each) for each in gap_ms),
         "tokens/s": statistics.median(run.tokens_per_s for run in runs),
-        "by theirs": by_theirs.median,
-        "least": by_theirs.least,
-        "most": by_theirs.most,
+        "tokens/s ratio": ratio.median,
+        "ratio min": ratio.least,
+        "ratio max": ratio.most,
         "peak MB": statistics.median(run.peak_bytes for run in runs) / 1e6,
     }
 

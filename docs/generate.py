@@ -34,8 +34,8 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 #: Longer tables stay in their JSON.
 MOST_ROWS = 16
-#: Tables that are shown whole, however long.
-WHOLE = {"peers"}
+#: Tables that are shown whole, however long; and results whose conclusion stands in another block.
+WHOLE = BEHIND = {"peers"}
 
 Row = tuple[str, ...]
 
@@ -146,11 +146,16 @@ def peers() -> str:
     same = [f"{count} of {of} from {server}" for server, (count, of) in equal.items()]
     if len({tuple(each) for each in equal.values()}) == 1:
         same = ["{} of {} from each server".format(*next(iter(equal.values())))]
+    won = [
+        f"{of} by {figure}" for figure, of in re.findall(r"^(.+): .* best in (\d+ of \d+)", result["conclusion"], re.M)
+    ]
     lines = [
         *_table(("", *equal), rows),
         "",
         f"Command: `{result['command']}`, {weights}, one run on {machine['logical_cores']} shared cores of an",
         f"{machine['processor']}, {result['date'][:10]}. Answers that equal those of a cold run: {', '.join(same)}.",
+        "",
+        f"Scenarios in which radixcache is the best server: {', '.join(won)}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -231,10 +236,10 @@ def summary() -> str:
 def behind() -> str:
     """Where mlx_lm.server generates more tokens per second, and where another server is better in any figure."""
     slow = [
-        f"{row['model']}, {row['load']}, {row['users']} users: {row['by theirs']:.2f} times the tokens/s"
-        f" ({row['least']:.2f} to {row['most']:.2f})"
+        f"{row['model']}, {row['load']}, {row['users']} users: {row['tokens/s ratio']:.2f} times the tokens/s"
+        f" ({row['ratio min']:.2f} to {row['ratio max']:.2f})"
         for row in _published("serve")["rows"]
-        if row["by theirs"] < 1
+        if row["tokens/s ratio"] < 1
     ]
     lines = [f"- **mlx_lm.server** (`bench_serve`): {'; '.join(slow) or 'no row with fewer tokens/s'}."]
     lines += ["- **Six servers** (`bench_peers`):", ""]
@@ -271,7 +276,7 @@ def _result(path: Path, result: dict[str, Any]) -> list[str]:
     rows = result["rows"]
     if len(rows) <= MOST_ROWS or path.stem in WHOLE:
         lines += [*_table(tuple(rows[0]), (tuple(map(_cell, row.values())) for row in rows)), ""]
-    said = result.get("conclusion", "").splitlines()
+    said = [] if path.stem in BEHIND else result.get("conclusion", "").splitlines()
     return lines + (said if len(said) < 2 else [f"- {line}" for line in said])
 
 
