@@ -20,6 +20,8 @@ own renderer, needs one tokenization per message. Never imports MLX.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -55,6 +57,8 @@ class TokenSpans:
         self._ids: list[int] = self._encoding.ids
         # Indices of the tokens that are left out.
         self._breaks = np.asarray([*self._break_indices()] if template.is_plain_text else [], dtype=np.int64)
+        #: The text without breaks.
+        self.plain_text = text.replace(BREAK, "") if self._breaks.size else text
         self.tokens = np.delete(np.asarray(self._ids, dtype=np.int32), self._breaks)
 
     @property
@@ -67,6 +71,20 @@ class TokenSpans:
             end = self._settled_end(end)
         index = self._token_at(end)
         return index - int(np.searchsorted(self._breaks, index))
+
+    def token_end(self, end: int) -> int:
+        """The number of tokens that start before the character at `end` of the plain text."""
+        end += bisect_left(self._break_starts, end)
+        index = self._token_at(end)
+        while index < len(self._ids) and self._span(index)[0] < end:
+            index += 1
+        return index - int(np.searchsorted(self._breaks, index))
+
+    @cached_property
+    def _break_starts(self) -> list[int]:
+        """Where the breaks stand in the plain text."""
+        found = re.finditer(BREAK, self._text) if self._breaks.size else ()
+        return [each.start() - index for index, each in enumerate(found)]
 
     def _break_indices(self) -> Iterator[int]:
         at = self._text.find(BREAK)
@@ -242,13 +260,17 @@ class RenderedChat:
     """
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message], ending: Ending) -> None:
-        """ValueError: the template refuses the messages, or leaves out the last one, which is to be continued."""
+        """ValueError: the template refuses the messages, or leaves out the last one, which is to be continued.
+
+        Or a message has a control token's text, and the tokenizer cannot keep it text.
+        """
         self._template, self._ending = template, ending
-        given = [template.in_plain_text(dict(each)) if template.is_plain_text else dict(each) for each in messages]
+        given = [template.in_plain_text(dict(each)) for each in messages]
         self._given = [dict(message) for message in messages]
         fitted, self._places = template.fit(given)
         probed = fitted if ending != "continue" else _with_content(fitted, len(fitted) - 1, _PROBE_CONTENTS[0])
         form, rendering = choose_form(template, probed, ending == "reply")
+        template.require_plain_text(form, rendering, ending == "reply")
         if ending == "continue":
             self._messages = [*form[:-1], {**form[-1], "content": form[-1]["content"].removesuffix(_PROBE_CONTENTS[0])}]
             rendering = self._cut(rendering, self._messages)
@@ -263,7 +285,7 @@ class RenderedChat:
 
     @cached_property
     def tokens(self) -> NDArray[np.int32]:
-        return np.asarray(self.rendering, dtype=np.int32) if self._spans is None else self._spans.tokens
+        return np.asarray(self.rendering, dtype=np.int32) if self.spans is None else self.spans.tokens
 
     def end(self, count: int) -> int:
         """The end of `messages[:count]` in tokens; 0: not certain."""
@@ -292,7 +314,8 @@ class RenderedChat:
         return self._offset(parting) if is_lost or end - system_end > header_length else 0
 
     @cached_property
-    def _spans(self) -> TokenSpans | None:
+    def spans(self) -> TokenSpans | None:
+        """Where the tokens stand in the rendering; None: the template gave tokens."""
         return TokenSpans(self._template, self.rendering) if isinstance(self.rendering, str) else None
 
     @cached_property
@@ -361,13 +384,13 @@ class RenderedChat:
     def _offset(self, end: int) -> int:
         """An end in tokens of the conversation; 0 stays 0."""
         found = self._in_full(end) if end else 0
-        return found if not found or self._spans is None else self._spans.offset(found, self._is_closed(end))
+        return found if not found or self.spans is None else self.spans.offset(found, self._is_closed(end))
 
     def _is_closed(self, end: int) -> bool:
         """Whether a control token of the template follows, so that no token reaches over the border."""
         text = self._base if end < len(self._base) else self._later
-        assert self._spans is not None
-        return end in self._complete and isinstance(text, str) and text.startswith(self._spans.control_texts, end)
+        assert self.spans is not None
+        return end in self._complete and isinstance(text, str) and text.startswith(self.spans.control_texts, end)
 
     @cached_property
     def _lasting(self) -> int:
@@ -410,10 +433,10 @@ class RenderedChat:
 
     def _last_control(self, end: int) -> int:
         """Where the last control token before an end starts, if it belongs to a header; else 0."""
-        if self._spans is None or not isinstance(self._base, str):
+        if self.spans is None or not isinstance(self._base, str):
             return 0
         first = max(0, end - _HEADER_CHARS)
-        return max([0, *(self._base.rfind(text, first, end) for text in self._spans.control_texts)])
+        return max([0, *(self._base.rfind(text, first, end) for text in self.spans.control_texts)])
 
     def _inner_end(self, turn: int, end: int | None) -> int:
         """The end of the first characters of a content in the rendering with one tool; 0: not certain."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -41,10 +41,14 @@ class _Learnt:
     """What is learnt of a tokenizer once: its control tokens, and what its chat templates do."""
 
     def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder.items()
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        texts = [(token_id, token.content) for token_id, token in added.items()]
+        if not texts:  # another maker's
+            names = ("all_special_ids", "all_special_tokens")
+            texts = [*zip(*(getattr(tokenizer, name, ()) for name in names), strict=True)]
         #: Ids and texts of the tokens that never merge with text beside them; white space does not count.
-        self.control = {int(token_id): token.content for token_id, token in added if token.content.strip()}
-        self.special = {token.content for _, token in added if token.special}
+        self.control = {int(token_id): text for token_id, text in texts if text.strip()}
+        self.special = {text for id, text in self.control.items() if id not in added or added[id].special}
         self.patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
         #: For each template; see `Turns`.
         self.turns: dict[str, dict[str, bool]] = {}
@@ -71,6 +75,9 @@ class ChatTemplate:
 
     `is_plain_text`: a control token's text that a message or a tool contains stays text. In messages of the assistant,
     this holds for special tokens only: templates find reasoning and tool calls by the texts of others.
+
+    A break keeps it text. A rendering in text is tokenized with its breaks, if the tokenizer has offsets, else between
+    them. A tokenizer that renders tokens itself gets no breaks; `require_plain_text` looks at what it makes.
     """
 
     def __init__(
@@ -94,32 +101,38 @@ class ChatTemplate:
         if is_python:  # and refuses arguments that it does not know, which requests may have for other templates
             template_kwargs = {key: template_kwargs[key] for key in template_kwargs if key not in _REASONING_ARGUMENTS}
         is_fast = getattr(self._inner, "is_fast", False) and not template_kwargs.get("sanitize_control_tokens")
-        #: Whether the template gives text, which the tokenizer then tokenizes.
-        self.as_text = bool(is_fast and (is_python or _has_stock_renderer(self._inner)))
+        is_own = not is_python and not _has_stock_renderer(self._inner)
+        #: Whether the template gives text, which the tokenizer then tokenizes with offsets.
+        self.as_text = bool(is_fast and not is_own)
+        self._has_breaks = is_plain_text and not (is_own or template_kwargs.get("sanitize_control_tokens"))
         self._source = str(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
-        self.is_plain_text = is_plain_text and self.as_text
+        self.is_plain_text = is_plain_text
         self.tools = [dict(tool) for tool in tools] if tools else None
-        if self.is_plain_text and self.tools:
-            starts = self.learnt.starts(self._source, special_only=False)
-            if starts.search(json.dumps(self.tools, ensure_ascii=False)):
-                self.tools = self._plain_text(self.tools, special_only=False)
+        if self._has_breaks and self.tools:
+            self.tools = self._plain_text(self.tools, special_only=False)
         self._kwargs: dict[str, Any] = {"tools": self.tools, **template_kwargs}
         if not self.as_text and not is_python:
             self._kwargs["return_dict"] = False
 
     @property
     def learnt(self) -> _Learnt:
-        if (learnt := _LEARNT.get(self._inner)) is None:
-            learnt = _LEARNT[self._inner] = _Learnt(self._inner)
-        return learnt
+        try:
+            if (learnt := _LEARNT.get(self._inner)) is None:
+                learnt = _LEARNT[self._inner] = _Learnt(self._inner)
+            return learnt
+        except TypeError:  # another maker's tokenizer, which no weak reference can name
+            return _Learnt(self._inner)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
         """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""
         rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=generation_prompt,
-            **{"tokenize": not self.as_text, **self._kwargs, **arguments},
+            **{"tokenize": not (self.as_text or self._has_breaks), **self._kwargs, **arguments},
         )
+        if isinstance(rendered, str) and not self.as_text:
+            pieces = [self._inner.encode(text, add_special_tokens=False) for text in rendered.split(BREAK)]
+            rendered = [token for piece in pieces for token in piece]
         return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
 
     def attempt(
@@ -133,11 +146,7 @@ class ChatTemplate:
 
     def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
         """Give each turn the nearest role that the template takes; see `Turns`."""
-        try:
-            known = self.learnt.turns.setdefault(self._source, {})
-        except (AttributeError, TypeError):  # another maker's tokenizer
-            known = {}
-        return Turns(self._probe, known).fit(messages)
+        return Turns(self._probe, self.learnt.turns.setdefault(self._source, {})).fit(messages)
 
     def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         rendering = self.attempt(messages, messages[-1]["role"] != "assistant", tools=tools)
@@ -150,28 +159,57 @@ class ChatTemplate:
 
     def in_plain_text(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with breaks in the texts of control tokens; see `TokenSpans`."""
+        if not self._has_breaks:
+            return message
         plain: dict[str, Any] = self._plain_text(message, special_only=message["role"] == "assistant")
         return plain
 
+    def require_plain_text(self, messages: Sequence[Message], rendering: Rendering, generation_prompt: bool) -> None:
+        """Raise ValueError if a control token of a tokenizer's own rendering is the text of a message or a tool.
+
+        With breaks in these texts, they are no such tokens. Then the rendering must have as many of them as without.
+        """
+        if not self.is_plain_text or self._has_breaks or isinstance(rendering, str):
+            return
+        plain = [self._plain_text(each, special_only=each["role"] == "assistant") for each in messages]
+        tools = self._plain_text(self.tools, special_only=False)
+        if not _differs(plain, messages) and tools is self.tools:
+            return
+        broken = self.attempt(plain, generation_prompt, tools=tools)
+        if broken is None or self._control_count(broken) < self._control_count(rendering):
+            texts = json.dumps([*messages, self.tools], ensure_ascii=False)
+            found = next((text for text in self.learnt.control.values() if text in texts), "")
+            raise ValueError(
+                f"a message or a tool contains {found!r}, and this model's tokenizer cannot keep that text apart from "
+                "its control token. Leave it out, or allow special tokens in text."
+            )
+
+    def _control_count(self, rendering: Rendering) -> int:
+        return sum(token in self.learnt.control for token in rendering)
+
     def breaks_before(self, message: Mapping[str, Any], end: int) -> int:
         """How many breaks `in_plain_text` puts before a character of the message's content."""
-        if not self.is_plain_text:
+        if not self._has_breaks:
             return 0
         starts = self.learnt.starts(self._source, special_only=message["role"] == "assistant")
         return sum(found.end() < end for found in starts.finditer(message["content"]))
 
     def _plain_text(self, value: Any, *, special_only: bool) -> Any:
+        """A JSON value with breaks; the value itself where it needs none, so that long ones are not copied."""
         if isinstance(value, str):
             return self.learnt.starts(self._source, special_only=special_only).sub(rf"\g<0>{BREAK}", value)
+        changed: Any
         if isinstance(value, Mapping):
             if value.get("type") in _IMAGES:
                 return value
-            changed = [
-                tuple(self._plain_text(each, special_only=special_only) for each in pair) for pair in value.items()
-            ]
-            return dict(changed)
+            changed = {
+                self._plain_text(key, special_only=special_only): self._plain_text(each, special_only=special_only)
+                for key, each in value.items()
+            }
+            return changed if _differs(changed, value) or _differs(changed.values(), value.values()) else value
         if isinstance(value, list | tuple):
-            return [self._plain_text(each, special_only=special_only) for each in value]
+            changed = [self._plain_text(each, special_only=special_only) for each in value]
+            return changed if _differs(changed, value) else value
         return value
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
@@ -185,6 +223,10 @@ class ChatTemplate:
         )
         encodings: list[Any] = encoded.encodings
         return encodings
+
+
+def _differs(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    return any(each is not other for each, other in zip(left, right, strict=True))
 
 
 def _has_stock_renderer(tokenizer: Any) -> bool:

@@ -1,8 +1,8 @@
 """Routes of the cache: metrics, the page and its state, the tree, and what an admin may do to the cache.
 
-Routes that only read counters and trees run on another thread, beside generation. Routes that evaluate, evict or render
-a prompt run on the generation thread, between two rounds. The page at /cache holds no data, so a browser loads it
-without a key; its script sends the key in a header.
+Routes that only read counters and trees run on another thread, beside generation; prompts are made there, too. Routes
+that evaluate or evict run on the generation thread, between two rounds. The page at /cache holds no data, so a browser
+loads it without a key; its script sends the key in a header.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import mlx.core as mx
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from radixcache import CacheStats, PrefixCache
 from radixcache.errors import CacheClosedError, RadixCacheError
@@ -28,15 +29,23 @@ from radixcache.observe.page import content_policy, document, page_file, tree_da
 from radixcache.observe.words import about_words, bytes_words, tokens_words, total_words
 from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
-from runner.serve import mlx_lm_border
 from runner.serve.anthropic import AnthropicPromptBody
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_caches
-from runner.serve.models import WarmEntry
 from runner.serve.ollama import is_ollama, ollama_request
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, part_at
-from runner.serve.request import DEFAULT, ApiError, Count, ModelNames, Request, RequestRecord, body_schema
+from runner.serve.request import (
+    DEFAULT,
+    ApiError,
+    Checked,
+    Count,
+    Many,
+    ModelNames,
+    Request,
+    RequestRecord,
+    body_schema,
+)
 from runner.serve.responses import ResponsesBody
 from runner.serve.service import read_json, to_json
 from runner.text import cut, plural
@@ -44,7 +53,8 @@ from runner.text import cut, plural
 if TYPE_CHECKING:
     from runner.serve.models import Models
     from runner.serve.scheduler import Scheduler
-    from runner.serve.served_model import ServedModel
+
+T = TypeVar("T")
 
 #: Fields of a body and types of blocks that OpenAI's API does not have.
 ANTHROPIC_FIELDS = frozenset(("cache_control", "stop_sequences", "system"))
@@ -168,31 +178,25 @@ class ReclaimBody(BaseModel):
     namespace: str | None = None
 
 
-class PromptBody(BaseModel):
+class PromptBody(Checked):
     """A prompt as tokens, prompt or messages, one of them. Other fields are those of OpenAI's routes."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str = DEFAULT
-    tokens: Annotated[list[Count], Field(min_length=1)] | None = None
+    tokens: Annotated[Many[Count], Field(min_length=1)] | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
     namespace: str = ""
 
     def request(self, options: ServeOptions) -> Request:
         """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
-        body = self.model_dump(exclude_none=True)
+        body = {name: value for name, value in self if value is not None}  # model_dump would copy all messages
         if self.messages is not None:
             return ChatBody.read(body, options).request(self.namespace)
         return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
-
-    def checked_tokens(self, loaded: ServedModel) -> list[int]:
-        """Return the body's tokens, if any. ValueError: the model does not know one."""
-        if self.tokens:
-            checked_prompt(self.tokens, None, (), vocabulary_size(loaded.model))
-        return self.tokens or []
 
 
 def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
@@ -206,10 +210,7 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
         return ollama_request(body, options, namespace), []
     if "messages" in body and _is_anthropic(body):
         return AnthropicPromptBody.read(body).request(options, namespace), []
-    try:
-        checked = PromptBody(**body, namespace=namespace)
-    except ValidationError as error:
-        raise ApiError.of_validation(error.errors()) from error
+    checked = PromptBody.checked({**body, "namespace": namespace})
     return checked.request(options), checked.tokens or []
 
 
@@ -232,14 +233,18 @@ class WarmBody(PromptBody):
     ttl_s: Annotated[float, Field(gt=0, le=2**31)] | None = None
 
 
-async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], dict[str, Any]]) -> Response:
-    """The result of `work` as a response. ApiError: it raised a ValueError or an error of the cache."""
+async def _result_of(future: Future[T]) -> T:
+    """What a call of another thread returns. ApiError: it raised a ValueError or an error of the cache."""
     try:
-        return to_json(await asyncio.wrap_future(scheduler.call(work)))
+        return await asyncio.wrap_future(future)
     except ValueError as error:
         raise ApiError(400, str(error)) from error
     except RadixCacheError as error:
         raise ApiError(409, str(error)) from error
+
+
+async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], dict[str, Any]]) -> Response:
+    return to_json(await _result_of(scheduler.call(work)))
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
@@ -277,24 +282,25 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
                     return Response(cache.view(namespace=namespace).to_json(), media_type="application/json")
         raise ApiError(404, "no such model has been served.", param="model")
 
-    @router.post("/cache/warm")
-    async def warm(body: WarmBody) -> Response:
-        request = body.request(options)
+    @router.post("/cache/warm", openapi_extra=body_schema(WarmBody, "/cache/warm"))
+    async def warm(http_request: HttpRequest) -> Response:
+        def asked(given: dict[str, Any]) -> tuple[WarmBody, Request]:
+            body = WarmBody.checked(given)
+            return body, body.request(options)
+
+        body, request = await read_json(http_request, asked)
+        made: Any = body.tokens
+        if made is None:
+            made = await _result_of(await _result_of(scheduler.call(lambda models: models.warming(request))))
 
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
-            tokens: Any = body.checked_tokens(loaded)
-            if any(mlx_lm_border.image_parts(request.messages)):
-                raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
-            if request.messages:  # what all continuations share: without the opening of a reply
-                entry = WarmEntry("", request.messages, request.tools, request.namespace, "messages")
-                tokens = entry.tokens(loaded.tokenizer, options)
-            elif not tokens:
-                tokens = loaded.prompt(request).tokens
+            if body.tokens is not None:
+                checked_prompt(body.tokens, None, (), vocabulary_size(loaded.model))
             evaluated = loaded.warm(
-                tokens, request.namespace, name=body.name, ttl_requests=body.ttl_requests, ttl_s=body.ttl_s
+                made, request.namespace, name=body.name, ttl_requests=body.ttl_requests, ttl_s=body.ttl_s
             )
-            return {"prompt_tokens": len(tokens), "evaluated_tokens": evaluated}
+            return {"prompt_tokens": len(made), "evaluated_tokens": evaluated}
 
         return await _on_generation_thread(scheduler, work)
 
@@ -329,25 +335,33 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -
     # The body is read here: clients that send a file with a request often leave out its type.
     @router.post("/cache/explain", openapi_extra=body_schema(PromptBody, "/cache/explain"))
     async def explain(http_request: HttpRequest) -> Response:
-        request, tokens = explained_request(await read_json(http_request), options)
+        request, tokens = await read_json(http_request, lambda body: explained_request(body, options))
         made: RenderedPrompt | None = None
         if not tokens:
             asked = scheduler.call(lambda models: models.loaded(request.names).rendering(request))
             if (rendering := await asyncio.wrap_future(asked)) is not None:
                 made = await asyncio.wrap_future(rendering)
 
-        def work(models: Models) -> dict[str, Any]:
+        def work(models: Models) -> tuple[dict[str, Any], Callable[[], str]]:
             loaded = models.loaded(request.names)
             if tokens:
                 checked_prompt(tokens, None, (), vocabulary_size(loaded.model))
             prompt = RenderedPrompt(tokens, (), "") if tokens else made or loaded.prompt(request)
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
-            part = part_at(request, loaded.tokenizer, prompt.tokens, found.fork.start) if found.fork else ""
             last = watch.last_with(prompt.keys or prompt.tokens, request.namespace)
             came = explained(*last) if last else None
-            return {**asdict(found), "cost": found.cost, "report": str(found), "part": part, "as_it_came": came}
 
-        return await _on_generation_thread(scheduler, work)
+            def part() -> str:
+                if found.fork is None:
+                    return ""
+                start = found.fork.start
+                return prompt.part_at(start) or part_at(request, loaded.tokenizer, prompt.tokens, start)
+
+            about = {**asdict(found), "cost": found.cost, "report": str(found), "part": "", "as_it_came": came}
+            return about, part
+
+        about, part = await _result_of(scheduler.call(work))
+        return to_json({**about, "part": await asyncio.to_thread(part)})
 
     @router.get("/cache/requests/{id}")
     def requested(id: str) -> Response:

@@ -25,8 +25,8 @@ import copy
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from itertools import accumulate, groupby
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -40,6 +40,7 @@ from runner.serve.request import (
     ApiError,
     Checked,
     Count,
+    Many,
     PrefillProgress,
     Request,
     Share,
@@ -92,7 +93,7 @@ def _or_str(blocks: Any) -> BeforeValidator:
     return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
 
 
-Texts: TypeAlias = Annotated[list[Text], _or_str(list[Text])]
+Texts: TypeAlias = Annotated[Many[Text], _or_str(list[Text])]
 
 
 class TextSource(Checked):
@@ -128,7 +129,7 @@ class SearchResult(Markable):
     type: Literal["search_result"]
     source: str
     title: str
-    content: list[Text]
+    content: Many[Text]
 
     @property
     def text(self) -> str:
@@ -191,7 +192,7 @@ Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolRefere
 class ToolResult(Markable):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Shown], _or_str(list[Shown])] = Field(default_factory=list)
+    content: Annotated[Many[Shown], _or_str(list[Shown])] = Field(default_factory=list)
     is_error: bool = False
 
 
@@ -212,12 +213,12 @@ class SystemTurn(Checked):
 
 class UserTurn(Checked):
     role: Literal["user"]
-    content: Annotated[list[UserBlock], _or_str(list[UserBlock])]
+    content: Annotated[Many[UserBlock], _or_str(list[UserBlock])]
 
 
 class AssistantTurn(Checked):
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], _or_str(list[AssistantBlock])]
+    content: Annotated[Many[AssistantBlock], _or_str(list[AssistantBlock])]
 
 
 Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
@@ -297,7 +298,8 @@ def _text_of(blocks: Iterable[Any]) -> str:
 
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
     texts = [block for block in blocks if isinstance(block, TEXTUAL)]
-    return [len(_text_of(texts[:count])) for count, text in enumerate(texts[:-1], 1) if text.cache_control]
+    ends = accumulate((len(text.text) for text in texts), lambda end, length: end + 1 + length)  # 1: the line's end
+    return [end for end, text in zip(ends, texts[:-1], strict=False) if text.cache_control]
 
 
 class Tool(Markable):
@@ -345,9 +347,9 @@ class AnthropicPromptBody(Checked):
     """The body of POST /v1/messages/count_tokens: what becomes the prompt."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts = Field(default_factory=list)
-    tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool])] = Field(
+    tools: Annotated[Many[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool])] = Field(
         default_factory=list
     )
     tool_choice: ToolChoice = ToolChoice(type="auto")
@@ -389,7 +391,7 @@ class MessagesBody(AnthropicPromptBody):
     """The body of POST /v1/messages."""
 
     max_tokens: Tokens
-    stop_sequences: list[StopWord] = Field(default_factory=list, max_length=64)
+    stop_sequences: Many[StopWord] = Field(default_factory=list, max_length=64)
     stream: bool = False
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -400,6 +402,7 @@ class MessagesBody(AnthropicPromptBody):
         return {**super()._openai_fields(), **sampling, "stop": self.stop_sequences}
 
 
+Body = TypeVar("Body", bound=AnthropicPromptBody)
 MessageEvents: TypeAlias = Iterator[dict[str, Any]]
 
 
@@ -523,18 +526,18 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
 
+    def checked(kind: type[Body], request: HttpRequest, given: dict[str, Any]) -> tuple[Body, Request]:
+        body = kind.read(given)
+        return body, body.request(options, namespace_of(request, given))
+
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
-        given = await read_json(request)
-        body = MessagesBody.read(given)
-        asked = body.request(options, namespace_of(request, given))
+        body, asked = await read_json(request, lambda given: checked(MessagesBody, request, given))
         return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
-        given = await read_json(request)
-        body = AnthropicPromptBody.read(given)
-        asked = body.request(options, namespace_of(request, given))
+        _, asked = await read_json(request, lambda given: checked(AnthropicPromptBody, request, given))
         tokens = await while_connected(request, service.backend.count_tokens(asked))
         return to_json({"input_tokens": tokens})
 

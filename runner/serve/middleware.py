@@ -2,7 +2,7 @@
 
     Frame       CORS headers, errors in the form of the API that was called, one count a request, a log of refusals
     Access      which requests reach a route, and as whom, by the keys of a Keyring
-    BodyLimit   a request reaches its route once its whole body is there, and small enough
+    BodyLimit   a request reaches its route once its whole body is there, and small enough, in bytes and in JSON values
 
   A1  A connection over loopback shows a valid key, or names this machine or an allowed host in its Host header. A web
       page whose name resolves to this machine (DNS rebinding) cannot do that.
@@ -18,6 +18,7 @@ Behind a proxy on this machine, every client looks local: only an admin's key is
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import stat
@@ -33,8 +34,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runner.serve.request import ApiError
-from runner.serve.service import CLIENT_CLOSED_REQUEST, to_json
+from runner.serve.request import CLIENT, ApiError
+from runner.serve.service import CLIENT_CLOSED_REQUEST, LARGE_BYTES, READERS, require_few_values, to_json
 from runner.text import cut
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Access:
             path, headers = scope["path"], Headers(scope=scope)
             tenant = self._keyring.holder(_keys(headers))
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
+            CLIENT.set(_client_of(scope, tenant))
             self._require_known_host(scope, headers, has_key=tenant is not None)
             if "*" not in self._allowed_origins:
                 self._require_known_page(scope["method"], headers)
@@ -204,6 +206,11 @@ class Access:
             )
 
 
+def _client_of(scope: Scope, tenant: Tenant | None) -> str:
+    """The client whose turn a request takes: its key's name, or its address."""
+    return tenant.name if tenant else (scope.get("client") or ("",))[0]
+
+
 def _keys(headers: Headers) -> list[str]:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
@@ -235,7 +242,7 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too large.
+    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too much.
 
     `request.state.hold` adds bytes that the server had stored and the request goes on with.
     """
@@ -265,8 +272,14 @@ class BodyLimit:
                 body += part
                 hold(len(part))
                 is_more = message.get("more_body", False)
-            whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+            raw = bytes(body)
             body.clear()
+            if len(raw) > LARGE_BYTES:
+                await asyncio.wrap_future(READERS.submit(CLIENT.get(), require_few_values, raw))
+            else:
+                require_few_values(raw)
+            whole: list[Message] = [{"type": "http.request", "body": raw}]
+            del raw
 
             async def receive_whole() -> Message:
                 return whole.pop() if whole else await receive()

@@ -24,17 +24,19 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import DiskStore, Ledger, PrefixCache, RadixCacheError, RedisStore, UnsupportedCacheError
-from radixcache.chat import message_ends
+from radixcache.chat import RenderedChat
+from radixcache.chat_template import ChatTemplate
 from radixcache.groups.passes import way_of
 from radixcache.layers.stored import weights_identity
 from radixcache.observe.trace import TraceWriter
@@ -47,13 +49,15 @@ from runner.script.conversation import checked_messages, checked_tools
 from runner.serve import mlx_lm_border
 from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
-from runner.serve.prompts import RenderedPrompt, prompt_of
+from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
+from runner.serve.service import FairThreads
 from runner.text import cut
 
 logger = logging.getLogger(__name__)
 
+COUNTED_CONTEXTS = 4  # times the context: the longest prompt whose tokens are counted
 #: Caches that are kept beside that of the served model: those of the models that were asked last.
 MOST_OTHER_CACHES = 8
 WANTED = "system prompts or conversations: text, or objects with system or messages"
@@ -80,14 +84,16 @@ class WarmEntry:
         is_open = self.messages[-1]["role"] in ("system", "developer")  # templates need a message behind it
         own = behind_tools([*self.messages])[0] if options.move_volatile else self.messages
         messages = [*own, *([{"role": "user", "content": "Hello"}] if is_open else [])]
+        is_plain_text = not options.special_tokens_in_text
         try:
-            tokens, opening, ends = message_ends(tokenizer, messages, self.tools, **options.chat_template_args)
+            template = ChatTemplate(tokenizer, self.tools, {**options.chat_template_args}, is_plain_text=is_plain_text)
+            chat = RenderedChat(template, messages, "message" if messages[-1]["role"] == "assistant" else "reply")
+            end = max(chat.opening, *(chat.end(count) for count in range(1, len(own) + 1)))
         except (ValueError, RecursionError) as error:
             raise WarmFileError(f"{self.where}: {error}") from error
-        end = max(opening, *ends[: len(own)])
         if end == 0:
             raise WarmFileError(f"{self.where}: no other prompt begins with what the chat template makes of it.")
-        return tokens[:end]
+        return chat.tokens[:end]
 
 
 def read_warm_file(path: Path) -> list[WarmEntry]:
@@ -136,8 +142,8 @@ class Models:
         self.ledger = None if options.budget_bytes is None else Ledger(options.budget_bytes)
         self._options, self._on_event = options, on_event
         self._cached: dict[ModelNames, _CachedModel] = {}
-        # The second thread goes on while the first one loads a tokenizer.
-        self._renderer = ThreadPoolExecutor(2, "prompts")
+        # The second thread goes on while the first one loads a tokenizer; the third one is for other clients.
+        self._renderer = FairThreads(3, 2, "prompts")
         self._trace = None if options.trace is None else TraceWriter(options.trace)
         self._stores: list[DiskStore | RedisStore] = []
         if options.disk is not None:
@@ -228,30 +234,52 @@ class Models:
         return self.current
 
     def rendering(self, asked: Request) -> Future[RenderedPrompt]:
-        """Have a prompt made on another thread, also for a model that is not loaded. ApiError: as for a reply."""
+        """Have a prompt made on another thread, also for a model that is not loaded. ApiError: as for a reply.
+
+        Prompts beyond the context are made, too, up to COUNTED_CONTEXTS of it: whoever counts tokens wants their count.
+        """
         key, current = self.key_of(asked.names), self.current
         if current is None or current.key.model != key.model:
-            return self._renderer.submit(self._outlined_prompt, asked, key.model)
-        rendering = current.rendering(asked)
+            return self._renderer.submit(asked.client, self._outlined_prompt, asked, key.model)
+        rendering = current.rendering(asked, contexts=COUNTED_CONTEXTS)
         if rendering is None:
             rendering = Future()
             rendering.set_result(current.prompt(asked))
         return rendering
 
+    def warming(self, asked: Request) -> Future[NDArray[Any]]:
+        """Have tokens for the loaded model's `warm` made on another thread: what all continuations share.
+
+        ApiError: as `loaded`; there are images. WarmFileError: there are no such tokens.
+        """
+        loaded = self.loaded(asked.names)
+        if any(mlx_lm_border.image_parts(asked.messages)):
+            raise ApiError(400, "a prompt with images cannot be warmed.", param="messages")
+
+        def tokens() -> NDArray[Any]:
+            if asked.prompt is not None:
+                return np.asarray(loaded.prompt(asked).tokens)
+            require_short(asked, loaded.tokenizer, loaded.most_tokens)
+            entry = WarmEntry("", asked.messages, asked.tools, asked.namespace, "messages")
+            return entry.tokens(loaded.tokenizer, self._options)
+
+        return self._renderer.submit(asked.client, tokens)
+
     def _outlined_prompt(self, asked: Request, name: str) -> RenderedPrompt:
         try:
-            tokenizer = self.outlined(name)
+            outline = self.outlined(name)
         except ModelError as error:
             raise self.refusal(ModelNames(name), error) from error
         args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
-        return prompt_of(asked, tokenizer, args, special_tokens=special_tokens)
+        most_tokens = COUNTED_CONTEXTS * (outline.context_length or UNBOUNDED_TOKENS)
+        return prompt_of(asked, outline.tokenizer, args, special_tokens=special_tokens, most_tokens=most_tokens)
 
-    def outlined(self, name: str) -> Any:
-        """The tokenizer of a model, without its weights. ModelError: there is no such model."""
-        return outline_of(name, self._options).tokenizer
+    def outlined(self, name: str) -> ModelOutline:
+        """A model without its weights. ModelError: there is no such model."""
+        return outline_of(name, self._options)
 
     def close(self) -> None:
-        self._renderer.shutdown(wait=False, cancel_futures=True)
+        self._renderer.close()
         self._unload()
         for cached in self._cached.values():
             cached.cache.close()

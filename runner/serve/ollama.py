@@ -53,6 +53,7 @@ from runner.serve.request import (
     ApiError,
     Checked,
     Constraint,
+    Many,
     ModelNames,
     Request,
     Share,
@@ -77,6 +78,7 @@ LINES = "application/x-ndjson"
 OLLAMA_VERSION = "0.12.11"
 LATEST = ":latest"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # in Ollama's words
+MAX_CALLS = 1000  # of a message: each result looks for its call
 REPEAT_LAST_N = 64  # tokens that penalties count, as in Ollama
 #: Fields of a body and of its messages that no other API has.
 OWN_FIELDS = frozenset(("context", "format", "keep_alive", "options", "raw", "template", "think"))
@@ -159,7 +161,7 @@ class OllamaMessage(Checked):
     content: str | None = None
     thinking: str | None = None
     images: Images = None
-    tool_calls: list[OllamaCall] | None = None
+    tool_calls: Annotated[Many[OllamaCall], Field(max_length=MAX_CALLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -244,7 +246,7 @@ class OllamaBody(Checked):
 class OllamaChatBody(OllamaBody):
     """The body of POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[Many[OllamaMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     tools: list[Any] | None = None
 
     @property
@@ -507,14 +509,15 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         return shown[key]
 
     async def answer(http_request: HttpRequest, kind: type[OllamaChatBody | GenerateBody]) -> Response:
-        given = await read_json(http_request)
-        body = kind.read(given)
-        if body.is_load:
+        def checked(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
+            body = kind.read(given)
+            if not body.is_load:
+                return body, body.request(options, namespace_of(http_request, given))
             # The shortest request: it ends when the model is in memory, and leaves nothing behind.
             namespace = namespace_of(http_request, {"cache_prompt": False})
-            asked = Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
-        else:
-            asked = body.request(options, namespace_of(http_request, given))
+            return body, Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
+
+        body, asked = await read_json(http_request, checked)
 
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
@@ -538,7 +541,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(SHOW, openapi_extra=body_schema(ShowBody, SHOW))
     async def show_model(request: HttpRequest) -> Response:
-        body = ShowBody.checked(await read_json(request))
+        body = await read_json(request, ShowBody.checked)
         return to_json(await asyncio.to_thread(show, own_name(body.model or body.name, options)))
 
     # The next two read files, so they run on a thread.

@@ -28,12 +28,14 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import (
     DEFAULT,
     MAX_MESSAGES,
+    MAX_TOOLS,
     NO_MODEL,
     ApiError,
     Checked,
     Constraint,
     Count,
     LikelyToken,
+    Many,
     ModelNames,
     PrefillProgress,
     Request,
@@ -111,7 +113,7 @@ def _words(stop: Any) -> Any:
 
 RepetitionPenalty = Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)]
 StopWords = Annotated[
-    list[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
+    Many[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
 ]
 Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
 #: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
@@ -272,7 +274,7 @@ class NamedChoice(Checked):
 
 class AllowedFunctions(Checked):
     mode: Literal["auto", "required"]
-    tools: list[NamedChoice]
+    tools: Many[NamedChoice]
 
 
 class AllowedChoice(Checked):
@@ -281,8 +283,8 @@ class AllowedChoice(Checked):
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_args)] = Field(default_factory=dict)
     reasoning_effort: Annotated[str, Field(max_length=100)] | None = None
@@ -361,7 +363,9 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
     """The messages without billing lines in system texts. A turn that had nothing else is left out."""
     for message in messages:
         content = message.get("content")
-        if message["role"] not in SYSTEM or _BILLING not in str(content):
+        parts = content if isinstance(content, list) else [{"text": content or ""}]
+        is_billed = any(_BILLING in part["text"] for part in parts if isinstance(part.get("text"), str))
+        if message["role"] not in SYSTEM or not is_billed:
             yield message
         elif isinstance(content, str):
             if kept := without_billing(content):
@@ -659,9 +663,12 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
-        given = await read_json(http_request)
-        body = kind.read(given, options)
-        requests = body.requests(namespace_of(http_request, given))
+
+        def asked(given: dict[str, Any]) -> tuple[OpenAIBody, list[Request]]:
+            body = kind.read(given, options)
+            return body, body.requests(namespace_of(http_request, given))
+
+        body, requests = await read_json(http_request, asked)
         form = ReplyForm(
             body.model,
             fingerprint,

@@ -4,6 +4,9 @@ An Anthropic tool result becomes a prompt in three steps: anthropic.py turns its
 the model's chat template renders all messages, and the tokenizer makes tokens of the text.
 
 An image is a run of tokens that all images of its size share. In the tree each image has keys of its own.
+
+A prompt that is longer than the context is refused before it is made, as far as its length in characters shows. The
+rest is counted piece by piece, up to the context's end. So no prompt costs more than the longest one that is served.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +35,15 @@ MAX_PIXELS = 1 << 27
 MARKED_MESSAGES = 16
 MARKED_TEXTS = 4  # most marks in Anthropic's API
 THINKING_TOKENS = 11  # most tokens of a reply's opening that begins with reasoning, as in mlx_lm.server
+#: A text with more characters for each token of the context is counted in pieces before it is tokenized as a whole.
+PIECE_CHARACTERS, WHOLE_CHARACTERS = 1 << 16, 8
+#: Characters of all that a request has, for each token of the context: templates may leave out tools and reasoning.
+LEFT_OUT_CHARACTERS = 64
+UNBOUNDED_TOKENS = 1 << 20  # most tokens of a prompt for a model without a context length, or with --context
+#: Types of parts whose strings are no text.
+IMAGES = ("image", "image_url", "input_image")
+UNKNOWN_LONGEST = 256  # characters of the longest token, of a tokenizer that does not show its vocabulary
+_TEXT, _OPENING = "the text", "the opening of the reply"  # parts of a prompt
 
 
 @dataclass(frozen=True)
@@ -41,17 +54,25 @@ class RenderedPrompt:
         marks: where other prompts may diverge: the end of the system prompt and of messages.
         initial_state: of mlx-lm's text state machine.
         vision: mlx-lm's Vision of its images; None: there are none.
+        parts: where each part ends, and its name; empty: not known, see `part_at`.
+        echo: its text, if the request wants it with the reply.
     """
 
     tokens: list[int]
     marks: tuple[int, ...]
     initial_state: str
     vision: Any = None
+    parts: tuple[tuple[int, str], ...] = ()
+    echo: str = ""
 
     @property
     def keys(self) -> list[int] | None:
         """The tree's keys, one for each token; None: the tokens."""
         return None if self.vision is None else self.vision.cache_key
+
+    def part_at(self, start: int) -> str:
+        """Name the part that token `start` belongs to; "": not known."""
+        return next((name for end, name in self.parts if start < end), _OPENING if self.parts else "")
 
 
 def prompt_of(
@@ -62,30 +83,39 @@ def prompt_of(
     processor: Any = None,
     with_marks: bool = False,
     special_tokens: bool = False,
+    most_tokens: int | None = None,
 ) -> RenderedPrompt:
-    """Return the request's prompt in tokens. ApiError: it is empty, or template, tokenizer or processor refuse it.
+    """Return the request's prompt in tokens.
+
+    ApiError: it is empty, template, tokenizer or processor refuse it, or it is certainly longer than `most_tokens`.
 
     Args:
         template_args: of the server; the request's own take precedence.
         processor: of images; None: they are refused.
         with_marks: mark the ends of messages and of `request.marked_texts`, for models that cannot resume at any token.
         special_tokens: the text of a control token in a message is that token; else it stays text.
+        most_tokens: None: there is no limit, or the caller counts.
     """
     is_chat = request.prompt is None
-    if request.prompt and not isinstance(request.prompt, str):
-        return RenderedPrompt([*request.prompt], (), "normal")
     if is_chat and not request.messages:
         raise ApiError(400, "messages is empty; wanted at least one message.", param="messages")
     try:
+        if most_tokens is not None:
+            require_short(request, tokenizer, most_tokens)
         if request.prompt is not None:
-            prompt = RenderedPrompt(tokenizer.encode(request.prompt), (), "normal")
+            is_text = isinstance(request.prompt, str)
+            tokens = tokenizer.encode(request.prompt) if is_text else [*request.prompt]
+            echo = tokenizer.decode(tokens) if request.echo else ""
+            prompt = RenderedPrompt(tokens, (), "normal", parts=((len(tokens), _TEXT),), echo=echo)
         elif tokenizer.has_chat_template:
             kwargs = {**template_args, **(request.chat_template_kwargs or {})}
             template = ChatTemplate(tokenizer, request.tools, kwargs, is_plain_text=not special_tokens)
-            prompt = _chat_prompt(request, tokenizer, template, processor, with_marks)
+            prompt = _chat_prompt(request, tokenizer, template, processor, with_marks, most_tokens)
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
+    except ApiError:
+        raise
     except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.
         raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
     if not prompt.tokens:
@@ -94,7 +124,12 @@ def prompt_of(
 
 
 def _chat_prompt(
-    request: Request, tokenizer: Any, template: ChatTemplate, processor: Any, with_marks: bool
+    request: Request,
+    tokenizer: Any,
+    template: ChatTemplate,
+    processor: Any,
+    with_marks: bool,
+    most_tokens: int | None,
 ) -> RenderedPrompt:
     require_images(request.messages, processor)
     messages = with_text(request.messages, processor)
@@ -102,7 +137,9 @@ def _chat_prompt(
     content = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
     is_begun = isinstance(content, str) and content != ""
     chat = RenderedChat(template, messages, "continue" if is_begun else "reply")
-    vision = None
+    if most_tokens is not None and isinstance(chat.rendering, str):
+        require_fitting([chat.rendering], tokenizer, most_tokens)
+    vision, parts = None, list[tuple[int, str]]()
     if urls := [mlx_lm_border.image_url(part) for part in mlx_lm_border.image_parts(messages)]:
         if not isinstance(chat.rendering, str):
             raise ValueError("there is an image, and the tokenizer's chat template gives no text.")
@@ -112,6 +149,8 @@ def _chat_prompt(
         vision = mlx_lm_border.make_vision(tokens, urls=urls, pixel_values=pixel_values, token_id=token_id)
     else:
         tokens = chat.tokens.tolist()
+        if (spans := chat.spans) is not None:
+            parts = [(spans.token_end(end), name) for end, name in _parts(request, spans.plain_text)]
     marks = _marks(chat, tokens, len(messages), request.marked_texts) if with_marks else set()
     initial_state = tokenizer.response_initial_state or "normal"
     if tokenizer.has_thinking:
@@ -120,7 +159,63 @@ def _chat_prompt(
             initial_state = "reasoning"
         if with_marks and start >= len(tokens) - THINKING_TOKENS:
             marks.add(start)
-    return RenderedPrompt(tokens, tuple(sorted(marks - {0})), initial_state, vision)
+    return RenderedPrompt(tokens, tuple(sorted(marks - {0})), initial_state, vision, tuple(parts))
+
+
+def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
+    """Raise ApiError.of_length if the texts of a request are too long, whatever the template makes of them."""
+    if not isinstance(request.prompt, str | None):
+        return  # token ids cost nothing
+    said = [request.prompt or "", *(text for message in request.messages for text in _contents(message))]
+    require_fitting(said, tokenizer, most_tokens)
+    length = _characters([request.messages, request.tools, request.chat_template_kwargs])
+    if length > most_tokens * (longest := max(_longest_token(tokenizer), LEFT_OUT_CHARACTERS)):
+        raise ApiError.of_length(length // longest, most_tokens, is_least=True)
+
+
+def require_fitting(texts: Sequence[str], tokenizer: Any, most_tokens: int) -> None:
+    """Raise ApiError.of_length if these texts certainly have more tokens together."""
+    length = sum(map(len, texts))
+    if length <= most_tokens:
+        return
+    longest = _longest_token(tokenizer)
+    if length > most_tokens * longest:
+        raise ApiError.of_length(-(-length // longest), most_tokens, is_least=True)
+    if length <= most_tokens * WHOLE_CHARACTERS:
+        return
+    text, counted = "".join(texts), 0
+    for start in range(0, len(text), PIECE_CHARACTERS):
+        piece = tokenizer.encode(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)
+        counted += max(0, len(piece) - longest)  # tokens may reach over the ends of a piece
+        if counted > most_tokens:
+            raise ApiError.of_length(counted, most_tokens, is_least=True)
+
+
+#: For each tokenizer, the characters of its longest token.
+_LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def _longest_token(tokenizer: Any) -> int:
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    if (longest := _LONGEST.get(inner)) is None:
+        vocabulary = inner.get_vocab() if hasattr(inner, "get_vocab") else ()
+        longest = _LONGEST[inner] = max(map(len, vocabulary), default=UNKNOWN_LONGEST)
+    return longest
+
+
+def _contents(message: Mapping[str, Any]) -> Iterator[str]:
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    yield from (part["text"] for part in parts if part["type"] == "text")
+
+
+def _characters(value: Any) -> int:
+    """The characters of all texts in JSON values, but for images."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return 0 if value.get("type") in IMAGES else sum(len(key) + _characters(each) for key, each in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def with_text(messages: Sequence[dict[str, Any]], processor: Any) -> list[dict[str, Any]]:
@@ -173,17 +268,19 @@ def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int)
     a message, belongs to the part behind it.
     """
     if request.prompt is not None:
-        return "the text"
+        return _TEXT
     text, at = tokenizer.decode(tokens), len(tokenizer.decode(tokens[:start]))
+    return next((name for end, name in _parts(request, text) if at < end), _OPENING)
+
+
+def _parts(request: Request, text: str) -> Iterator[tuple[int, str]]:
+    """Where each part ends in a prompt's text, in order, and its name."""
     count = len(request.messages)
     for end, index in _part_ends(request, text):
-        if at < end:
-            if index < 0:
-                return "the tools"
-            role = request.messages[index]["role"]
-            is_system = index == 0 and role in ("system", "developer")
-            return "the system prompt" if is_system else f"message {index + 1} of {count} ({role})"
-    return "the opening of the reply"
+        role = request.messages[index]["role"]
+        is_system = index == 0 and role in ("system", "developer")
+        name = "the system prompt" if is_system else f"message {index + 1} of {count} ({role})"
+        yield end, "the tools" if index < 0 else name
 
 
 def _part_ends(request: Request, text: str) -> Iterator[tuple[int, int]]:

@@ -24,9 +24,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,6 +35,8 @@ from radixcache.errors import BudgetFullError, CacheFullError
 
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
+#: The client of the HTTP request at hand: the name of its key, or its address.
+CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Request:
         logit_bias to frequency_context_size: for mlx_lm.sample_utils.make_logits_processors.
         seed: None: all such requests draw from one random stream.
         constraint: None: the reply may be anything.
+        client: whose request it is; clients take turns.
     """
 
     names: ModelNames
@@ -110,6 +114,7 @@ class Request:
     seed: int | None = None
     namespace: str = ""
     constraint: Constraint | None = None
+    client: str = field(default_factory=CLIENT.get)
 
     @property
     def is_kept(self) -> bool:
@@ -193,7 +198,8 @@ class RequestRecord:
     def fork_words(self) -> str:
         """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in the system prompt"; "": nowhere."""
         fork = self.explanation and self.explanation.fork
-        return f"diverged at {fork.start:,} of {self.prompt_tokens:,}, in {self.fork_part}" if fork else ""
+        where = f", in {self.fork_part}" if self.fork_part else ""
+        return f"diverged at {fork.start:,} of {self.prompt_tokens:,}{where}" if fork else ""
 
     @property
     def short_tokens(self) -> dict[str, int]:
@@ -372,13 +378,17 @@ class ApiError(Exception):
         self.retry_after_s, self.anthropic_message = retry_after_s, anthropic_message
 
     @classmethod
-    def of_length(cls, prompt_tokens: int, context_length: int) -> ApiError:
-        """A prompt beyond the context, in the words by which agents know that they must shorten a conversation."""
+    def of_length(cls, prompt_tokens: int, context_length: int, *, is_least: bool = False) -> ApiError:
+        """A prompt beyond the context, in the words by which agents know that they must shorten a conversation.
+
+        `is_least`: the tokens were not counted to the end.
+        """
+        found = f"at least {prompt_tokens}" if is_least else f"{prompt_tokens}"
         openai = (
             f"This model's maximum context length is {context_length} tokens. "
-            f"However, your messages resulted in {prompt_tokens} tokens. Please reduce the length of the messages."
+            f"However, your messages resulted in {found} tokens. Please reduce the length of the messages."
         )
-        anthropic = f"prompt is too long: {prompt_tokens} tokens > {context_length} maximum"
+        anthropic = f"prompt is too long: {found} tokens > {context_length} maximum"
         return cls(400, openai, param="messages", code=TOO_LONG, anthropic_message=anthropic)
 
     def in_openai_form(self) -> dict[str, Any]:
@@ -410,7 +420,11 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 MAX_MESSAGES = 10_000  # templates take time for each
+MAX_TOOLS = 4096
 
+T = TypeVar("T")
+#: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
+Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -41,6 +41,7 @@ from runner.serve.request import (
     MAX_MESSAGES,
     ApiError,
     Checked,
+    Many,
     PrefillProgress,
     Request,
     Share,
@@ -48,7 +49,16 @@ from runner.serve.request import (
     Tokens,
     body_schema,
 )
-from runner.serve.service import EVENTS, Delta, ServedReply, Service, namespace_of, read_json, server_sent_event
+from runner.serve.service import (
+    EVENTS,
+    Delta,
+    ServedReply,
+    Service,
+    beside_loop,
+    namespace_of,
+    read_json,
+    server_sent_event,
+)
 from runner.text import shortened
 
 logger = logging.getLogger(__name__)
@@ -85,7 +95,7 @@ def _as_parts(content: Any) -> Any:
 
 
 Part: TypeAlias = Annotated[TextPart | Refusal | ImagePart, Field(discriminator="type")]
-Parts: TypeAlias = Annotated[list[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
+Parts: TypeAlias = Annotated[Many[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
 
 
 class MessageItem(Checked):
@@ -98,8 +108,8 @@ class ReasoningItem(Checked):
     """Reasoning as this server or another one wrote it. What another one has encrypted is left out."""
 
     type: Literal["reasoning"]
-    summary: list[TextPart] | None = None
-    content: list[TextPart] | None = None
+    summary: Many[TextPart] | None = None
+    content: Many[TextPart] | None = None
     encrypted_content: str | None = None
 
     def text(self) -> str:
@@ -169,7 +179,7 @@ Item: TypeAlias = Annotated[
 ]
 
 
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Many[Item])
 
 
 def _as_items(content: Any) -> Any:
@@ -279,7 +289,7 @@ class ChosenTool(Checked):
 class ChosenTools(Checked):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ChosenTool]
+    tools: Many[ChosenTool]
 
 
 class PlainFormat(Checked):
@@ -308,12 +318,12 @@ class ResponsesBody(Checked):
 
     model: str = DEFAULT
     input: Annotated[
-        list[Item], Field(min_length=1, max_length=MAX_MESSAGES),
+        Many[Item], Field(min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
     ]  # fmt: skip
     previous_response_id: str | None = None
     instructions: str | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Many[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | ChosenTools = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Tokens | None = None
@@ -323,7 +333,7 @@ class ResponsesBody(Checked):
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     store: bool = True
-    include: list[str] = Field(default_factory=list)
+    include: Many[str] = Field(default_factory=list)
     metadata: dict[str, str] = Field(default_factory=dict)
     truncation: Literal["auto", "disabled"] = "disabled"
     prompt_cache_key: str | None = None
@@ -657,15 +667,21 @@ def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
     @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
-        given = await read_json(request)
+        given = await read_json(request, lambda body: body)
         owner = str(getattr(getattr(request.state, "tenant", None), "name", ""))
         hold = getattr(request.state, "hold", lambda more_bytes: None)
         given["input"] = memory.resolved(owner, given.get("input"), hold)
-        body = ResponsesBody.read(given)
-        past = () if body.previous_response_id is None else memory.get(owner, body.previous_response_id)
-        hold(sum(map(len, past)))
-        items = [item for piece in past for item in json.loads(piece)]
-        asked = body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
+        before = given.get("previous_response_id")
+        past = memory.get(owner, before) if isinstance(before, str) else ()
+        past_bytes = sum(map(len, past))
+        hold(past_bytes)
+
+        def checked() -> tuple[ResponsesBody, Request]:
+            body = ResponsesBody.read(given)
+            items = [item for piece in past for item in json.loads(piece)]
+            return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
+
+        body, asked = await beside_loop(past_bytes + len(await request.body()), checked)
         custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]
 
         def remember(response: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ Requests run together in a ParallelGenerator, where each becomes a TokenSequence
 Session: quantized and exact caches, draft models, layers that sequences cannot share, images, and requests drawn for
 verification. Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
 
-    submit   Request -> prompt tokens, on another thread
-    begin    in order of arrival: sampler, stop words; Started; into the queue
+    submit   Request -> prompt tokens, on another thread, where clients take turns
+    begin    in order of arrival of each client: sampler, stop words; Started; into the queue
     round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
 Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket; `_alone_steps`
@@ -18,8 +18,9 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,9 +36,9 @@ from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import RenderedPrompt, embedder, part_at, prompt_of
+from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
 from runner.serve.request import ApiError, FinishReason, LikelyToken, ModelNames, OpenRequest, Request, Started, Token
-from runner.serve.service import ReplyReader
+from runner.serve.service import FairThreads, ReplyReader
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class ServedModel:
         options: ServeOptions,
         *,
         is_parallel: bool,
-        renderer: Executor,
+        renderer: FairThreads,
     ) -> None:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
@@ -87,7 +88,8 @@ class ServedModel:
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
         self._renderer = renderer
-        # In order of arrival. None: the prompt has images, whose arrays belong to this thread.
+        # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
+        # None: the prompt has images, whose arrays belong to this thread.
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
         self._generator = self._new_generator() if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
@@ -109,8 +111,19 @@ class ServedModel:
     def _is_free(self) -> bool:
         return self._alone is None and not self._together
 
-    def prompt(self, request: Request) -> RenderedPrompt:
-        """Tokenize the request's prompt. ApiError: it cannot be made."""
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether there is nothing to do until a prompt is made."""
+        return not (self._queue or self._compiling) and self._is_free
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest prompt that is made for a reply."""
+        limit = None if self._options.context is not None else self.context_length
+        return limit or UNBOUNDED_TOKENS
+
+    def prompt(self, request: Request, *, contexts: int = 1) -> RenderedPrompt:
+        """Tokenize the request's prompt. ApiError: it cannot be made, or is longer than so many times the context."""
         return prompt_of(
             request,
             self.tokenizer,
@@ -118,12 +131,14 @@ class ServedModel:
             processor=self.processor,
             with_marks=self._is_marked,
             special_tokens=self._options.special_tokens_in_text,
+            most_tokens=contexts * self.most_tokens,
         )
 
-    def rendering(self, request: Request) -> Future[RenderedPrompt] | None:
+    def rendering(self, request: Request, *, contexts: int = 1) -> Future[RenderedPrompt] | None:
         """Have the prompt made on another thread. None: it has images, so that `prompt` must be called."""
         has_images = self.processor is not None and any(mlx_lm_border.image_parts(request.messages))
-        return None if has_images else self._renderer.submit(self.prompt, request)
+        make = partial(self.prompt, request, contexts=contexts)
+        return None if has_images else self._renderer.submit(request.client, make)
 
     def round(self) -> None:
         self._begin_rendered()
@@ -180,7 +195,7 @@ class ServedModel:
         self.model = self.draft_model = self._generator = self._alone = None
 
     def submit(self, opened: OpenRequest) -> None:
-        """Accept a request. It begins when its prompt and those of all earlier requests are made."""
+        """Accept a request. It begins when its prompt and those of its client's earlier requests are made."""
         self._rendering.append((opened, self.rendering(opened.request)))
 
     def _begin_rendered(self) -> None:
@@ -189,13 +204,18 @@ class ServedModel:
             opened.end("cancelled")
             if rendering is not None:
                 rendering.cancel()
-        while self._rendering:
-            opened, rendering = self._rendering[0]
+        following: dict[str, Future[RenderedPrompt]] = {}  # of each client
+        for opened, rendering in self._rendering:
             if rendering is not None:
-                wait([rendering], 0 if self._queue or self._compiling or not self._is_free else RENDERING_S)
-                if not rendering.done():
-                    return
-            self._rendering.popleft()
+                following.setdefault(opened.request.client, rendering)
+        wait(following.values(), RENDERING_S if self._is_waiting else 0, FIRST_COMPLETED)
+        late: set[str] = set()  # clients whose next prompt is not made yet
+        for opened, rendering in [*self._rendering]:
+            if rendering is not None and not rendering.done():
+                late.add(opened.request.client)
+            if opened.request.client in late:
+                continue
+            self._rendering.remove((opened, rendering))
             try:
                 self.begin(opened, self.prompt(opened.request) if rendering is None else rendering.result())
             except ValueError as error:  # from mlx-lm's functions
@@ -229,7 +249,7 @@ class ServedModel:
         processors = processors_of(request, self._vocabulary_length)
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
         prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
-        started = Started(prompt_tokens, reader, tokenizer.decode(prompt.tokens) if request.echo else "")
+        started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
             self._accept(prepared, started)
         else:
@@ -281,7 +301,13 @@ class ServedModel:
         record.explanation = found
         record.keys = np.array(prompt.tokens, np.int32) if prompt.keys is None else np.array(prompt.keys, np.int64)
         if found.fork is not None:
-            record.fork_part = part_at(opened.request, self.tokenizer, prompt.tokens, found.fork.start)
+            record.fork_part = prompt.part_at(found.fork.start)
+            if not record.fork_part:
+                self._renderer.submit(opened.request.client, self._name_fork, opened, prompt, found.fork.start)
+
+    def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:
+        """Name the part of a prompt whose tokenizer has no offsets. Runs beside the generation thread."""
+        opened.record.fork_part = part_at(opened.request, self.tokenizer, prompt.tokens, start)
 
     def _add_token(
         self,

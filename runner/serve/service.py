@@ -1,6 +1,6 @@
 """Service: how the routes of all APIs get replies. Runs on the event loop; never imports MLX.
 
-await read_json(http_request)          the body; the API checks its fields and makes the Request of it
+await read_json(http_request, make)    what the API makes of the body: it checks the fields and makes the Request
 await service.answer(...)              the whole response, by way of the API's ReplyWriter
 await service.answer_all(...)          the same for several requests, served together
 
@@ -8,6 +8,8 @@ reply = await service.ask(request)     ApiError: the server is full or stops, or
 async for part in reply: ...           PrefillProgress and Delta
 reply.record, reply.finish_reason      how it ended, after the loop
 reply.cancel()                         also called when the loop is left early
+
+require_few_values bounds what a body costs before it is parsed. On FairThreads, clients take turns.
 """
 
 from __future__ import annotations
@@ -15,20 +17,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
+from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from runner.serve.request import (
+    CLIENT,
     NOT_KEPT,
     ApiError,
     Ended,
@@ -53,6 +63,10 @@ _ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTA
 IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
 MAX_SALT_CHARS = 200
 TENANT_HEADERS = ("x-apc-tenant", "x-tenant-id")  # of mlx-vlm's server
+#: What the values of a body may cost together. A list, an object and a field cost as much as so many plain values.
+#: Parsing holds Python's global lock, on whatever thread. So only this limit bounds how long others wait for it.
+MAX_COST, CONTAINER_COST = 1_000_000, 10
+LARGE_BYTES = 64 << 10  # bodies that are read on a thread of their own
 MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
 
 
@@ -376,20 +390,35 @@ class Service:
         raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
 
 
-async def read_json(request: HttpRequest) -> dict[str, Any]:
-    """Return the body of a request. ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair."""
+async def read_json(request: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
+    """Return what `make` makes of a request's body.
+
+    ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair; or as `make`.
+    """
     raw = await request.body()
+    return await beside_loop(len(raw), lambda: make(_parsed(raw)))
+
+
+async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
+    """Do what takes time for a long body. Then another thread does it, and the event loop goes on."""
+    if length_bytes <= LARGE_BYTES:
+        return work()
+    return await asyncio.wrap_future(READERS.submit(CLIENT.get(), work))
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
         raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"Request should be a JSON dictionary; it is a {type(body).__name__}.")
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
-        inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
-        level = [value for value in inner if isinstance(value, dict | list)]
+        inner = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        if math.inf in inner or -math.inf in inner:  # a number with a large exponent
+            raise ApiError(400, "Invalid JSON in request body: a number is too large.")
+        level = [value for value in inner if isinstance(value, (dict, list))]
     if level:
         raise ApiError(400, f"Request is nested more than {MAX_DEPTH} levels deep.")
     return body
@@ -455,3 +484,87 @@ class ReplyStream(StreamingResponse):
         finally:
             for reply in self._replies:
                 reply.cancel()
+
+
+def require_few_values(raw: bytes) -> None:
+    """ApiError: parsing a body would take too long. What stands inside of texts does not count.
+
+    Valid JSON is counted exactly. For other JSON, this counts what a parser reads before the first mistake.
+    """
+    if _cost(np.frombuffer(raw, np.uint8)) <= MAX_COST:
+        return
+    # Without escapes, no quote is left inside of a text.
+    bare = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    cost = _cost(bare[~np.logical_xor.accumulate(bare == ord('"'))])
+    if cost > MAX_COST:
+        counted = f"a list, an object or a field counts as {CONTAINER_COST}"
+        raise ApiError(400, f"Request has {cost:,} JSON values ({counted}); at most {MAX_COST:,} are read.")
+
+
+def _cost(signs: NDArray[np.uint8]) -> int:
+    counts = {sign: int(np.count_nonzero(signs == ord(sign))) for sign in ",[{:"}
+    return counts.pop(",") + CONTAINER_COST * sum(counts.values())
+
+
+class FairThreads:
+    """Threads on which clients take turns. A client has `each` threads at most, so that others need not wait for it."""
+
+    def __init__(self, count: int, each: int, name: str) -> None:
+        self._pool, self._each = ThreadPoolExecutor(count, name), each
+        self._lock = Lock()  # guards the fields below
+        self._waiting: dict[str, deque[Future[Any]]] = {}  # the client whose turn it is comes first
+        self._work: dict[Future[Any], Callable[[], Any]] = {}
+        self._running = Counter[str]()
+
+    def submit(self, client: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function on a thread, in the caller's context, when it is the client's turn."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append(future)
+            self._work[future] = partial(copy_context().run, function, *arguments)
+        future.add_done_callback(self._forget)
+        self._pool.submit(self._run)
+        return future
+
+    def close(self) -> None:
+        """Cancel what waits; what runs goes on."""
+        with self._lock:
+            left = [future for futures in self._waiting.values() for future in futures]
+            self._waiting.clear()
+        for future in left:
+            future.cancel()
+        self._pool.shutdown(wait=False)
+
+    def _run(self) -> None:
+        client = None
+        while (turn := self._next(client)) is not None:
+            client, future = turn
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._work[future]())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def _next(self, ended: str | None) -> tuple[str, Future[Any]] | None:
+        """The next client and its work; None: nothing waits that may run. `ended`: a client whose work has ended."""
+        with self._lock:
+            if ended is not None:
+                self._running[ended] -= 1
+                if not self._running[ended]:
+                    del self._running[ended]
+            client = next((each for each in self._waiting if self._running[each] < self._each), None)
+            if client is None:
+                return None
+            futures = self._waiting.pop(client)
+            future = futures.popleft()
+            if futures:
+                self._waiting[client] = futures  # behind the others
+            self._running[client] += 1
+            return client, future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._work.pop(future, None)
+
+
+READERS = FairThreads(1, 1, "bodies")

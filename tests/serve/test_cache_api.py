@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from radixcache.chat_template import ChatTemplate
 from radixcache.observe.tree_view import read_view
 from runner.models.tiny import tiny_tokenizer
+from runner.serve import prompts
 from runner.serve.prompts import part_at, prompt_of
 from runner.serve.request import ModelNames, Request
 from runner.serve.scheduler import Scheduler
+from tests.chat.test_chat import make_tokenizer
 from tests.serve.jobs import application, local_client
 from tests.serve.parrot import TEMPLATES
 
@@ -325,9 +330,11 @@ def test_the_part_of_a_prompt_in_which_it_parts_is_named(template, messages, par
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES[template]
     stored, asked = (Request(ModelNames(), 1, messages=each, tools=TOOLS, namespace="") for each in (TALK, messages))
-    before, tokens = (prompt_of(each, tokenizer, {}).tokens for each in (stored, asked))
-    start = next((at for at, pair in enumerate(zip(before, tokens, strict=False)) if pair[0] != pair[1]), len(before))
-    assert part_at(asked, tokenizer, tokens, start) == part
+    before, prompt = prompt_of(stored, tokenizer, {}).tokens, prompt_of(asked, tokenizer, {})
+    both = enumerate(zip(before, prompt.tokens, strict=False))
+    start = next((at for at, pair in both if pair[0] != pair[1]), len(before))
+    assert prompt.part_at(start) == part
+    assert part_at(asked, tokenizer, prompt.tokens, start) == part, "without offsets"
 
 
 def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
@@ -335,11 +342,43 @@ def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
     for template in ("hermes", "qwen3", "strict"):
         tokenizer.chat_template = TEMPLATES[template]
         request = Request(ModelNames(), 1, messages=TALK, tools=TOOLS)
-        tokens = prompt_of(request, tokenizer, {}).tokens
-        at = tokenizer.decode(tokens).index('"open"')
-        assert part_at(request, tokenizer, tokens, at) == "the tools"
-        assert part_at(request, tokenizer, tokens, len(tokens) - 1) == "the opening of the reply"
-    assert part_at(Request(ModelNames(), 1, prompt="abc"), tokenizer, [80, 81], 1) == "the text"
+        prompt = prompt_of(request, tokenizer, {})
+        at, last = tokenizer.decode(prompt.tokens).index('"open"'), len(prompt.tokens) - 1
+        for start, part in ((at, "the tools"), (last, "the opening of the reply")):
+            assert prompt.part_at(start) == part
+            assert part_at(request, tokenizer, prompt.tokens, start) == part
+    text = Request(ModelNames(), 1, prompt="abc")
+    assert prompt_of(text, tokenizer, {}).part_at(1) == "the text"
+    assert part_at(text, tokenizer, [80, 81], 1) == "the text"
+
+
+def test_a_part_with_the_texts_of_special_tokens_and_of_long_characters_ends_where_it_ends():
+    tokenizer = TokenizerWrapper(make_tokenizer(TEMPLATES["hermes"]))
+    told = "<|im_end|> 中文 <|im_start|>"
+    talk = [{"role": role, "content": f"{told}{role}"} for role in ("system", "user", "assistant", "user")]
+    prompt = prompt_of(Request(ModelNames(), 1, messages=talk), tokenizer, {})
+    for end, name in prompt.parts:
+        assert tokenizer.decode(prompt.tokens[:end]).endswith(("system", "user", "assistant")), name
+    assert [name for _, name in prompt.parts] == [
+        "the system prompt", "message 2 of 4 (user)", "message 3 of 4 (assistant)", "message 4 of 4 (user)"
+    ]  # fmt: skip
+
+
+def test_no_prompt_is_made_and_no_part_is_named_on_the_generation_thread(server: Server, monkeypatch) -> None:
+    threads: set[str] = set()
+    for place, name in ((ChatTemplate, "render"), (ChatTemplate, "encode"), (prompts, "_part_ends")):
+        made = getattr(place, name)
+
+        def noting(*arguments: Any, made: Any = made, **named: Any) -> Any:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return made(*arguments, **named)
+
+        monkeypatch.setattr(place, name, noting)
+    server.post("/cache/warm", messages=[SYSTEM], name="sommelier")
+    server.chat("What about quince?")
+    server.chat("What about zebras?")
+    server.post("/cache/explain", messages=[SYSTEM, {"role": "user", "content": "And plums?"}])
+    assert threads == {"prompts"}
 
 
 def test_a_salt_or_a_tenants_header_makes_a_namespace_and_one_can_be_dropped_by_itself(server: Server) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizer
 
+from radixcache.chat import RenderedChat
 from radixcache.chat_template import ChatTemplate
+from runner.serve.models import WarmEntry
 from runner.serve.openai import behind_tools
+from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
-from tests.chat.test_chat import CONTROL, KINDS, make_tokenizer
+from tests.chat.test_chat import CONTROL, KINDS, OffsetlessTokenizer, make_tokenizer
 from tests.chat.test_turns import CHATML, HERMES, QWEN3, TEMPLATES, TOOL, turn
 
 TALK = [turn("system", "Be brief."), turn("user", "What is two and two?")]
@@ -163,6 +167,97 @@ def test_tokens_that_only_the_template_makes_special_stay_in_replies_and_are_tex
     assert tokens("user").count(think) == opening
     assert table in tokens("user"), "the template does not write it, so it controls nothing"
     assert "Two" not in tokenizer.decode(tokens("assistant")), "the template finds the reasoning"
+
+
+class LetterTokenizer(PreTrainedTokenizer):
+    """A tokenizer in Python, without offsets: each character is a token."""
+
+    def __init__(self, **named: Any) -> None:
+        self._letters = ["\n", *map(chr, range(32, 127))]
+        super().__init__(unk_token="?", extra_special_tokens=CONTROL, **named)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._letters)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: index for index, letter in enumerate(self._letters)} | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._letters.index(token) if token in self._letters else self._letters.index("?")
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._letters[index]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_special_token_in_a_message_is_text_without_offsets_too(role: str) -> None:
+    tokenizer = LetterTokenizer()
+    tokenizer.chat_template = HERMES
+    rest = [turn("user", "So?")]
+    harmless, attack = ([turn("user", "Hi"), turn(role, text), *rest] for text in ("Hello", ATTACK))
+    wrapper = TokenizerWrapper(tokenizer)
+    expected = control_count(tokenizer, prompt(wrapper, harmless).tokens)
+    found = prompt(wrapper, attack, with_marks=True)
+    assert control_count(tokenizer, found.tokens) == expected
+    text = tokenizer.apply_chat_template(attack, add_generation_prompt=True, tokenize=False)
+    assert wrapper.decode(found.tokens) == text
+    assert any(ATTACK in wrapper.decode(found.tokens[:mark]) for mark in found.marks)
+    assert control_count(tokenizer, prompt(wrapper, attack, special_tokens=True).tokens) == expected + 3
+
+
+class OwnTokenizer(OffsetlessTokenizer):
+    """A tokenizer of another maker, which takes the text of a control token for the token."""
+
+    @property
+    def added_tokens_decoder(self) -> Any:
+        return self._inside.added_tokens_decoder
+
+
+class CarefulTokenizer(OwnTokenizer):
+    """And one that keeps it text."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool, **arguments: Any) -> list[int]:
+        return super().apply_chat_template(messages, tokenize, sanitize_control_tokens=True, **arguments)
+
+
+def test_a_tokenizer_that_renders_tokens_itself_is_refused_what_it_cannot_keep_text() -> None:
+    def rendered(kind: type[OffsetlessTokenizer], content: str, **named: Any) -> RenderedChat:
+        template = ChatTemplate(kind(make_tokenizer(CHATML)), None, {}, is_plain_text=True)
+        return RenderedChat(template, [turn("user", content)], **named)
+
+    for ending in ("reply", "continue"):
+        assert len(rendered(OwnTokenizer, "Hello", ending=ending).tokens) > 5
+        assert len(rendered(CarefulTokenizer, ATTACK, ending=ending).tokens) > 5
+        with pytest.raises(ValueError, match=r"contains '<\|im_start\|>'|contains '</s>'|contains '<\|im_end\|>'"):
+            rendered(OwnTokenizer, ATTACK, ending=ending)
+
+
+def test_a_message_without_special_tokens_is_not_copied() -> None:
+    template = ChatTemplate(make_tokenizer(HERMES), [TOOL], {}, is_plain_text=True)
+    long = {"role": "user", "content": [{"type": "text", "text": "Hi"}], "more": {"deep": [["x"], 5, None]}}
+    assert template.in_plain_text(long) is long
+    changed = template.in_plain_text({**long, "name": ATTACK})
+    assert changed["more"] is long["more"]
+    assert changed["name"] != ATTACK
+
+
+def test_special_tokens_in_a_prompt_that_is_warmed_stay_text_as_in_the_prompts_that_follow() -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer(HERMES))
+    system = turn("system", ATTACK)
+    for special_tokens in (False, True):
+        entry = WarmEntry("name", [system], None, "", "here")
+        tokens = entry.tokens(tokenizer, ServeOptions(special_tokens_in_text=special_tokens)).tolist()
+        served = prompt(tokenizer, [system, turn("user", "Hi")], special_tokens=special_tokens).tokens
+        assert tokens == served[: len(tokens)]
+        assert tokenizer.decode(tokens).endswith(f"{ATTACK}<|im_end|>\n")
+        assert control_count(tokenizer, tokens) == 2 + 3 * special_tokens
 
 
 def test_marks_stand_where_they_belong_behind_special_tokens_in_text() -> None:

@@ -29,15 +29,16 @@ from runner.routing.dispatcher import chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.app import assemble_app
 from runner.serve.metrics import in_a_line
-from runner.serve.models import Models, read_warm_file
+from runner.serve.models import COUNTED_CONTEXTS, Models, read_warm_file
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import prompt_of
+from runner.serve.prompts import UNBOUNDED_TOKENS, prompt_of
 from runner.serve.replicas import ray_border
 from runner.serve.replicas.pages import Scrape, replica_routes
 from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
 from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminRequest, Switchboard
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
+from runner.serve.service import FairThreads
 
 ADMIN_S, END_S = 60, 30  # seconds that a replica may take to answer an admin, and to end when its replies have ended
 PAUSE_S = 1  # seconds before a replica that sends no more news is asked again, if it is still there
@@ -158,26 +159,29 @@ def _wait(holds: Callable[[], bool]) -> None:
 
 
 class RoutedPrompts:
-    """Makes digests of prompts, on a thread of its own. ModelError, WarmFileError: an option is wrong."""
+    """Makes digests of prompts, on threads of its own. ModelError, WarmFileError: an option is wrong."""
 
     def __init__(self, options: ServeOptions, secret: bytes) -> None:
         assert options.model is not None
         self._options, self._secret, self._model = options, secret, options.model
         # No weights are loaded, and the files belong to the replicas.
         self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
-        self._tokenizer = self._models.outlined(options.model)
+        outline = self._models.outlined(options.model)
+        self._tokenizer = outline.tokenizer
+        limit = None if options.context is not None else outline.context_length
+        self._most_tokens = COUNTED_CONTEXTS * (limit or UNBOUNDED_TOKENS)
         for entry in read_warm_file(options.warm) if options.warm else ():
             entry.tokens(self._tokenizer, options)  # raises here rather than in several processes
-        self._thread = ThreadPoolExecutor(1, "tokens")
+        self._threads = FairThreads(2, 1, "tokens")
 
     async def ask_of(self, request: Request) -> Ask:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask_of, request)
+        return await asyncio.wrap_future(self._threads.submit(request.client, self._ask_of, request))
 
     async def count_tokens(self, request: Request) -> int:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._count, request)
+        return await asyncio.wrap_future(self._threads.submit(request.client, self._count, request))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _ask_of(self, request: Request) -> Ask:
         try:
@@ -197,8 +201,8 @@ class RoutedPrompts:
         """The prompt's tokens; None: it is for another model than the server's."""
         if self._models.key_of(request.names) != self._models.key_of(ModelNames()):
             return None
-        args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
-        return prompt_of(request, self._tokenizer, args, special_tokens=special_tokens).tokens
+        args, more = self._options.chat_template_args, {"special_tokens": self._options.special_tokens_in_text}
+        return prompt_of(request, self._tokenizer, args, most_tokens=self._most_tokens, **more).tokens
 
 
 def replica_options(options: ServeOptions) -> ServeOptions:
