@@ -72,7 +72,7 @@ def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
 
         asked = [asyncio.ensure_future(ask()) for _ in range(MAX_BODIES)]
         await asyncio.sleep(0)  # they all begin
-        with pytest.raises(ApiError, match="ask again later") as refused:
+        with pytest.raises(ApiError, match="try again later") as refused:
             await ask()
         assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
         is_done.set()
