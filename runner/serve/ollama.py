@@ -329,7 +329,7 @@ class OllamaReply:
 
     async def whole(self) -> dict[str, Any]:
         parts = [part async for part in self._reply if isinstance(part, Delta)]
-        if self._is_load:  # its text is nobody's
+        if self._is_load:  # its one token is not shown
             return {**self._object(Delta("", "", (), ())), "done": True, "done_reason": "load"}
         text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
         calls = tuple(call for each in parts for call in each.tool_calls)
@@ -513,7 +513,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
             body = kind.read(given)
             if not body.is_load:
                 return body, body.request(options, namespace_of(http_request, given))
-            # The shortest request: it ends when the model is in memory, and leaves nothing behind.
+            # The shortest request makes the server load the model, and leaves nothing in the cache.
             namespace = namespace_of(http_request, {"cache_prompt": False})
             return body, Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
 
