@@ -170,7 +170,8 @@ class Session(Progress):
             self._known.report(array, count - (self.position - self.known_tokens), count)
         if count > 1:
             self._hold_last_pass(start, held)
-            self._layout.own(self.caches, was_empty=self._was_empty, wait=False)
+            # Windows are cut back only behind a first pass: rewind() may need the tokens that a later one left in them.
+            self._layout.own(self.caches, was_empty=self._was_empty and start == 0, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
         return logits
@@ -193,8 +194,8 @@ class Session(Progress):
         takes the tokens from the returned offset on.
 
         Layers of full attention return to any offset. Sliding windows return where the live buffers, the tree and the
-        request still hold all that the window reads: so after a step() of 2 to 256 tokens to each but the first of
-        them. Recurrent layers return to where the last step() began, if it had several tokens and was the last call,
+        request still hold all that the window reads: so after a step() of 2 to 256 tokens behind others to each but the
+        first of them. Recurrent layers return to where the last step() began, if it had several tokens and was the last call,
         else to the last checkpoint, or to 0. In exact mode, an offset in the prompt is a multiple of `step_size`.
 
         Args:

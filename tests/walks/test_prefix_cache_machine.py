@@ -138,30 +138,27 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         spells(session.caches, tokens, self.model.kinds)
         for token in reply:
             self.step(session, token, lazily=data.draw(st.booleans()))
-        self.opened[index] = (session, tokens + reply, namespace)
+        self.opened[index] = (session, self.take_back(data, session, tokens + reply), namespace)
 
-    @precondition(lambda self: self.opened)
-    @rule(data=st.data(), batch=short)
-    def take_back(self, data: Any, batch: list[int]) -> None:
-        """What an open session takes back it never had: neither its caches, nor its tokens, nor its bytes."""
-        index = data.draw(st.integers(0, len(self.opened) - 1))
-        session, tokens, namespace = self.opened[index]
-        prompt, held = session.prompt.tolist(), inside.core(self.cache).counters()["checkpoint_bytes"]
-        session.step(self.model, batch)
-        offset = data.draw(st.integers(0, len(tokens) + len(batch)))
-        reached = session.rewind(offset)
-        assert reached <= offset
-        assert reached == offset or not self.pure
-        assert reached >= len(tokens) or offset <= len(tokens)
-        assert (session.position, session.known_tokens) == (reached, max(reached, len(prompt)))
-        whole = [*tokens, *batch]
-        tokens = whole[:reached]
-        spells(session.caches, tokens, self.model.kinds)
-        self.cache.check()
-        assert reached == len(whole) or self.cache.stats.checkpoint_bytes <= held
-        if prompt[reached:]:
-            session.step(self.model, prompt[reached:])
-        self.opened[index] = (session, tokens + prompt[reached:], namespace)
+    def take_back(self, data: Any, session: Any, tokens: list[int]) -> list[int]:
+        """What a session takes back it never had: neither its caches, nor its tokens, nor its bytes. Its tokens then."""
+        prompt = session.prompt.tolist()
+        for batch in data.draw(st.lists(short, max_size=3)):
+            held = self.cache.stats.checkpoint_bytes
+            session.step(self.model, batch)
+            whole = tokens + batch
+            offset = data.draw(st.integers(0, len(whole)) | st.integers(len(tokens), len(whole)))
+            reached = session.rewind(offset)
+            assert reached == offset or (reached < offset and not self.pure)
+            assert reached >= len(tokens) or offset <= len(tokens)
+            assert (session.position, session.known_tokens) == (reached, max(reached, len(prompt)))
+            assert reached == len(whole) or self.cache.stats.checkpoint_bytes <= held
+            spells(session.caches, whole[:reached], self.model.kinds)
+            self.cache.check()
+            if prompt[reached:]:
+                session.step(self.model, prompt[reached:])
+            tokens = whole[:reached] + prompt[reached:]
+        return tokens
 
     @precondition(lambda self: self.opened)
     @rule(data=st.data())
@@ -181,7 +178,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             for token in reply:
                 self.step(session, token, lazily=data.draw(st.booleans()))
                 self.check_open_budget()
-            tokens = tokens + reply
+            tokens = self.take_back(data, session, tokens + reply)
         self.stored[namespace].append(tokens)
         self.resumes(tokens, namespace)
 
