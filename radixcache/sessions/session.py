@@ -194,9 +194,10 @@ class Session(Progress):
         takes the tokens from the returned offset on.
 
         Layers of full attention return to any offset. Sliding windows return where the live buffers, the tree and the
-        request still hold all that the window reads: so after a step() of 2 to 256 tokens behind others to each but the
-        first of them. Recurrent layers return to where the last step() began, if it had several tokens and was the last call,
-        else to the last checkpoint, or to 0. In exact mode, an offset in the prompt is a multiple of `step_size`.
+        request still hold all that the window reads: behind a step() of 2 to 256 tokens that was not the first, to each
+        of its tokens but the first. Recurrent layers return to where the last step() began, if it had several tokens
+        and was the last call, else to the last checkpoint, or to 0. In exact mode, an offset in the prompt is a
+        multiple of `step_size`.
 
         Args:
             offset: tokens to keep, at most those evaluated.

@@ -141,7 +141,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.opened[index] = (session, self.take_back(data, session, tokens + reply), namespace)
 
     def take_back(self, data: Any, session: Any, tokens: list[int]) -> list[int]:
-        """What a session takes back it never had: neither its caches, nor its tokens, nor its bytes. Its tokens then."""
+        """What a session takes back it never had: neither caches, nor tokens, nor bytes. Returns the tokens it has."""
         prompt = session.prompt.tolist()
         for batch in data.draw(st.lists(short, max_size=3)):
             held = self.cache.stats.checkpoint_bytes
