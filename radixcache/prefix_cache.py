@@ -144,6 +144,7 @@ class PrefixCache:
         step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.
         store: where state is kept outside of memory: a DiskStore, a RedisStore, or several in the order of look-up.
             Caches may share stores. Stores stay open when the cache closes.
+        store_if: called with a namespace; its state is written to the store only if it returns True. Default: all.
         identity: the name of the model in the store, if `caches` is given. Default: made from the model's class,
             arguments and weights.
         seconds: the clock of pins with `ttl_s`, in seconds from any start. Default: time.monotonic.
@@ -174,6 +175,7 @@ class PrefixCache:
         exact: bool = False,
         step_size: int = 2048,
         store: Store | Sequence[Store] | None = None,
+        store_if: Callable[[str], bool] | None = None,
         identity: Identity | bytes | str | None = None,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -190,7 +192,7 @@ class PrefixCache:
         if store is not None:
             leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
             about = state_identity(leaves, model, identity, exact=exact)
-            disk = Disk(joined(store), about, step_size if exact else 0)
+            disk = Disk(joined(store), about, step_size if exact else 0, takes=store_if)
         self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
     def __repr__(self) -> str:

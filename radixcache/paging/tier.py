@@ -53,6 +53,7 @@ class Disk(NamedTuple):
         grid: an exact cache's step size, which marks its blocks; it reads no others. 0: not exact.
         clock: seconds; times prefill and reading.
         block_tokens: the most tokens of a block; None: those of a segment of the tree.
+        takes: which namespaces may be written; None: all.
     """
 
     store: Store
@@ -60,6 +61,7 @@ class Disk(NamedTuple):
     grid: int = 0
     clock: Callable[[], float] = time.perf_counter
     block_tokens: int | None = None
+    takes: Callable[[str], bool] | None = None
 
 
 class Foreseen(NamedTuple):
@@ -354,6 +356,8 @@ class StoreWriter:
         Args:
             mark: an offset where many prompts are likely to part.
         """
+        if self._disk.takes is not None and not self._disk.takes(tip.namespace):
+            return
         path = tip.path()
         points: dict[int, Checkpoint] = {}
         if self._layout.has_states:

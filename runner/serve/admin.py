@@ -21,7 +21,7 @@ import mlx.core as mx
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from radixcache import CacheStats, PrefixCache
 from radixcache.errors import CacheClosedError, RadixCacheError
@@ -46,8 +46,8 @@ from runner.serve.request import (
     RequestRecord,
     body_schema,
 )
-from runner.serve.responses import ResponsesBody
-from runner.serve.service import read_json, to_json
+from runner.serve.responses import ResponseMemory, ResponsesBody
+from runner.serve.service import beside_loop, read_json, to_json
 from runner.text import cut, plural
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ T = TypeVar("T")
 #: Fields of a body and types of blocks that OpenAI's API does not have.
 ANTHROPIC_FIELDS = frozenset(("cache_control", "stop_sequences", "system"))
 ANTHROPIC_BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+EXPLAIN, RECLAIM = "/cache/explain", "/cache/reclaim"
 SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only counted
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
@@ -169,8 +170,8 @@ def _row(time_s: float, record: RequestRecord, show_text: bool) -> dict[str, Any
     return {**about, **{name: getattr(record, name) for name in SHOWN_FIELDS}}
 
 
-class ReclaimBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class ReclaimBody(Checked):
+    model_config = ConfigDict(extra="forbid")
 
     #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
@@ -247,7 +248,8 @@ async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], d
     return to_json(await _result_of(scheduler.call(work)))
 
 
-def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
+def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
+    """Return the routes; `memory` has the conversations that a body to explain may go on with."""
     router = APIRouter()
     watch.attach(scheduler)
 
@@ -304,8 +306,9 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
 
         return await _on_generation_thread(scheduler, work)
 
-    @router.post("/cache/reclaim")
-    async def reclaim(body: ReclaimBody) -> Response:
+    @router.post(RECLAIM, openapi_extra=body_schema(ReclaimBody, RECLAIM))
+    async def reclaim(http_request: HttpRequest) -> Response:
+        body = await read_json(http_request, ReclaimBody.checked)
         return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")
@@ -325,17 +328,20 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> A
 
         return await _on_generation_thread(scheduler, work)
 
-    router.include_router(_explain_routes(scheduler, watch, options))
+    router.include_router(_explain_routes(scheduler, watch, options, memory))
     return router
 
 
-def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions) -> APIRouter:
+def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
     router = APIRouter()
 
     # The body is read here: clients that send a file with a request often leave out its type.
-    @router.post("/cache/explain", openapi_extra=body_schema(PromptBody, "/cache/explain"))
+    @router.post(EXPLAIN, openapi_extra=body_schema(PromptBody, EXPLAIN))
     async def explain(http_request: HttpRequest) -> Response:
-        request, tokens = await read_json(http_request, lambda body: explained_request(body, options))
+        owner = str(getattr(getattr(http_request.state, "tenant", None), "name", ""))
+        body = memory.joined(await read_json(http_request, lambda given: given), owner)
+        length = len(await http_request.body())
+        request, tokens = await beside_loop(length, lambda: explained_request(body, options))
         made: RenderedPrompt | None = None
         if not tokens:
             asked = scheduler.call(lambda models: models.loaded(request.names).rendering(request))

@@ -409,7 +409,8 @@ MessageEvents: TypeAlias = Iterator[dict[str, Any]]
 class MessageDraft:
     """Writes one reply. At most one block is open, and it is the last one.
 
-    First message_start; `_add` gives content_block_start, _delta and _stop; `_end` message_delta and message_stop.
+    First message_start, when the cached tokens are known, and pings until then; `_add` gives content_block_start,
+    _delta and _stop; `_end` message_delta and message_stop.
     """
 
     def __init__(self, reply: ServedReply, model: str) -> None:
@@ -443,7 +444,8 @@ class MessageDraft:
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         async for part in self._reply:
-            if "usage" not in self.message:  # With the first part, the cached tokens are known.
+            is_waiting = isinstance(part, PrefillProgress) and self._reply.cached_tokens is None
+            if "usage" not in self.message and not is_waiting:
                 self.message["usage"] = _usage(self._reply.prompt_tokens, self._reply.cached_tokens or 0, 0)
                 yield {"type": "message_start", "message": copy.deepcopy(self.message)}
             for event in [{"type": "ping"}] if isinstance(part, PrefillProgress) else self._add(part):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -14,12 +13,12 @@ from radixcache import __version__
 from runner.serve.admin import cache_routes
 from runner.serve.anthropic import anthropic_routes
 from runner.serve.metrics import Watch
-from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, error_response
+from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, OnHttp, error_response
 from runner.serve.ollama import ollama_routes
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError
-from runner.serve.responses import responses_routes
+from runner.serve.responses import ResponseMemory, responses_routes
 from runner.serve.service import ReplyBackend, Service
 
 if TYPE_CHECKING:
@@ -28,14 +27,15 @@ if TYPE_CHECKING:
 
 def make_app(options: ServeOptions, scheduler: Scheduler, watch: Watch) -> FastAPI:
     """Return the application. `scheduler` need not have started. KeyFileError: a file of keys cannot be used."""
-    cache = cache_routes(scheduler, watch, options)
-    return assemble_app(options, scheduler, cache, watch.on_http)
+    memory = ResponseMemory()
+    cache = cache_routes(scheduler, watch, options, memory)
+    return assemble_app(options, scheduler, cache, watch.on_http, memory)
 
 
 def assemble_app(
-    options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: Callable[[str, int, str], None]
+    options: ServeOptions, backend: ReplyBackend, cache: APIRouter, count: OnHttp, memory: ResponseMemory
 ) -> FastAPI:
-    """Return the application around any backend. `count` gets the route and status of each HTTP request."""
+    """Return the application around any backend. `count` hears of each HTTP request, as Watch.on_http."""
     content: dict[str, Any] = {"content": {"application/json": {}}}
     wrong = {"description": "What is wrong with the request, in the form of the API that was asked.", **content}
     gone = {"description": "The server is stopping, or has failed.", **content}
@@ -43,14 +43,14 @@ def assemble_app(
     app = FastAPI(title="radixcache", version=__version__, responses={"4XX": wrong, 503: gone}, **hidden)
     service = Service(backend, timeout_s=options.request_timeout_s)
     app.include_router(openai_routes(service, options))
-    app.include_router(responses_routes(service, options))
+    app.include_router(responses_routes(service, options, memory))
     app.include_router(anthropic_routes(service, options))
     app.include_router(ollama_routes(service, options))
     app.include_router(cache)
     return guard(app, options, count)
 
 
-def guard(app: FastAPI, options: ServeOptions, count: Callable[[str, int, str], None]) -> FastAPI:
+def guard(app: FastAPI, options: ServeOptions, count: OnHttp) -> FastAPI:
     keyring = Keyring(options.api_keys, options.admin_key_file, is_namespaced=options.namespace_by == "key")
     # The last one is outermost.
     app.add_middleware(BodyLimit, max_mib=options.max_body_mib)

@@ -3,11 +3,11 @@
     Grammars    of one loaded model: makes the Guide of a reply, on threads of its own; keeps compiled grammars
     Guide       reads the reply token by token, and says which tokens may be next
 
-llguidance compiles JSON schemas and makes the masks. A Guide is in one phase at a time:
+llguidance compiles the rules of rules.py and makes the masks. A Guide is in one phase at a time:
 
     thinking    anything but the end of the reply, up to the mark that ends the reasoning
     grammar     JSON of the schema, or calls of functions with arguments of their schemas
-    free        anything; behind the beginning of a tool call that may be and need not
+    free        anything; also behind the beginning of a tool call that may be and need not
     over        the end of the reply alone
 
   GR1  A reply that ends by itself is what its constraint says. A reply that max_tokens cuts off need not be.
@@ -20,13 +20,10 @@ Any thread may use Grammars; one thread uses a Guide. Never imports MLX.
 
 from __future__ import annotations
 
-import json
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from decimal import Decimal
 from threading import Lock
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -37,25 +34,13 @@ from numpy.typing import NDArray
 
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, Request
+from runner.serve.rules import arguments_schema, call_rules, functions_of, schema_at, schema_of
 
 MAX_COMPILED = 32
-MARGIN = 1e-9  # of a number to an exclusive bound
-MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
-MAX_TOOLS_CHARACTERS = 1_000_000  # of the schemas of all tools that may be called
-MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
-MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
 LIMITS: Mapping[str, Any] = {
     "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 10_000, "initial_lexer_fuel": 200_000,
     "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
-#: White space between the parts of JSON is bounded: a model may write it without end.
-JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ",[ \\n]{0,20}"}
-#: Formats that are enforced. JSON Schema lets all others say nothing about a value.
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
-MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of names to schemas
-#: A call as JSON, as a term of a rule.
-JSON_CALL = r'"{\"name\": " NAME ", \"arguments\": " ARGUMENTS "}"'
 TAIL = 64  # bytes and tokens of a reply in which marks are found
 
 Phase: TypeAlias = Literal["thinking", "grammar", "free", "over"]
@@ -104,23 +89,33 @@ class Marks:
         return words
 
 
+class Grammar(NamedTuple):
+    """A matcher that has consumed nothing, and `renew`, which makes one that shares nothing with others."""
+
+    matcher: llguidance.LLMatcher
+    renew: Callable[[], llguidance.LLMatcher]
+
+
 class Guide:
-    """Called once for each token of a reply, with the token before."""
+    """Called once for each token of a reply, with the token before.
+
+    `whole` is the grammar of the reply, and `calls` that of the calls which it may have; None: anything.
+    """
 
     def __init__(
         self,
         marks: Marks,
         constraint: Constraint,
-        matcher: llguidance.LLMatcher | None,
+        whole: Grammar | None,
+        calls: Grammar | None = None,
         *,
         is_thinking: bool,
         may_think: bool,
-        renew: Callable[[], llguidance.LLMatcher | None] = lambda: None,
     ) -> None:
-        """`renew` makes a matcher that shares nothing; None: there is none."""
-        self._marks, self._constraint, self._matcher, self._renew = marks, constraint, matcher, renew
+        self._marks, self._constraint, self._calls, self._grammar = marks, constraint, calls, whole
+        self._matcher = None if whole is None else whole.matcher
         self._consumed: list[int] = []  # by the matcher
-        self._phase: Phase = "free" if matcher is None else "thinking" if is_thinking else "grammar"
+        self._phase: Phase = "free" if whole is None else "thinking" if is_thinking else "grammar"
         #: What may stand in place of the grammar, by its first token.
         self._openers: dict[int, tuple[tuple[int, ...], Phase]] = {}
         if marks.think_start and may_think:
@@ -128,7 +123,7 @@ class Guide:
         if marks.call_start and constraint.has_tools and constraint.calls == "auto":
             self._openers[marks.call_start[0]] = marks.call_start, "free"
         self._forced: list[int] = []
-        self._has_call = False
+        self._has_call = self._is_in_call = False
         self._recent: list[int] = []
         self._tail = b""
 
@@ -144,7 +139,7 @@ class Guide:
         self._recent = [*self._recent, token][-TAIL:]
         self._tail = (self._tail + marks.tokenizer.decode_bytes([token]))[-TAIL:]
         if token in marks.ends:
-            self._phase, self._forced, self._matcher = "free", [], None
+            self._phase, self._forced, self._matcher, self._calls = "free", [], None, None
         elif self._forced:
             self._forced.pop(0)
         elif self._phase == "thinking":
@@ -159,10 +154,24 @@ class Guide:
             else:
                 self._openers.clear()
                 self._consume([token])
+        if self._calls is not None:
+            self._follow_calls(self._calls)
         if self._phase == "free" and self._constraint.is_single:
             self._has_call = self._has_call or marks.call_start_text in self._tail
             if self._has_call and marks.call_end and marks.call_end in self._tail:
                 self._phase = "over"
+
+    def _follow_calls(self, calls: Grammar) -> None:
+        """Begin the grammar of calls behind the mark of a call, and end it behind the mark of its end."""
+        marks = self._marks
+        if self._phase == "free" and marks.call_start_text in self._tail:
+            self._tail = self._tail.partition(marks.call_start_text)[2]
+            self._phase, self._is_in_call, self._consumed = "grammar", True, []
+            self._grammar, self._matcher = calls, calls.matcher.deep_copy()
+            self._openers.clear()
+            self._consume([*marks.call_start, *marks.tokenizer.tokenize_bytes(self._tail)])
+        if self._is_in_call and marks.call_end and marks.call_end in self._tail:
+            self._phase, self._tail, self._is_in_call = "over" if self._constraint.is_single else "free", b"", False
 
     def _consume(self, tokens: Sequence[int]) -> None:
         if self._matcher is not None and tokens:
@@ -181,8 +190,9 @@ class Guide:
         raise AssertionError("the loop returns or raises")
 
     def _begin_anew(self) -> None:
-        self._matcher = self._renew() or self._matcher
-        if self._consumed and self._matcher is not None and not self._matcher.consume_tokens(self._consumed):
+        assert self._grammar is not None
+        self._matcher = self._grammar.renew()
+        if self._consumed and not self._matcher.consume_tokens(self._consumed):
             self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -238,27 +248,24 @@ class Grammars:
         assert constraint is not None
         with self._lock:
             self._marks = marks = self._marks or Marks.of(tokenizer, self._vocabulary_length)
-        matcher, grammar = None, ""
-        if constraint.calls == "required" or constraint.schema is not None:
-            if tokenizer.response_transitions or tokenizer.structural_markers:
-                raise ApiError(400, "this model's replies have a form of their own, so no other form can be enforced.")
-            is_call = constraint.calls == "required"
-            rules = call_rules(request, tokenizer, marks) if is_call else f"start: %json {schema_of(constraint)}\n"
-            grammar = "%llguidance {}\n" + rules
-            matcher = self._matcher(grammar, marks, request)
+        is_required = constraint.calls == "required"
+        is_limited = constraint.calls == "auto" and constraint.functions is not None and tokenizer.has_tool_calling
+        has_grammar = is_required or is_limited or constraint.schema is not None
+        if has_grammar and (tokenizer.response_transitions or tokenizer.structural_markers):
+            raise ApiError(400, "this model's replies have a form of their own, so no other form can be enforced.")
+        calls = text = None
+        if is_required or is_limited:
+            calls = self._grammar(call_rules(request, tokenizer, marks.tokenizer), marks, request, is_call=True)
+        if constraint.schema is not None and not is_required:
+            text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
         may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
-        return Guide(
-            marks,
-            constraint,
-            matcher,
-            is_thinking=is_thinking,
-            may_think=may_think,
-            renew=lambda: new_matcher(grammar, marks),
-        )
+        whole, within = (calls, None) if is_required else (text, calls)
+        return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
 
-    def _matcher(self, grammar: str, marks: Marks, request: Request) -> llguidance.LLMatcher:
+    def _grammar(self, rules: str, marks: Marks, request: Request, *, is_call: bool = False) -> Grammar:
         assert request.constraint is not None
+        grammar = "%llguidance {}\n" + rules
         key = request.constraint.at, grammar
         with self._lock:
             found = self._compiled.get(key)
@@ -266,7 +273,7 @@ class Grammars:
         if found is None or (isinstance(found, llguidance.LLMatcher) and error_of(found)):
             found = new_matcher(grammar, marks)
             if error := error_of(found):
-                found = _refused(error, request, marks)
+                found = _refused(error, request, marks, is_call=is_call)
         with self._lock:
             self._compiled[key] = found
             self._compiled.move_to_end(key)
@@ -274,7 +281,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
             if isinstance(found, RefusedGrammar):
                 raise ApiError(400, f"this schema cannot be enforced: {found.why}", param=found.at)
-            return found.deep_copy()
+            return Grammar(found.deep_copy(), lambda: new_matcher(grammar, marks))
 
 
 def new_matcher(grammar: str, marks: Marks) -> llguidance.LLMatcher:
@@ -299,157 +306,20 @@ def _is_thought(tokens: list[int], tokenizer: Any) -> bool:
     return bool(start < end and not tokenizer.decode(tokens[end + len(tokenizer.think_end_tokens) :]).strip())
 
 
-def _refused(error: str, request: Request, marks: Marks) -> RefusedGrammar:
+def _refused(error: str, request: Request, marks: Marks, *, is_call: bool) -> RefusedGrammar:
     """Why a grammar is refused, with the field that it comes from."""
     constraint = request.constraint
     assert constraint is not None
     at = constraint.at
-    if constraint.calls == "required":
+    if is_call:
         at = "tool_choice"
-        for index, function in _functions(request):
+        for index, function in functions_of(request):
             schema = llguidance.LLMatcher.grammar_from_json_schema(arguments_schema(function, index))
             if found := llguidance.LLMatcher.validate_grammar(schema, marks.tokenizer, limits=limits()):
-                error, at = found, _at(index)
+                error, at = found, schema_at(index)
                 break
     return RefusedGrammar(" ".join(error.split()), at)
 
 
 def limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(**LIMITS)
-
-
-# Schemas
-
-
-def schema_of(constraint: Constraint) -> str:
-    return checked_schema(constraint.schema, constraint.at)
-
-
-def arguments_schema(function: Mapping[str, Any], index: int) -> str:
-    """The schema of a function's arguments, of which a function without parameters has none."""
-    parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-    return checked_schema({"type": "object", **parameters} if isinstance(parameters, dict) else parameters, _at(index))
-
-
-def _at(index: int) -> str:
-    return f"tools.{index}.function.parameters"
-
-
-def checked_schema(schema: Any, at: str) -> str:
-    """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
-    length = 0
-    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
-        length += len(part)
-        _require(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
-    _require_few_multiples([schema], at)
-    found = _checked(schema, at)
-    return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
-
-
-def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
-    _require(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
-
-
-def _multiples(node: Any) -> Iterator[int]:
-    """The digits of each `multipleOf` as a whole number."""
-    for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if key == "multipleOf" and isinstance(each, int | float) and each > 0:
-            digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
-            yield int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
-        else:
-            yield from _multiples(each)
-
-
-def _checked(node: Any, at: str) -> Any:
-    if isinstance(node, list):
-        return [_checked(each, at) for each in node]
-    if not isinstance(node, dict):
-        return node
-    properties, required = node.get("properties"), node.get("required")
-    if isinstance(properties, dict):
-        optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-        _require(optional, MAX_OPTIONAL, "properties, the number of optional ones", at)
-    for key in ("const", "enum"):
-        _require(max(map(len, _texts(node.get(key))), default=0), MAX_STRING_CHARACTERS, f"{key}, in characters", at)
-    node = _with_inclusive_bounds(node)
-    checked = {}
-    for key, each in node.items():
-        if key in MAPS and isinstance(each, dict):
-            checked[key] = {name: _checked(one, at) for name, one in each.items()}
-        elif key != "x-guidance" and (key != "format" or each in FORMATS):
-            checked[key] = each if key in VALUES else _checked(each, at)
-    return checked
-
-
-def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
-    changed = {**node}
-    for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
-        bound, other = node.get(key), node.get(name)
-        if node.get("type") != "integer" and isinstance(bound, int | float) and not isinstance(bound, bool):
-            inside = changed.pop(key) + sign * MARGIN * max(1, abs(bound))
-            changed[name] = choose(inside, other) if isinstance(other, int | float) else inside
-    return changed
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        yield from _texts(each)
-
-
-def _require(found: float, most: int, of: str, at: str) -> None:
-    if found > most:
-        raise ApiError(400, f"this schema cannot be enforced: {of}: {found}; at most {most} is enforced.", param=at)
-
-
-# Tool calls
-
-
-def _functions(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The functions that may be called, by their index in the request's tools."""
-    assert request.constraint is not None
-    names = request.constraint.functions
-    for index, tool in enumerate(request.tools or ()):
-        if names is None or tool["function"]["name"] in names:
-            yield index, tool["function"]
-
-
-def call_rules(request: Request, tokenizer: Any, marks: Marks) -> str:
-    """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
-
-    def mark(text: str) -> str:
-        """A mark as a term: a special token by its id, other marks by their text."""
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        is_special = len(ids) == 1 and marks.tokenizer.is_special_token(ids[0])
-        return f"<[{ids[0]}]>" if is_special else json.dumps(text)
-
-    form = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
-    begin, between, end = "", "", ""
-    if form == "json_tools":
-        start, stop = mark(tokenizer.tool_call_start), mark(tokenizer.tool_call_end)
-        call, between = f'{start} "\\n"? {JSON_CALL} "\\n"? {stop}', '"\\n"?'
-    elif form == "mistral" and "[ARGS]" in tokenizer.get_vocab():
-        call = f"{mark('[TOOL_CALLS]')} NAME {mark('[ARGS]')} ARGUMENTS"
-    elif form == "mistral":
-        begin, call, between, end = f'{mark("[TOOL_CALLS]")} " "? "["', JSON_CALL, '", "', '"]"'
-    elif form == "kimi_k2":
-        start, inner, stop = (f"<|tool_call_{each}|>" for each in ("begin", "argument_begin", "end"))
-        begin, end = mark(tokenizer.tool_call_start), mark(tokenizer.tool_call_end)
-        call = f'{mark(start)} "functions." NAME ":" /[0-9]{{1,3}}/ {mark(inner)} ARGUMENTS {mark(stop)}'
-    else:
-        message = f"calls cannot be forced: the form in which this model writes them ({form}) cannot be enforced."
-        raise ApiError(400, message, param="tool_choice")
-    rules, length = [], 0
-    _require_few_multiples((function.get("parameters") for _, function in _functions(request)), "tools")
-    for index, function in _functions(request):
-        name = json.dumps(json.dumps(function["name"]) if JSON_CALL in call else function["name"], ensure_ascii=False)
-        rules.append(f"call_{index}: {call.replace('NAME', name).replace('ARGUMENTS', f'arguments_{index}')}")
-        rules.append(f"arguments_{index}: %json {arguments_schema(function, index)}")
-        length += len(rules[-1])
-        _require(length, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
-    calls = " | ".join(f"call_{index}" for index, _ in _functions(request))
-    assert request.constraint is not None
-    more = "" if request.constraint.is_single else f"({between} any)*"
-    return "\n".join([f"start: {begin} any {more} {end}", f"any: {calls}", *rules, ""])

@@ -85,7 +85,7 @@ class Point(NamedTuple):
 
 class RefusedRequest(NamedTuple):
     time_s: float
-    route: str
+    route: str  # the path if there is no such route
     status: int
     reason: str  # may quote what the client sent
 
@@ -135,12 +135,12 @@ class Watch(Collector):
         self._watched = watched
         self._registry.register(self)
 
-    def on_http(self, route: str, status: int, refusal: str) -> None:
-        """Count a request; `refusal` says why it was refused, and is empty if it was not."""
+    def on_http(self, route: str, status: int, refusal: str, shown: str) -> None:
+        """Count a request; `refusal` says why it was refused, and is empty if it was not. The page has `shown`."""
         self._counters["http_requests"].labels(route, str(status)).inc()
         if refusal:
             with self._lock:
-                self._refused.append(RefusedRequest(self._clock(), route, status, refusal))
+                self._refused.append(RefusedRequest(self._clock(), shown, status, refusal))
 
     def on_event(self, event: Event) -> None:
         """Count an eviction; the listener of every cache."""

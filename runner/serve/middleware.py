@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -39,6 +40,8 @@ from runner.serve.service import CLIENT_CLOSED_REQUEST, LARGE_BYTES, READERS, re
 from runner.text import cut
 
 logger = logging.getLogger(__name__)
+
+OnHttp: TypeAlias = Callable[[str, int, str, str], None]  # see Watch.on_http
 
 MAX_BODIES = 16  # bodies of the largest size that may be in memory at a time
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 100
@@ -300,9 +303,9 @@ class BodyLimit:
 
 
 class Frame:
-    """Adds CORS headers, answers when `app` raises, and calls `count` with each request's route and status."""
+    """Adds CORS headers, answers when `app` raises, and calls `count` as Watch.on_http with each request."""
 
-    def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: Callable[[str, int, str], None]) -> None:
+    def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: OnHttp) -> None:
         self._app, self._allowed_origins, self._count = app, allowed_origins, count
         self._refusals = Refusals()
 
@@ -346,7 +349,9 @@ class Frame:
         finally:
             if reason := scope.get("state", {}).get("refused", ""):
                 self._refusals.log(scope, status or CLIENT_CLOSED_REQUEST, reason)
-            self._count(getattr(scope.get("route"), "path", "other"), status or CLIENT_CLOSED_REQUEST, reason)
+            route = getattr(scope.get("route"), "path", "")
+            shown = route or cut(scope["path"])  # a label of a metric must not be a client's to choose
+            self._count(route or "other", status or CLIENT_CLOSED_REQUEST, reason, shown)
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         headers = {"Access-Control-Allow-Methods": "*", "Access-Control-Allow-Headers": "*, Authorization"}

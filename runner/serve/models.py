@@ -50,7 +50,7 @@ from runner.serve import mlx_lm_border
 from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
-from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames, Request
+from runner.serve.request import DEFAULT, NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel
 from runner.serve.service import FairThreads
 from runner.text import cut
@@ -343,6 +343,7 @@ class Models:
             step_size=options.prefill_step_size,
             on_event=self._on_event,
             store=self._stores or None,
+            store_if=lambda namespace: not namespace.endswith(NOT_KEPT),
             identity=None if not self._stores else weights_identity(*models, name=key.model),
         )
         return _CachedModel(cache, fingerprint, is_parallel)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Response
@@ -230,7 +231,7 @@ class CompletionBody(OpenAIBody):
         _require(self.best_of in (None, 1, self.n), "best_of", "1 or n: the server returns every choice")
         _require(len(self.prompt) * self.n <= MAX_REPLIES, "prompt", f"{MAX_REPLIES} replies at most, with n for each")
         _require(
-            not self.echo or self.logprobs is False, "echo", "false with logprobs: a prompt gets no log-probabilities"
+            not self.echo or self.logprobs is not True, "echo", "false with logprobs true; give logprobs as a number"
         )
         request = replace(super().request(namespace), prompt=self.prompt[0])
         if self.has_counted_logprobs:
@@ -338,9 +339,8 @@ class ChatBody(OpenAIBody):
         if isinstance(choice, NamedChoice):
             functions = (choice.function.name,)
         elif isinstance(choice, AllowedChoice):
-            calls = choice.allowed_tools.mode
             functions = tuple(tool.function.name for tool in choice.allowed_tools.tools)
-            _require(calls == "required", "tool_choice.allowed_tools.mode", "required: other modes are not enforced")
+            calls = choice.allowed_tools.mode if functions else "none"
         names = {tool["function"]["name"] for tool in self.tools}
         _require(calls != "required" or bool(names), "tools", "a list of functions, as tool_choice asks for a call")
         _require(names.issuperset(functions or ()), "tool_choice", "the name of a function in tools")
@@ -475,7 +475,7 @@ class ReplyChoice:
         calls = tuple(call for each in deltas for call in each.tool_calls)
         delta = Delta(text, reasoning, calls, tuple(token for each in deltas for token in each.tokens))
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
-        choice |= self._logprobs(delta.tokens)
+        choice |= self._logprobs([*self.reply.echoed, *delta.tokens])
         if self.form.is_chat:
             choice["message"] = {"role": "assistant", "content": None, **_message(delta, delta.tool_calls)}
         else:
@@ -495,7 +495,7 @@ class ReplyChoice:
             choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **_message(part, calls)}
         else:
             choice["text"] = part.text if self.is_begun else self.reply.echo + part.text
-        choice |= self._logprobs(self.tokens)
+        choice |= self._logprobs(self.tokens if self.is_begun else [*self.reply.echoed, *self.tokens])
         self.is_begun = True
         self.tokens.clear()
         return choice
@@ -512,16 +512,15 @@ class ReplyChoice:
         if not self.form.has_counted_logprobs:
             return {"logprobs": {"content": found}}
         texts = [each["token"] for each in found]
-        starts = [len(self.text) + sum(map(len, texts[:at])) for at in range(len(texts))]
+        starts = [*accumulate(map(len, texts[:-1]), initial=len(self.text))]
         self.text += "".join(texts)
-        return {
-            "logprobs": {
-                "tokens": texts,
-                "token_logprobs": [each["logprob"] for each in found],
-                "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found],
-                "text_offset": starts,
-            }
-        }
+        logprobs = [each["logprob"] for each in found]
+        # Of tokens with one text, such as parts of characters, the likeliest counts.
+        pairs = ([(top["token"], top["logprob"]) for top in reversed(each["top_logprobs"])] for each in found)
+        tops: list[dict[str, float] | None] = [*map(dict, pairs)]
+        if self.reply.echoed and not self.is_begun:
+            logprobs[0] = tops[0] = None  # nothing comes before the first token of a prompt
+        return {"logprobs": {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": starts}}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Five nouns carry a request. Each is made from the one before.
     Request   what to generate, in the server's terms          this file
     Sequence  its tokens while the engine computes them        runner/engine/sequence.py
     Token     one sampled token                                this file
-    Event     Started, PrefillProgress, Token, Ended, Failed   this file
+    Event     Started, PrefillProgress, Token and so on        this file
 
 `OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it. `cancel` sets
 a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request ends within one
@@ -117,6 +117,11 @@ class Request:
     client: str = field(default_factory=CLIENT.get)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's own tokens are wanted, too."""
+        return self.echo and (self.logprobs or self.top_logprobs > 0)
+
+    @property
     def is_kept(self) -> bool:
         """Whether its state stays in the cache."""
         return not self.namespace.endswith(NOT_KEPT)
@@ -164,6 +169,13 @@ class Token:
     finish_reason: FinishReason | None
     stop_word: str | None = None
     data: bytes = b""
+
+
+@dataclass(frozen=True)
+class Echoed:
+    """The tokens of a prompt, if the request asks for their log-probabilities; the first one has none."""
+
+    tokens: tuple[Token, ...]
 
 
 @dataclass
@@ -266,7 +278,7 @@ class Failed:
         return ApiError(self.status, self.message, **{name: getattr(self, name) for name in ERROR_FIELDS})
 
 
-ReplyEvent: TypeAlias = Started | PrefillProgress | Token | Ended | Failed
+ReplyEvent: TypeAlias = Started | PrefillProgress | Echoed | Token | Ended | Failed
 
 
 class OpenRequest:

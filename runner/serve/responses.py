@@ -630,6 +630,15 @@ class ResponseMemory:
         self._conversations[owner, id] = conversation
         return conversation
 
+    def joined(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
+        """A body with the whole conversation as its input, whoever owns that. ApiError: a part of it is not here."""
+        if (id := body.get("previous_response_id")) is None:
+            return body
+        owner = next((each for each, its in self._conversations if its == id), owner)
+        past = [item for piece in self.get(owner, id) for item in json.loads(piece)]
+        own = self.resolved(owner, _as_items(body.get("input")), lambda more_bytes: None)
+        return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
+
     def resolved(self, owner: str, items: Any, hold: Callable[[int], None]) -> Any:
         """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
 
@@ -661,8 +670,8 @@ class ResponseMemory:
         return [resolve(item) for item in items] if isinstance(items, list) else items
 
 
-def responses_routes(service: Service, options: ServeOptions) -> APIRouter:
-    router, memory = APIRouter(), ResponseMemory()
+def responses_routes(service: Service, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
+    router = APIRouter()
 
     @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))

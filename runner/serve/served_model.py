@@ -36,8 +36,19 @@ from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
-from runner.serve.request import ApiError, FinishReason, LikelyToken, ModelNames, OpenRequest, Request, Started, Token
+from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, drops_line_breaks, embedder, part_at, prompt_of
+from runner.serve.request import (
+    ApiError,
+    Echoed,
+    FinishReason,
+    LikelyToken,
+    ModelNames,
+    OpenRequest,
+    Request,
+    Started,
+    Token,
+)
+from runner.serve.rules import typed_tools
 from runner.serve.service import FairThreads, ReplyReader
 
 logger = logging.getLogger(__name__)
@@ -46,6 +57,8 @@ CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
 RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
 COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for requests again
 RENDERING_S = 0.01  # and for a prompt
+#: Most tokens of a prompt that get log-probabilities, and most log-probabilities that are computed at a time.
+MAX_SCORED_TOKENS, MAX_SCORES = 8192, 1 << 24
 SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
@@ -82,6 +95,7 @@ class ServedModel:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         keep_first_space(self.tokenizer)
+        self._drops_breaks = drops_line_breaks(self.tokenizer, options.chat_template_args)
         self.model: Any = loaded.model
         self.draft_model: Any = draft
         self.context_length = loaded.context_length
@@ -242,12 +256,17 @@ class ServedModel:
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
         machine = mlx_lm_border.make_text_state_machine(tokenizer)
-        formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, request.tools)
+        formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, typed_tools(request.tools))
         is_single = request.constraint is not None and request.constraint.is_single
-        reader = ReplyReader(machine, prompt.initial_state, formatter, has_one_call=is_single)
+        how = {"has_one_call": is_single, "drops_breaks": self._drops_breaks}
+        reader = ReplyReader(machine, prompt.initial_state, formatter, **how)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
+        if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
+            found = f"the prompt has {prompt_tokens} tokens"
+            raise ApiError(400, f"{found}; at most {MAX_SCORED_TOKENS} get log-probabilities.", param="echo")
         is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
+        is_alone |= request.scores_prompt
         prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
         started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
@@ -419,6 +438,8 @@ class ServedModel:
                 raise _CancelledError
 
         self._foresee(opened, prompt)
+        if opened.request.scores_prompt:
+            yield from self._score(opened, prompt.tokens)
         sampler, processors = prepared.sampler, [*prepared.logits_processors]
         if prepared.guide is not None:
             guided = GuidedSampling(prepared.guide, sampler)
@@ -459,6 +480,27 @@ class ServedModel:
             except _CancelledError:
                 pass
         opened.end(outcome or "cancelled")
+
+    def _score(self, opened: OpenRequest, tokens: list[int]) -> Iterator[None]:
+        """Put a prompt's tokens with their log-probabilities, evaluated without the cache, a chunk between two yields.
+
+        What the cache has of a prompt is state, and no logits.
+        """
+        caches = mlx_lm_border.make_prompt_cache(self.model)
+        count, step = opened.request.top_logprobs, max(1, min(512, MAX_SCORES // self._vocabulary_length))
+        found = [Token("", tokens[0], 0.0, (), None, data=token_bytes(self.tokenizer, tokens[0]))]
+        for start in range(0, len(tokens) - 1, step):
+            chunk = tokens[start : start + step + 1]
+            logits = self.model(mx.array(chunk[:-1])[None], cache=caches)[0].astype(mx.float32)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            own: Any = mx.take_along_axis(logprobs, mx.array(chunk[1:])[:, None], axis=-1)[:, 0].tolist()
+            for row, (token, logprob) in enumerate(zip(chunk[1:], own, strict=True)):
+                top = likeliest(logprobs[row], count, self.tokenizer) if count > 0 else ()
+                found.append(Token("", token, logprob, top, None, data=token_bytes(self.tokenizer, token)))
+            if opened.is_cancelled:
+                return
+            yield
+        opened.put(Echoed(tuple(found)))
 
 
 def keep_first_space(tokenizer: Any) -> None:

@@ -41,6 +41,7 @@ from runner.serve.request import (
     CLIENT,
     NOT_KEPT,
     ApiError,
+    Echoed,
     Ended,
     Failed,
     FinishReason,
@@ -98,7 +99,8 @@ class ReplyReader:
 
     mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
-    call is complete when the state is normal again, or at the end. Made on the generation thread, used by the loop.
+    call is complete when the state is normal again, or at the end. With `drops_breaks`, a text has no line breaks
+    between the reasoning and its first character. Made on the generation thread, used by the loop.
     """
 
     def __init__(
@@ -108,9 +110,11 @@ class ReplyReader:
         format_tool_calls: Callable[[Sequence[str]], list[dict[str, Any]]],
         *,
         has_one_call: bool = False,
+        drops_breaks: bool = False,
     ) -> None:
         self._machine, self._format_tool_calls = machine, format_tool_calls
         self._left_calls = 1 if has_one_call else None  # None: any number
+        self._drops_breaks, self._is_behind_reasoning = drops_breaks, False
         self._state = machine.make_state(initial_state)
         self._current = initial_state
         self._is_over, self._is_cut = False, True
@@ -152,12 +156,16 @@ class ReplyReader:
     def _collect(self, current: str, text: str) -> None:
         if current == "reasoning":
             self._reasoning += text
+            self._is_behind_reasoning = self._drops_breaks
         elif current == "tool":
             self._tool_text += text
         elif current == "normal":
             if self._current == "tool":
                 self._tool_texts.append(self._tool_text)
                 self._tool_text = ""
+            if self._is_behind_reasoning:
+                text = text.lstrip("\n")
+                self._is_behind_reasoning = not text
             self._text += text
         self._current = current
 
@@ -209,13 +217,14 @@ class ServedReply:
     """One reply as it arrives. `record` and `finish_reason` are None until it has ended.
 
     `cached_tokens` are the prompt's tokens that the cache had, from the first part on. `echo` is the prompt's text if
-    the request wants it.
+    the request wants it, and `echoed` are its tokens if it wants their log-probabilities.
     """
 
     def __init__(
         self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
     ) -> None:
         self.id, self.prompt_tokens, self.echo = opened.id, started.prompt_tokens, started.echo
+        self.echoed: tuple[Token, ...] = ()
         self.cached_tokens: int | None = None
         self.record: RequestRecord | None = None
         self.finish_reason: FinishReason | None = None
@@ -242,6 +251,9 @@ class ServedReply:
                         self.cached_tokens = event.done_tokens
                     progress = event
                     yield event
+                    continue
+                if isinstance(event, Echoed):
+                    self.echoed = event.tokens
                     continue
                 if isinstance(event, Started):  # Its replica ended before the first token; another replica starts anew.
                     continue

@@ -11,7 +11,7 @@ from runner.serve.ollama import ollama_routes
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
-from runner.serve.responses import RESPONSES, responses_routes
+from runner.serve.responses import RESPONSES, ResponseMemory, responses_routes
 from runner.serve.service import ReplyBackend, Service
 
 __all__ = ["BODIES", "CHAT", "MESSAGES", "RESPONSES", "TEXT", "USER", "scripted_app", "scripted_client"]
@@ -28,7 +28,7 @@ BODIES = {
 def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
     app, service, chosen = FastAPI(), Service(runs, timeout_s=timeout_s), options or ServeOptions()
     app.include_router(openai_routes(service, chosen))
-    app.include_router(responses_routes(service, chosen))
+    app.include_router(responses_routes(service, chosen, ResponseMemory()))
     app.include_router(anthropic_routes(service, chosen))
     app.include_router(ollama_routes(service, chosen))
     app.add_middleware(Frame, allowed_origins=(), count=lambda *_: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ NAMES = {
 HINT = "{# <tool_call> tool_call.name #}"
 
 
-def write_talking_model(folder: Path, kind: str) -> Path:
-    """Write the tiny model of a kind, with reserved tokens named as above; returns the folder, made anew."""
+def write_talking_model(folder: Path, kind: str, names: Mapping[int, str] = NAMES, hint: str = HINT) -> Path:
+    """Write the tiny model of a kind, with reserved tokens named as here; returns the folder, made anew."""
     write_model(folder, kind)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         text = file.read_text(encoding="utf-8")
-        for token, name in NAMES.items():
+        for token, name in names.items():
             text = text.replace(json.dumps(SPECIAL_TOKENS[token]), json.dumps(name))
         file.write_text(text, encoding="utf-8")
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8") + HINT, encoding="utf-8")
+    template.write_text(template.read_text(encoding="utf-8") + hint, encoding="utf-8")
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -12,8 +13,10 @@ import httpx2
 import openai
 import pytest
 
-from runner.serve.request import ApiError, Failed, PrefillProgress
-from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
+from runner.serve import service
+from runner.serve.request import ApiError, Failed, OpenRequest, PrefillProgress, Started
+from runner.serve.service import Delta
+from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, MESSAGES, USER, scripted_app
 
 T = TypeVar("T")
@@ -144,6 +147,23 @@ def test_a_stream_has_anthropics_events_in_their_order() -> None:
         },
         {"type": "message_stop"},
     ]
+
+
+def test_a_stream_that_waits_pings_until_it_knows_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits(ScriptedRuns):
+        """Begins to run after some time."""
+
+        def ask(self, opened: OpenRequest) -> None:
+            opened.put(Started(PROMPT_TOKENS, ScriptedReading([said("x")], Delta("", "", (), ()))))
+            threading.Timer(0.1, super().ask, [opened]).start()
+
+    monkeypatch.setattr(service, "IDLE_S", 0.01)
+    events = events_of(Waits(PrefillProgress(8, PROMPT_TOKENS), said("x")))
+    kinds = [event["type"] for event in events]
+    begin = kinds.index("message_start")
+    assert begin > 0
+    assert set(kinds[:begin]) == {"ping"}
+    assert events[begin]["message"]["usage"]["cache_read_input_tokens"] == 8
 
 
 def test_a_failure_on_the_way_is_a_streams_last_event() -> None:

@@ -165,6 +165,33 @@ def test_explain_takes_the_body_of_any_api_as_it_is(server: Server, path: str) -
     assert (found["as_it_came"]["cached_tokens"], found["as_it_came"]["gaps"][0]["reason"]) == (0, "never_stored")
 
 
+def test_explain_goes_on_with_the_conversation_that_a_body_names(server: Server) -> None:
+    first = {"instructions": SYSTEM["content"], "input": "What about quince?", "max_output_tokens": 4}
+    id = server.post("/v1/responses", **first).json()["id"]
+    second = {**first, "previous_response_id": id, "input": "And zebras?"}
+    found = server.post("/cache/explain", **second).json()
+    used = server.post("/v1/responses", **second).json()["usage"]
+    assert found["prompt_tokens"] == used["input_tokens"]
+    assert found["resumable_tokens"] == used["input_tokens_details"]["cached_tokens"] > len(first["instructions"])
+    unknown = server.post("/cache/explain", **{**second, "previous_response_id": "resp_none"})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_a_body_needs_no_content_type(server: Server) -> None:
+    warmed = server.client.post("/cache/warm", content=json.dumps({"messages": [SYSTEM]})).json()
+    assert warmed["evaluated_tokens"] == warmed["prompt_tokens"] > 0
+    assert server.client.post("/cache/reclaim", content=b'{"target_bytes": 0}').json()["freed_bytes"] > 0
+    broken = server.client.post("/cache/warm", content=b"{")
+    assert (broken.status_code, "JSON" in broken.json()["error"]["message"]) == (400, True)
+
+
+def test_a_refused_request_shows_the_path_that_it_asked_for(server: Server) -> None:
+    server.client.post("/v1/embeddings%0A" + "x" * 500, json={})
+    shown = server.get("/cache/state")["refused"][0]
+    assert (shown["status"], shown["route"][:16], len(shown["route"])) == (404, "/v1/embeddings\\n", 202)
+    assert "embeddings" not in server.client.get("/metrics").text
+
+
 def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     server.chat("What about quince?")
     with caplog.at_level("INFO"):

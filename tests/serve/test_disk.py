@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from radixcache.stores.files import scan
+from runner.serve.request import NOT_KEPT
 from tests.serve.jobs import Waiting, running
 from tests.serve.serving import GUARD_S, serving
 from tests.stores.redis_server import own_server  # noqa: F401
@@ -58,6 +59,14 @@ def test_a_second_turn_after_a_restart_resumes_where_the_first_one_ended(tmp_pat
     second = [*first, {"role": "assistant", "content": answer(reply)}, {"role": "user", "content": "And another?"}]
     with running(disk=tmp_path) as thread:
         assert Waiting(thread, messages=second).record.cached_tokens >= 512
+
+
+def test_nothing_of_a_request_that_is_not_to_be_kept_is_written(tmp_path: Path) -> None:
+    namespaces = {True: "", False: f"one{NOT_KEPT}"}
+    for is_kept, namespace in namespaces.items():
+        with running(disk=tmp_path / str(is_kept), prefill_step_size=64) as thread:
+            assert Waiting(thread, prompt="Tell me of a river. " * 30, namespace=namespace).record.outcome == "length"
+        assert any(True for _ in scan(tmp_path / str(is_kept))) == is_kept
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def value(watch: Watch, name: str, **labels: str) -> float:
 def test_counters_end_in_total_and_nothing_else_does() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.on_http("/metrics", 200, "")
+    watch.on_http("/metrics", 200, "", "/metrics")
     for family in text_string_to_metric_families(watch.exposition().decode()):
         assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples), family
         assert family.documentation.endswith(".")
@@ -177,8 +177,8 @@ def test_the_time_saved_is_that_of_the_tokens_that_were_not_prefilled() -> None:
 
 def test_the_last_refused_requests_are_kept_with_their_reasons() -> None:
     watch = Watch(clock=lambda: 7.0)
-    watch.on_http("/v1/models", 200, "")
+    watch.on_http("/v1/models", 200, "", "/v1/models")
     for number in range(LISTED_REFUSALS + 1):
-        watch.on_http("/v1/messages", 400, f"reason {number}")
-    assert watch.refused()[0] == (7.0, "/v1/messages", 400, f"reason {LISTED_REFUSALS}")
+        watch.on_http("other", 404, f"reason {number}", "/v2/messages")
+    assert watch.refused()[0] == (7.0, "/v2/messages", 404, f"reason {LISTED_REFUSALS}")
     assert len(watch.refused()) == LISTED_REFUSALS

@@ -29,6 +29,7 @@ from runner.serve.request import (
     Token,
 )
 from tests.commands.conftest import command  # noqa: F401
+from tests.serve.jobs import application, local_client
 from tests.serve.watched import record
 
 pytest.importorskip("ray.serve", reason="Ray has no build for this Python")
@@ -47,6 +48,7 @@ from runner.serve.replicas.switchboard import (
     Switchboard,
     call_app,
 )
+from runner.serve.responses import ResponseMemory
 
 SECRET = b"a secret"
 
@@ -291,7 +293,7 @@ class Answering:
 @pytest.fixture
 def asks() -> Iterator[tuple[TestClient, Answering]]:
     answering, app = Answering(), FastAPI()
-    app.include_router(replica_routes(answering, Scrape(dict)))
+    app.include_router(replica_routes(answering, Scrape(dict), ResponseMemory()))
     with TestClient(app) as client:
         yield client, answering
 
@@ -322,6 +324,41 @@ def test_an_admin_asks_one_replica_or_all(asks: tuple[TestClient, Answering]) ->
     assert everywhere.status_code == 409
     with pytest.raises(ApiError, match="no replica 'z'; there are: a, b, c"):
         client.get("/cache/tree?replica=z")
+
+
+class Applications:
+    """Whole servers in this process, each asked as a replica is."""
+
+    def __init__(self, apps: dict[str, FastAPI]) -> None:
+        self._apps, self.names = apps, [*apps]
+
+    def admin(self, name: str, request: AdminRequest) -> AdminReply:
+        return asyncio.run(call_app(self._apps[name], request))
+
+
+def test_a_namespace_is_dropped_in_every_replica_and_nothing_else() -> None:
+    prompt: dict[str, Any] = {"prompt": "What about quince? " * 4, "max_tokens": 2}
+    with application() as (first, _), application() as (second, _):
+        front = FastAPI()
+        front.include_router(replica_routes(Applications({"a": first, "b": second}), Scrape(dict), ResponseMemory()))
+
+        def cached(app: FastAPI, salt: str) -> int:
+            usage = local_client(app).post("/v1/completions", json={**prompt, "cache_salt": salt}).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        for app in (first, second):
+            assert [cached(app, "x"), cached(app, "y")] == [0, 0]
+        with TestClient(front) as client:
+            found = client.delete("/cache", params={"namespace": " x"})
+            assert [each["freed_bytes"] > 0 for each in found.json()["replicas"].values()] == [True, True]
+            for app in (first, second):
+                assert (cached(app, "x"), cached(app, "y") > 0) == (0, True)
+            freed = client.delete("/cache", params={"namespace": " x", "replica": "b"}).json()
+            assert freed["freed_bytes"] > 0
+            assert (cached(first, "x") > 0, cached(second, "x")) == (True, 0)
+            asked = client.get("/cache/state").json()["requests"][0]["id"]
+            assert client.get(f"/cache/requests/{asked}").json()["id"] == asked
+            assert client.get("/cache/requests/unknown").status_code == 404
 
 
 def test_an_application_is_called_without_a_server() -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from runner.engine.replies import Reply, StopWords
 from runner.models.tiny import tiny_tokenizer
+from runner.serve import served_model
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import keep_first_space, token_bytes
-from tests.serve.jobs import Waiting
-from tests.serve.talking_model import saying
+from tests.chat.test_turns import QWEN3
+from tests.serve.jobs import Waiting, application, local_client
+from tests.serve.scripted_app import CHAT, MESSAGES, USER
+from tests.serve.talking_model import END, saying, write_talking_model
 
 WORDS = st.text("ab", min_size=1, max_size=4)
 
@@ -112,3 +119,43 @@ def test_whatever_the_tokenizer_the_first_space_stays(detokenizer: type) -> None
     keep_first_space(tokenizer)
     reply = Reply(tokenizer, 3, stop_tokens=None, prompt_tokens=1)
     assert "".join(reply.add(token, None, lambda: False).text for token in (2, 3, 2)) == " ab a"
+
+
+VERBATIM = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "text"),
+    [(QWEN3, "Hm.\n</think>\n\nSo.", "So."), (VERBATIM, "Hm.</think>\n\nSo.", "\n\nSo.")],
+    ids=["written by the template", "kept by the template"],
+)
+def test_line_breaks_behind_reasoning_go_where_the_reply_is_reused_without_them(
+    template: str, said: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_talking_model(tmp_path, "llama")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    spoken = load_tokenizer(folder).encode(said, add_special_tokens=False)
+
+    def speak(*_: Any) -> Any:
+        tokens = iter(spoken)
+        return lambda logprobs: mx.array([next(tokens, END)])
+
+    monkeypatch.setattr(served_model, "sampler_of", speak)
+    with application(model=str(folder)) as (app, _), local_client(app) as client:
+        first = client.post(CHAT, json={"messages": [USER]}).json()
+        message = first["choices"][0]["message"]
+        assert message["content"] == text
+        result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+        second = client.post(CHAT, json={"messages": [USER, message, result]}).json()["usage"]
+        used = first["usage"]["prompt_tokens"] + len(spoken)
+        assert second["prompt_tokens_details"]["cached_tokens"] >= used
+        stream = client.post(CHAT, json={"messages": [USER], "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert "".join(each["choices"][0]["delta"].get("content", "") for each in chunks) == text
+        blocks = client.post(MESSAGES, json={"model": "m", "max_tokens": 50, "messages": [USER]}).json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        assert blocks[1]["text"] == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from runner.models.load import LoadedModel, load_model
+from runner.serve import served_model
 from runner.serve.models import Models
 from runner.serve.request import (
     Ended,
@@ -215,3 +217,33 @@ def test_choices_of_one_prompt_cost_one_prefill_and_a_prompt_may_be_token_ids() 
     assert prompts == 8 * len(LONG)
     assert prompts - cached <= len(LONG) + 8 * 2
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_model, "MAX_SCORES", 16 * 256)  # several chunks
+    monkeypatch.setattr(served_model, "MAX_SCORED_TOKENS", 60)
+    text = "All work and no play makes a dull boy."
+    body = {"prompt": text, "max_tokens": 2, "temperature": 0, "logprobs": 2, "echo": True}
+    with application() as (app, _), local_client(app) as client:
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        again = client.post("/v1/completions", json=body).json()["choices"][0]
+        stream = client.post("/v1/completions", json={**body, "stream": True}).text
+        refused = client.post("/v1/completions", json={**body, "prompt": text * 2})
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    streamed = [each["choices"][0]["logprobs"] for each in chunks if "logprobs" in each["choices"][0]]
+    found = choice["logprobs"]
+    loaded = load_model("tiny:llama")
+    tokens = loaded.tokenizer.encode(text)
+    logits = loaded.model(mx.array(tokens)[None])[0, :-1]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    wanted = [logprobs[at, token].item() for at, token in enumerate(tokens[1:])]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1 : len(tokens)] == pytest.approx(wanted, abs=1e-3)
+    assert [max(each.values()) for each in found["top_logprobs"][1 : len(tokens)]] == pytest.approx(
+        logprobs.max(axis=-1).tolist(), abs=1e-3
+    )
+    assert (len(found["tokens"]), "".join(found["tokens"])) == (len(tokens) + 2, choice["text"])
+    assert found["text_offset"] == [*range(len(tokens) + 2)]
+    assert again["logprobs"]["token_logprobs"][1:] == pytest.approx(found["token_logprobs"][1:], abs=1e-3)
+    assert {name: [value for each in streamed for value in each[name]] for name in found} == again["logprobs"]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")

@@ -87,6 +87,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert begun.wait(SLOW_S)
         elif (request.prompt or "").startswith("slow"):
             begun.set()
+            assert threading.current_thread().name != "generation"
             assert held.wait(SLOW_S)
         return made(request, *arguments, **more)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,19 @@ import jsonschema
 import numpy as np
 import psutil
 import pytest
-from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_tokenizer
 
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
 from runner.serve.grammars import Grammars
+from runner.serve.mlx_lm_border import ToolCallFormatter, make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
-from runner.serve.request import ApiError, Constraint, ModelNames, Request
+from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
+from runner.serve.rules import typed_tools
 from runner.serve.scheduler import Scheduler
+from runner.serve.service import ReplyReader
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
-from tests.serve.scripted_app import CHAT, MESSAGES, USER
+from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER
 from tests.serve.talking_model import CALL, CALLED, END, THINK, THOUGHT, TOOL_F, saying, write_talking_model
 
 GROUP = 8
@@ -121,13 +126,13 @@ def test_a_draft_model_does_not_change_what_a_reply_must_be() -> None:
 def test_no_compilation_keeps_other_requests_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes while the grammar of the first one is compiled, and its reply does not wait for that."""
     costly = {"type": "string", "allOf": [{"pattern": f"[a-{chr(98 + each)}].{{{each + 3}}}b"} for each in range(14)]}
-    is_answered, compile_grammar = threading.Event(), Grammars._matcher
+    is_answered, compile_grammar = threading.Event(), Grammars._grammar
 
-    def wait_and_compile(*args: Any) -> Any:
+    def wait_and_compile(*args: Any, **more: Any) -> Any:
         assert is_answered.wait(60)
-        return compile_grammar(*args)
+        return compile_grammar(*args, **more)
 
-    monkeypatch.setattr(Grammars, "_matcher", wait_and_compile)
+    monkeypatch.setattr(Grammars, "_grammar", wait_and_compile)
     with running() as thread:
         first = Waiting(thread, messages=TURNS, constraint=Constraint(costly))
         second = Waiting(thread, messages=TURNS, max_tokens=4)
@@ -288,6 +293,147 @@ def test_a_forced_call_is_a_call_with_arguments_of_its_schema(client: Any) -> No
 def test_a_named_function_is_called_once(client: Any, name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}
     assert {require_calls(ask(client, seed=seed, tool_choice=choice), {name}) for seed in range(3)} <= {0, 1}
+
+
+#: By mlx-lm's parser: what makes mlx-lm choose it when it stands in a template, and tokens that it may have.
+FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "json_tools": ("<tool_call> tool_call.name", ("<tool_call>", "</tool_call>")),
+    "qwen3_coder": ("<tool_call>\n<function=", ("<tool_call>", "</tool_call>")),
+    "glm47": ("<arg_key>", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+    "longcat": ("<longcat_tool_call>", ("<longcat_tool_call>", "</longcat_tool_call>", "</longcat_arg_value>")),
+    "minimax_m2": ("<minimax:tool_call>", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    "minicpm5": ('<function name="<param name="', ()),
+    "pythonic": ("<|tool_call_start|>", ("<|tool_call_start|>", "<|tool_call_end|>")),
+    "function_gemma": ("<start_function_call>", ("<start_function_call>", "<end_function_call>", "<escape>")),
+    "gemma4": ("<|tool_call><tool_call|>", ("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "kimi_k2": ("<|tool_calls_section_begin|>", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    "mistral": ("[TOOL_CALLS]", ("[TOOL_CALLS]",)),
+    "mistral with [ARGS]": ("[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]")),
+}
+SHORT = {"type": "string", "maxLength": 6}
+#: Arguments of each kind that parsers tell apart. Flat forms leave out lists and objects that need not be there.
+MANY = [
+    *FUNCTIONS,
+    {"type": "function", "function": {"name": "set_up", "parameters": {
+        "type": "object",
+        "required": ["text", "code", "count", "mode", "title", "also", "share", "is_on", "level", "at"],
+        "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "properties": {
+            "text": SHORT, "code": {"type": "string", "pattern": "^[a-z ]{2,5}$"},
+            "count": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}, "mode": {"enum": ["", "a b", "on"]},
+            "title": {"anyOf": [SHORT, {"type": "null"}]},
+            "also": {"type": ["string", "null"], "minLength": 1, "maxLength": 3},
+            "share": {"type": "number", "minimum": -1, "maximum": 1}, "is_on": {"type": "boolean"},
+            "level": {"enum": [1, 2.5, None, True]}, "at": {"$ref": "#/$defs/n"},
+            "list": {"type": "array", "items": SHORT, "maxItems": 2},
+            "inner": {
+                "type": "object", "properties": {"a": SHORT, "b": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+                "required": ["a"], "additionalProperties": False,
+            },
+        }, "additionalProperties": False,
+    }}},
+]  # fmt: skip
+MANY_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] or {"maxProperties": 0} for tool in MANY}
+
+
+def called_at_random(grammars: Grammars, tokenizer: Any, request: Request, seed: int) -> list[dict[str, Any]] | None:
+    """The calls of a reply of random tokens that its guide allows; None: it has not ended."""
+    guide = grammars.guide(request, RenderedPrompt([9], (), "normal")).result()
+    draw, tokens = np.random.default_rng(seed), list[int]()
+    for before in itertools.chain([None], tokens):
+        allowed = guide(before)
+        tokens.append(int(draw.choice(np.flatnonzero(allowed))))
+        if tokens[-1] in tokenizer.eos_token_ids:
+            break
+        if len(tokens) > 2000:
+            return None
+    formatter = ToolCallFormatter(tokenizer.tool_parser, typed_tools(request.tools))
+    reader = ReplyReader(make_text_state_machine(tokenizer), "normal", formatter)
+    delta = reader.add(Token(tokenizer.decode(tokens[:-1]), tokens[-1], 0.0, (), "stop"))
+    last = reader.finish()
+    assert not (delta.text + last.text).strip()
+    return [call["function"] for call in (*delta.tool_calls, *last.tool_calls)]
+
+
+def tokenizer_of(folder: Path, form: str, *, is_special: bool) -> Any:
+    """The tiny tokenizer with a template of this form, and its marks as special tokens or as text."""
+    hint, special = FORMS[form]
+    names = dict(enumerate(special if is_special else (), THINK))
+    tokenizer = load_tokenizer(write_talking_model(folder, "llama", names, "{# " + hint + " #}"))
+    assert tokenizer.tool_parser.__module__.rpartition(".")[2] == form.partition(" ")[0]
+    return tokenizer
+
+
+def require_calls_at_random(tokenizer: Any, seeds: range) -> None:
+    grammars = Grammars(tokenizer, len(tokenizer))
+    constraint = Constraint(calls="required", has_tools=True)
+    single = replace(constraint, functions=("set_up",), is_single=True)
+    for each in (constraint, single):
+        asked = Request(ModelNames(), 1, messages=[USER], tools=MANY, constraint=each)
+        found = [called_at_random(grammars, tokenizer, asked, seed) for seed in seeds]
+        ended = [calls for calls in found if calls is not None]
+        assert len(ended) >= 0.5 * len(seeds)
+        assert {len(calls) for calls in ended} == {1} or each is constraint
+        for calls in ended:
+            assert calls
+            for call in calls:
+                jsonschema.validate(json.loads(call["arguments"]), MANY_PARAMETERS[call["name"]])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_calls_of_random_tokens_parse_and_are_of_their_schemas(form: str, tmp_path: Path) -> None:
+    require_calls_at_random(tokenizer_of(tmp_path, form, is_special=True), range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [form for form in FORMS if "[ARGS]" not in form])
+def test_forced_calls_parse_where_marks_are_text(form: str, tmp_path: Path) -> None:
+    require_calls_at_random(tokenizer_of(tmp_path, form, is_special=False), range(20))
+
+
+def test_what_a_form_cannot_write_is_refused_and_named(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "function_gemma", is_special=False)
+    grammars = Grammars(tokenizer, len(tokenizer))
+    for parameters, word in (
+        ({"properties": {"of": {"type": "array"}}, "required": ["of"]}, "'of'"),
+        ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "anyOf"),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        constraint = Constraint(calls="required", has_tools=True)
+        asked = Request(ModelNames(), 1, messages=[USER], tools=tools, constraint=constraint)
+        with pytest.raises(ApiError, match=word) as refused:
+            grammars.guide(asked, RenderedPrompt([9], (), "normal")).result()
+        assert (refused.value.status, refused.value.param) == (400, "tools.0.function.parameters")
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm47", "gemma4"])
+def test_a_server_enforces_the_calls_of_other_forms(form: str, tmp_path: Path) -> None:
+    hint, special = FORMS[form]
+    folder = write_talking_model(tmp_path, "llama", dict(enumerate(special, THINK)), "{# " + hint + " #}")
+    with application(model=str(folder)) as (app, _), local_client(app) as client:
+        counts = [require_calls(ask(client, seed=seed, tool_choice="required"), set(PARAMETERS)) for seed in range(3)]
+    assert max(counts) > 0
+
+
+def test_of_some_allowed_tools_one_may_be_called_and_the_prompt_stays(client: Any) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "say"}}]}
+    only_say = {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}, "parallel_tool_calls": False}
+    eager = {"logit_bias": {THINK: -100, CALL: 100}}
+    counts = [require_calls(ask(client, seed=seed, **eager, **only_say), {"say"}) for seed in range(4)]
+    assert sum(counts) > 0
+    assert max(counts) == 1
+    spoken = {**saying("A", "B", END), "temperature": 0}
+    answers = [client.post(CHAT, json={**ASKED, **spoken, **more}).json() for more in ({}, only_say)]
+    assert [each["choices"][0]["message"]["content"] for each in answers] == ["AB", "AB"], "no call is forced"
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    none = {"mode": "auto", "tools": []}
+    choice = {"type": "allowed_tools", "allowed_tools": none}
+    assert not require_calls({**ask(client, **eager, max_tokens=5, tool_choice=choice)}, set())
+    body = {"input": "?", "tools": [{**tool["function"], "type": "function"} for tool in FUNCTIONS], "temperature": 1.0}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+    more = {**eager, "max_output_tokens": 60, "tool_choice": choice, "parallel_tool_calls": False}
+    items = client.post(RESPONSES, json={**body, **more}).json()["output"]
+    assert {item["name"] for item in items if item["type"] == "function_call"} == {"now"}
 
 
 def test_no_tools_means_no_call_and_the_same_prompt(client: Any) -> None:

@@ -38,6 +38,7 @@ from runner.serve.replicas.ray_border import Relay
 from runner.serve.replicas.replica import Replica
 from runner.serve.replicas.switchboard import SWITCHBOARDS, AdminReply, AdminRequest, Switchboard
 from runner.serve.request import ApiError, ModelNames, OpenRequest, Request
+from runner.serve.responses import ResponseMemory
 from runner.serve.service import FairThreads
 
 ADMIN_S, END_S = 60, 30  # seconds that a replica may take to answer an admin, and to end when its replies have ended
@@ -222,4 +223,5 @@ def make_replicas_app(options: ServeOptions, fleet: Fleet) -> FastAPI:
     scrape = Scrape(fleet.switchboard.counts)
     # Replicas end replies in time; this ends the replies of a replica that fails to.
     patient = replace(options, request_timeout_s=options.request_timeout_s + END_S)
-    return assemble_app(patient, fleet, replica_routes(fleet, scrape), scrape.on_http)
+    memory = ResponseMemory()
+    return assemble_app(patient, fleet, replica_routes(fleet, scrape, memory), scrape.on_http, memory)

@@ -3,6 +3,7 @@
     GET  /metrics        of all replicas, each sample with its replica's name, and counters of the router
     GET  /cache          the page; it shows the models of all replicas
     GET  /cache/state    of the model and replica that is shown; requests and counts of all
+    GET  /cache/requests/{id}    of the replica that has it
     other routes         of ?replica=NAME, or of all: {"replicas": {NAME: the reply}}
 
 `runner.serve.middleware` decides who may ask.
@@ -24,11 +25,12 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from runner.serve.admin import cache_page
+from runner.serve.admin import EXPLAIN, cache_page
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS
 from runner.serve.replicas.switchboard import AdminReply, AdminRequest, ReplicaCounts
 from runner.serve.request import ApiError
-from runner.serve.service import to_json
+from runner.serve.responses import ResponseMemory
+from runner.serve.service import read_json, to_json
 
 BETWEEN = ": "  # between the names of a replica and of a model
 #: The router's metrics: a field of ReplicaCounts, help and kind.
@@ -49,7 +51,7 @@ class Scrape:
         name, about = "radixcache_serve_http_requests", "HTTP requests by route and status."
         self._http = Counter(name, about, ["route", "status"], registry=self._own)
 
-    def on_http(self, route: str, status: int, refusal: str) -> None:
+    def on_http(self, route: str, status: int, refusal: str, shown: str) -> None:
         self._http.labels(route, str(status)).inc()
 
     def exposition(self, texts: Mapping[str, str]) -> bytes:
@@ -85,8 +87,8 @@ class AdminTarget(Protocol):
         """The reply of one replica. ApiError: there is none (503)."""
 
 
-def replica_routes(fleet: AdminTarget, scrape: Scrape) -> APIRouter:
-    """Return the routes. ApiError: a request is wrong."""
+def replica_routes(fleet: AdminTarget, scrape: Scrape, memory: ResponseMemory) -> APIRouter:
+    """Return the routes; `memory` has the conversations that bodies may go on with. ApiError: a request is wrong."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -112,12 +114,20 @@ def replica_routes(fleet: AdminTarget, scrape: Scrape) -> APIRouter:
         found = {name: json.loads(reply.body) for name, reply in _ask_all(fleet, request_of).items()}
         return to_json(one_state(found, shown if shown in found else min(found)))
 
+    @router.get("/cache/requests/{id}")
+    def requested(id: str) -> Response:
+        found = _ask_all(fleet, lambda name: AdminRequest("GET", f"/cache/requests/{id}"))
+        reply = min(found.values(), key=lambda each: each.status)  # of the replica that has it
+        return Response(reply.body, reply.status, media_type=reply.media_type)
+
     @router.delete("/cache")
     @router.get("/cache/{what}")
     @router.post("/cache/{what}")
     async def other(request: Request, replica: str = "") -> Response:
-        url = request.url
-        forwarded = AdminRequest(request.method, url.path, url.query, await request.body())
+        url, body = request.url, await request.body()
+        if (request.method, url.path) == ("POST", EXPLAIN):
+            body = json.dumps(memory.joined(await read_json(request, lambda given: given), "")).encode()
+        forwarded = AdminRequest(request.method, url.path, url.query, body)
         if replica:
             names = fleet.names
             if replica not in names:

@@ -1,0 +1,518 @@
+"""Rules of llguidance: JSON of a schema, and tool calls in the form that a model's template has. Never imports MLX.
+
+    schema_of, arguments_schema    a schema that costs a bounded amount, as JSON
+    call_rules                     rules of calls; CALL_FORMS has the forms
+    typed_tools                    tools whose arguments mlx-lm's parsers read by their schemas
+
+In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
+stands as it is between them, anything else is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal, NoReturn
+
+import llguidance
+
+from runner.serve.request import ApiError, Constraint, Request
+
+MARGIN = 1e-9  # of a number to an exclusive bound
+MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
+MAX_TOOLS_CHARACTERS = 1_000_000  # of the rules of all tools that may be called
+MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
+MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
+MAX_HOPS = 8  # references that are followed, and schemas inside of schemas that are looked into
+#: White space between the parts of JSON is bounded: a model may write it without end.
+JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ",[ \\n]{0,20}"}
+#: Formats that are enforced in JSON. JSON Schema lets all others say nothing about a value.
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
+MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of names to schemas
+KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+SCALARS = frozenset(("boolean", "integer", "number", "null"))
+#: Keywords of a function's parameters that single arguments cannot satisfy.
+OF_OBJECTS = (
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "minProperties",
+    "maxProperties", "propertyNames",
+)  # fmt: skip
+
+
+# Schemas
+
+
+def schema_of(constraint: Constraint) -> str:
+    return checked_schema(constraint.schema, constraint.at)
+
+
+def arguments_schema(function: Mapping[str, Any], index: int) -> str:
+    """The schema of a function's arguments, of which a function without parameters has none."""
+    parameters, at = function.get("parameters") or {"properties": {}, "additionalProperties": False}, schema_at(index)
+    if not isinstance(parameters, dict):
+        raise ApiError(400, "wanted a JSON schema.", param=at)
+    return checked_schema({"type": "object", **parameters}, at)
+
+
+def schema_at(index: int) -> str:
+    return f"tools.{index}.function.parameters"
+
+
+def checked_schema(schema: Any, at: str) -> str:
+    """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
+    length = 0
+    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
+        length += len(part)
+        _require(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
+    _require_few_multiples([schema], at)
+    found = _checked(schema, at)
+    return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
+
+
+def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
+    _require(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
+
+
+def _multiples(node: Any) -> Iterator[int]:
+    """The digits of each `multipleOf` as a whole number."""
+    for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "multipleOf" and isinstance(each, int | float) and each > 0:
+            digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
+            yield int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+        else:
+            yield from _multiples(each)
+
+
+def _checked(node: Any, at: str) -> Any:
+    if isinstance(node, list):
+        return [_checked(each, at) for each in node]
+    if not isinstance(node, dict):
+        return node
+    properties, required = node.get("properties"), node.get("required")
+    if isinstance(properties, dict):
+        optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+        _require(optional, MAX_OPTIONAL, "properties, the number of optional ones", at)
+    for key in ("const", "enum"):
+        _require(max(map(len, _texts(node.get(key))), default=0), MAX_STRING_CHARACTERS, f"{key}, in characters", at)
+    node = _with_inclusive_bounds(node)
+    checked = {}
+    for key, each in node.items():
+        if key in MAPS and isinstance(each, dict):
+            checked[key] = {name: _checked(one, at) for name, one in each.items()}
+        elif key != "x-guidance" and (key != "format" or each in FORMATS):
+            checked[key] = each if key in VALUES else _checked(each, at)
+    return checked
+
+
+def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
+    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
+    changed = {**node}
+    for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
+        bound, other = node.get(key), node.get(name)
+        if node.get("type") != "integer" and isinstance(bound, int | float) and not isinstance(bound, bool):
+            inside = changed.pop(key) + sign * MARGIN * max(1, abs(bound))
+            changed[name] = choose(inside, other) if isinstance(other, int | float) else inside
+    return changed
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        yield from _texts(each)
+
+
+def _require(found: float, most: int, of: str, at: str) -> None:
+    if found > most:
+        raise ApiError(400, f"this schema cannot be enforced: {of}: {found}; at most {most} is enforced.", param=at)
+
+
+# Tool calls
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a model writes calls, in Lark, so that mlx-lm's parser reads them.
+
+    In the terms, NAME and QUOTED stand for a function's name, KEY for an argument's name, ARGUMENTS for all arguments,
+    JSON_CALL for a call as JSON, NL for a line break or none.
+
+    Attributes:
+        call: one call.
+        open, close: what stands around an argument's value, a term and its text; empty: all arguments are one object.
+        begin, between, end: what stands around all calls.
+        comma: between two arguments.
+        quote: text around a text.
+        texts: which arguments are texts: those that may be one, or those whose `type` says so, or none.
+        values: how other arguments are written: as JSON, as JSON without lists and objects, or as Gemma 4 does.
+        marks: what no text may have, besides `close` and the end of a call.
+        is_stripped: the parser removes white space around a text.
+        names, keys: the names of functions and arguments that the parser reads.
+        bare: a call of a function that needs no arguments, if such a call has another form.
+    """
+
+    call: str
+    open: str = ""
+    close: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    comma: str = ""
+    quote: str = ""
+    texts: Literal["possible", "typed", "none"] = "possible"
+    values: Literal["json", "flat", "gemma4"] = "json"
+    marks: tuple[str, ...] = ()
+    is_stripped: bool = False
+    names: str = r"[\w.-]+"
+    keys: str = r"[\w.-]+"
+    bare: str = ""
+
+
+#: By the name of mlx-lm's parser. Source: mlx_lm.tool_parsers 0.32.2.
+CALL_FORMS = {
+    "json_tools": CallForm('"<tool_call>" NL JSON_CALL NL "</tool_call>"', between="NL", names=".+"),
+    "mistral": CallForm("JSON_CALL", begin='"[TOOL_CALLS]" " "? "["', between='", "', end='"]"', names=".+"),
+    "mistral with [ARGS]": CallForm('"[TOOL_CALLS]" NAME "[ARGS]" ARGUMENTS'),
+    "kimi_k2": CallForm(
+        '"<|tool_call_begin|>" "functions." NAME ":" /[0-9]{1,3}/ "<|tool_call_argument_begin|>" ARGUMENTS '
+        '"<|tool_call_end|>"',
+        begin='"<|tool_calls_section_begin|>"',
+        end='"<|tool_calls_section_end|>"',
+    ),
+    "qwen3_coder": CallForm(
+        r'"<tool_call>\n<function=" NAME ">\n" ARGUMENTS "</function>\n</tool_call>"',
+        r'"<parameter=" KEY ">\n"',
+        "\n</parameter>\n",
+        between="NL",
+        marks=("</parameter>",),
+    ),
+    "glm47": CallForm(
+        '"<tool_call>" NAME NL ARGUMENTS NL "</tool_call>"',
+        '"<arg_key>" KEY "</arg_key>" NL "<arg_value>"',
+        "</arg_value>",
+        between="NL",
+        comma="NL",
+        texts="typed",
+        is_stripped=True,
+    ),
+    "longcat": CallForm(
+        '"<longcat_tool_call>" NAME NL ARGUMENTS NL "</longcat_tool_call>"',
+        '"<longcat_arg_key>" KEY "</longcat_arg_key>" NL "<longcat_arg_value>"',
+        "</longcat_arg_value>",
+        between="NL",
+        comma="NL",
+        texts="typed",
+        is_stripped=True,
+        bare='"<longcat_tool_call>" JSON_CALL "</longcat_tool_call>"',
+    ),
+    "minimax_m2": CallForm(
+        r'"<invoke name=\"" NAME "\">\n" ARGUMENTS "</invoke>\n"',
+        r'"<parameter name=\"" KEY "\">"',
+        "</parameter>\n",
+        begin=r'"<minimax:tool_call>\n"',
+        end='"</minimax:tool_call>"',
+        marks=("</parameter>", "</invoke>"),
+        is_stripped=True,
+    ),
+    "minicpm5": CallForm(
+        r'"<function name=\"" NAME "\">" ARGUMENTS "</function>"',
+        r'"<param name=\"" KEY "\">"',
+        "</param>",
+        between="NL",
+        is_stripped=True,
+    ),
+    "pythonic": CallForm(
+        'NAME "(" ARGUMENTS ")"',
+        'KEY "="',
+        begin='"<|tool_call_start|>" "["',
+        between='", "',
+        end='"]" "<|tool_call_end|>"',
+        comma='", "',
+        texts="none",
+        names=r"[\w.]+",
+        keys=r"\w+",
+    ),
+    "function_gemma": CallForm(
+        '"<start_function_call>" "call:" NAME "{" ARGUMENTS "}" "<end_function_call>"',
+        'KEY ":"',
+        comma='","',
+        quote="<escape>",
+        values="flat",
+        marks=("}",),
+        names=r"\w+",
+        keys=r"\w+",
+    ),
+    "gemma4": CallForm(
+        '"<|tool_call>" "call:" NAME "{" ARGUMENTS "}" "<tool_call|>"',
+        'KEY ":"',
+        comma='","',
+        quote='<|"|>',
+        values="gemma4",
+        names=r"[\w-]+",
+        keys=r"\w+",
+    ),
+}
+JSON_CALL = r'"{\"name\": " QUOTED ", \"arguments\": " ARGUMENTS "}"'
+_TERM = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|\S+')
+_MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be one special token
+
+
+class _CallRules:
+    """Makes the rules of calls in one form."""
+
+    def __init__(self, form: CallForm, tokenizer: Any, own: llguidance.LLTokenizer) -> None:
+        self._form, self._tokenizer, self._own = form, tokenizer, own
+        self._end: str = tokenizer.tool_call_end or ""
+        self.rules: list[str] = []
+        self._characters = 0  # of all rules
+        self._at = ""
+        self._met: dict[tuple[int, str], str] = {}  # rules of referenced schemas, which may refer to themselves
+
+    def call(self, function: dict[str, Any], index: int) -> str:
+        """The name of the rule of a function's calls. ApiError: one of its arguments cannot be written."""
+        name, self._at = function["name"], schema_at(index)
+        whole, form = arguments_schema(function, index), self._form
+        if not re.fullmatch(form.names, name, re.DOTALL):
+            self._refuse(f"the name {name!r}")
+        parameters = json.loads(whole)
+        is_bare = bool(form.bare) and not parameters.get("required")
+        if is_bare or not form.open:
+            arguments = f"%json {whole}"
+        elif keyword := next((each for each in OF_OBJECTS if each in parameters), ""):
+            self._refuse(keyword)
+        else:
+            arguments = self._members(parameters, parameters)
+        words = {"NAME": self._literal(name), "QUOTED": self._literal(json.dumps(name))}
+        return self._rule(self.terms(form.bare if is_bare else form.call, ARGUMENTS=self._rule(arguments), **words))
+
+    def terms(self, terms: str, **words: str) -> str:
+        """Terms of a form with `words` in their places, and with special tokens by their ids."""
+        words = {"NL": '"\\n"?', **words}
+        parts = _TERM.findall(terms.replace("JSON_CALL", JSON_CALL))
+        return " ".join(self._literal(json.loads(part)) if part[0] == '"' else words.get(part, part) for part in parts)
+
+    def _rule(self, body: str) -> str:
+        self._characters += len(body)
+        _require(self._characters, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
+        self.rules.append(f"rule_{len(self.rules)}: {body}")
+        return f"rule_{len(self.rules) - 1}"
+
+    def _refuse(self, what: str) -> NoReturn:
+        message = f"calls cannot be forced: {what} cannot be enforced in the form in which this model writes calls."
+        raise ApiError(400, message, param=self._at)
+
+    def _literal(self, text: str) -> str:
+        return " ".join(self._literals(text))
+
+    def _literals(self, text: str) -> list[str]:
+        """The terms of a text: special tokens by their ids, what stands between them as it is."""
+        terms, plain = [], ""
+        for piece in _MARK.split(text):
+            ids = self._tokenizer.encode(piece, add_special_tokens=False) if _MARK.fullmatch(piece) else []
+            if len(ids) == 1 and self._own.is_special_token(ids[0]):
+                terms += [json.dumps(plain, ensure_ascii=False)] * bool(plain) + [f"<[{ids[0]}]>"]
+                plain = ""
+            else:
+                plain += piece
+        return terms + [json.dumps(plain, ensure_ascii=False)] * bool(plain)
+
+    def _members(self, node: Mapping[str, Any], root: Any) -> str:
+        """The arguments of a function, or the properties of an object, in their order."""
+        properties, required = dict(node.get("properties") or {}), node.get("required") or ()
+        written = []
+        for key, schema in {**properties, **{key: True for key in required if key not in properties}}.items():
+            value = self._value(schema, root) if re.fullmatch(self._form.keys, key) else ""
+            if value:
+                written.append((self.terms(self._form.open, KEY=self._literal(key)) + f" {value}", key in required))
+            elif key in required:
+                self._refuse(f"the argument {key!r}")
+        comma = self.terms(self._form.comma)
+        first = rest = '""'  # what is left of the members, without and with one before
+        for term, is_required in reversed(written):
+            first, rest = (
+                self._rule(f"{before} {term} {rest}" + ("" if is_required else f" | {others}"))
+                for before, others in (("", first), (comma, rest))
+            )
+        return first
+
+    def _value(self, schema: Any, root: Any) -> str:
+        """A rule of a value and of what closes it; empty: the form has no such value."""
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return self._alternatives(schema, root)
+        met = id(root), str(schema["$ref"])
+        if met not in self._met:
+            at, self._met[met] = len(self.rules), self._rule("")
+            body = self._alternatives(schema, root)
+            self.rules[at] += body or '""'
+            self._met[met] = self._met[met] if body else ""
+        return self._met[met]
+
+    def _alternatives(self, schema: Any, root: Any) -> str:
+        form, kinds = self._form, kinds_of(schema, root)
+        is_typed = isinstance(schema, dict) and schema.get("type") == "string"
+        if is_typed if form.texts == "typed" else form.texts == "possible" and "string" in kinds:
+            found = [*self._texts(schema, root, is_typed=is_typed)]
+            if "null" in kinds and not is_typed:
+                found.append(self._literal("null" + form.close))
+        elif form.values == "json" or kinds <= SCALARS:
+            found = [f"{self._json(schema, root)} {self._literal(form.close)}"]
+        else:
+            found = [*self._nested(resolved(schema, root), root, kinds)] if form.values == "gemma4" else []
+        return self._rule(" | ".join(found)) if found else ""
+
+    def _json(self, schema: Any, root: Any) -> str:
+        named = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return self._rule(f"%json {checked_schema({**schema, **named} if isinstance(schema, dict) else {}, self._at)}")
+
+    def _texts(self, schema: Any, root: Any, *, is_typed: bool) -> Iterator[str]:
+        """Terms of texts with what closes them."""
+        form = self._form
+        after = form.quote + form.close
+        for text in texts_of(schema, root):
+            if isinstance(text, str):
+                yield self._literal(form.quote + text + after)
+                continue
+            marks = "|".join(map(_as_regex, filter(None, (after.strip(), self._end, *form.marks))))
+            parts = ["/(?s:.*)/", f"~/(?s:.*)({marks})(?s:.*)/", *text]
+            if text and form.is_stripped:
+                parts.append(r"/(\S((?s:.*)\S)?)?/")
+            if form.texts == "possible" and not form.quote:
+                # Parsers read these as JSON, whatever the schema says.
+                parts += [r"~/(?i:null)/"] + [r"~/\s*[\[{](?s:.*)/"] * (not is_typed)
+            closing = self._literals(after)
+            is_special = closing[0].startswith("<[")
+            name = f"TEXT_{len(self.rules)}"
+            # A terminal is read as far as it goes, so it has to have the mark that ends it.
+            self.rules.append(f"{name}: ({' & '.join(parts)})" + ("" if is_special else f" {closing[0]}"))
+            yield " ".join([self._literal(form.quote), name, *closing[0 if is_special else 1 :]])
+
+    def _nested(self, node: Mapping[str, Any], root: Any, kinds: frozenset[str]) -> Iterator[str]:
+        """Lists and objects as Gemma 4 writes them, with keys that are not quoted and texts as above."""
+        if branches := [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]:
+            if "allOf" not in node or len(branches) == 1:
+                yield from filter(None, (self._value(each, root) for each in branches))
+        elif "enum" not in node and "const" not in node:
+            if "object" in kinds:
+                yield f'"{{" {self._members(node, root)} "}}"'
+            if "array" in kinds and (item := self._value(node.get("items", True), root)):
+                least, most = node.get("minItems", 0), node.get("maxItems")
+                more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else max(0, most - 1)}}}'
+                items = '""' if most == 0 else f"{item} {more}"
+                yield f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+            if scalars := sorted(kinds & SCALARS):
+                yield self._json({**node, "type": scalars}, root)
+
+
+def _as_regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """The schema that a schema refers to within `root`, or it itself; empty: any value."""
+    for _ in range(MAX_HOPS):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        path, schema = schema["$ref"].removeprefix("#").split("/")[1:], root
+        for name in path:
+            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
+
+def kinds_of(schema: Any, root: Any, hops: int = 0) -> frozenset[str]:
+    """The types of JSON that a schema may allow."""
+    node, found = resolved(schema, root), frozenset(KINDS.values())
+    if hops == MAX_HOPS:
+        return found
+    if "const" in node or isinstance(node.get("enum"), list):
+        found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(node.get(name), list):
+            found &= frozenset().union(*(kinds_of(each, root, hops + 1) for each in node[name]))
+    for each in node["allOf"] if isinstance(node.get("allOf"), list) else ():
+        found &= kinds_of(each, root, hops + 1)
+    declared = node.get("type")
+    if isinstance(declared, str | list):
+        found &= {each for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)}
+    return found
+
+
+def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]:
+    """The texts that a schema allows: one as it is, or all that match some regular expressions, as terms."""
+    node = resolved(schema, root)
+    branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
+    if "const" in node or "enum" in node:
+        yield from (each for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
+    elif branches:
+        if hops < MAX_HOPS and ("allOf" not in node or len(branches) == 1):
+            for each in branches:
+                yield from texts_of(each, root, hops + 1)
+    elif "string" in kinds_of(node, root):
+        parts = []
+        if "minLength" in node or "maxLength" in node:
+            parts.append(f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/")
+        if isinstance(pattern := node.get("pattern"), str):
+            has_end = pattern.endswith("$") and not pattern.endswith(r"\$")
+            before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if has_end else "(?s:.*)"
+            inner = pattern.removeprefix("^")[: -1 if has_end else None]
+            parts.append(f"/{llguidance.regex_to_lark(f'{before}({inner}){after}')}/")
+        yield parts
+
+
+def typed_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools with a `type` for each argument that cannot be a text. To mlx-lm's parsers others may be text."""
+    found = []
+    for tool in tools or ():
+        parameters = tool["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(properties, dict):
+            typed = {key: _typed(schema, parameters) for key, schema in properties.items()}
+            tool = {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": typed}}}
+        found.append(tool)
+    return found or None
+
+
+def _typed(schema: Any, root: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        return {}
+    if isinstance(schema.get("type"), str):
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "type"}
+    return rest if "string" in kinds_of(schema, root) else {**rest, "type": "object"}
+
+
+def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The functions that may be called, by their index in the request's tools."""
+    assert request.constraint is not None
+    names = request.constraint.functions
+    for index, tool in enumerate(request.tools or ()):
+        if names is None or tool["function"]["name"] in names:
+            yield index, tool["function"]
+
+
+def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) -> str:
+    """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
+    parser = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
+    name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
+    if name not in CALL_FORMS:
+        message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
+        raise ApiError(400, message, param="tool_choice")
+    form = CALL_FORMS[name]
+    _require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
+    rules = _CallRules(form, tokenizer, own)
+    calls = " | ".join(rules.call(function, index) for index, function in functions_of(request))
+    begin, between, end = map(rules.terms, (form.begin, form.between, form.end))
+    assert request.constraint is not None
+    more = "" if request.constraint.is_single else f"({between} any)*"
+    return "\n".join([f"start: {begin} any {more} {end}", f"any: {calls}", *rules.rules, ""])
