@@ -1,22 +1,33 @@
-"""How values, sizes, counts and progress are shown to people. This file never imports MLX."""
+"""How values, sizes, counts, progress and pictures are shown to people. This file never imports MLX.
+
+The extra [plot] brings matplotlib, which is imported only to draw. Commands ask `can_draw` before they start.
+"""
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MIB = 1 << 20
 GIB = 1 << 30
 _SHOWN_CHARS, MOST_NAME_CHARS = 40, 24
 LONGEST_TEXT = 200  # characters of a client's text in a log line
+DPI = 120  # of pictures
+PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
 
 
@@ -73,3 +84,33 @@ def figures_table(columns: Iterable[Sequence[str]], *, names: Collection[str]) -
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(Text, row))
     return table
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def picture_format(path: Path) -> str:
+    """The format that a file's ending names; PNG if there is no ending."""
+    return path.suffix.lower().removeprefix(".") or "png"
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure without pyplot: nothing global is set, and no display is needed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def picture_bytes(figure: Figure, file_format: str = "png") -> bytes:
+    """Draw a figure. Equal figures give equal bytes: no date, and fixed ids."""
+    from matplotlib import rc_context
+
+    image = io.BytesIO()
+    with rc_context({"svg.hashsalt": "radixcache"}):
+        metadata = {"Date": None} if file_format == "svg" else None
+        figure.savefig(image, format=file_format, dpi=DPI, metadata=metadata)
+    return image.getvalue()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.files import write_atomically
-from runner.picture import new_figure, picture_bytes
 from runner.replay.progress import STYLES
+from runner.text import new_figure, picture_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

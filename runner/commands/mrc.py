@@ -30,8 +30,8 @@ def mrc(
     sizes = options.model_bytes
     require(sizes is None or sizes.token_bytes > 0, f"{sizes}: a block takes 0 bytes; use radixcache simulate.")
     from runner.files import json_bytes
-    from runner.picture import picture_format
     from runner.simulate.curve import CURVE_COUNTS, curve_document, curve_picture, curve_table, lru_curve
+    from runner.text import picture_format
 
     trace = options.read()
     with usage_errors(ValueError):

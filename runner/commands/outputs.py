@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from runner import picture
 from runner.files import require_writable, write_atomically
-from runner.text import figures_table
+from runner.text import PICTURE_ENDINGS, can_draw, figures_table
 
 if TYPE_CHECKING:
     from radixcache import TreeView
@@ -48,7 +47,7 @@ MOST_COLUMNS = 10_000
 #: Width of tables in a file or a pipe.
 PIPE_COLUMNS = 120
 #: The endings that an option accepts. Both options draw with matplotlib.
-ENDINGS = {"--plot": picture.ENDINGS, "--html": (".html", ".htm")}
+ENDINGS = {"--plot": PICTURE_ENDINGS, "--html": (".html", ".htm")}
 #: The format of a tree by the ending of its file.
 VIEW_ENDINGS = {".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
 #: Line-drawing characters of trees, for terminals without them.
@@ -170,7 +169,7 @@ class Outputs:
         for option, path in self._files.items():
             endings = ENDINGS.get(option, ())
             missing = f'{option} draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
-            require(not endings or picture.can_draw(), missing)
+            require(not endings or can_draw(), missing)
             if path == STDOUT:
                 continue
             for given in inputs:

@@ -239,8 +239,8 @@ def _write_files(
     report: "Report", results: outputs.Outputs, plot_file: Path | None, tree_format: str, about: dict[str, Any]
 ) -> None:
     from runner.files import json_bytes
-    from runner.picture import picture_format
     from runner.replay.progress import replay_picture
+    from runner.text import picture_format
 
     if not report.runs:
         return

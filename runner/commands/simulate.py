@@ -102,9 +102,9 @@ def simulate(
     capacities = _capacities(capacity_blocks, budget_gib, sizes)
 
     from runner.files import json_bytes
-    from runner.picture import picture_format
     from runner.simulate.grid import ReplicaJob, SimulationJob
     from runner.simulate.rows import Speeds, policies_picture, policies_report, replicas_report
+    from runner.text import picture_format
 
     traces = _separate(options) if separate else [options.read()]
     grid: Any = [

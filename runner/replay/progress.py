@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from radixcache.tokens import common_length
-from runner.picture import new_figure, picture_bytes
-from runner.text import MIB, ProgressLines
+from runner.text import MIB, ProgressLines, new_figure, picture_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

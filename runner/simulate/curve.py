@@ -31,9 +31,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from runner.picture import new_figure, picture_bytes
 from runner.simulate.rows import RATIO_LABEL, Column, cells
-from runner.text import GIB, figures_table
+from runner.text import GIB, figures_table, new_figure, picture_bytes
 from runner.traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]

@@ -15,8 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from radixcache.stores.block_store import WriteOn
-from runner.picture import new_figure, picture_bytes
-from runner.text import GIB, figures_table, plural
+from runner.text import GIB, figures_table, new_figure, picture_bytes, plural
 from runner.traces.trace import Trace
 
 if TYPE_CHECKING:
