@@ -21,7 +21,7 @@ from radixcache.core import Core, Foresight
 from radixcache.observe.hints import Hint, both_words, variations
 from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
 from radixcache.observe.tree_view import TreeView, collect
-from radixcache.observe.words import bytes_words
+from radixcache.observe.words import bytes_words, tokens_words
 from radixcache.paging.pins import Pins
 from radixcache.paging.resume import ShortReason
 from radixcache.paging.tier import Foreseen
@@ -79,7 +79,7 @@ class Gap:
         return self.end - self.start
 
     def __str__(self) -> str:
-        return f"[{self.start:,}, {self.end:,})  {self.tokens:,} tokens  {_in_words(self)}"
+        return f"[{self.start:,}, {self.end:,})  {tokens_words(self.tokens)}  {_in_words(self)}"
 
 
 #: Where state is, by the name of the store.
