@@ -105,6 +105,11 @@ def test_every_command_and_option_of_the_pages_exists() -> None:
     assert {"radixcache", "pip", "make"} <= shown
 
 
+def test_no_page_has_marks_of_a_conflict() -> None:
+    marks = re.compile(r"^(<{7} |={7}$|>{7} )", re.MULTILINE)
+    assert not [page for page, text in PAGES.items() if marks.search(text)]
+
+
 def test_the_generated_pages_are_what_the_code_makes() -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
