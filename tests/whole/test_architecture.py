@@ -49,6 +49,12 @@ def test_the_table_names_every_room_and_none_imports_more_than_its_row_allows() 
     assert {room: more for room in rooms if (more := rooms[room] - allowed[room])} == {}
 
 
+def test_no_page_has_both_sides_of_a_merge() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]
+    marks = re.compile(r"^(<{7} |={7}$|>{7} )", re.M)
+    assert [page.name for page in pages if marks.search(page.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_every_path_that_a_page_names_is_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
