@@ -21,13 +21,12 @@ reply and asks for `/health` all the time. Both clients have one address, as beh
     health s max      the longest wait for `/health`, which is asked every 20 ms
     gap s max         from one piece of the other reply to the next
     peak MB           growth of the server's resident memory at the peak
-    peak by body      the same, divided by the length of the bodies
+    peak by body      the same, divided by the length of the bodies if that is 10 MB or more
 """
 
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import tempfile
 import time
@@ -47,7 +46,7 @@ from runner.serve.service import CONTAINER_COST, MAX_COST
 
 MB = 1_000_000
 PING_S, SAMPLE_S, LEAST_S, PATIENCE_S = 0.02, 0.01, 1, 300
-AT_ONCE = 8
+AT_ONCE, LEAST_BODY_BYTES = 8, 10 * MB
 #: The aims: seconds that others wait, and peak memory by the length of the bodies.
 MOST_WAIT_S, MOST_BY_BODY = 0.5, 8
 CHAT, MESSAGES, COUNT, WARM = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/cache/warm"
@@ -86,7 +85,7 @@ def attacks(scale: float) -> dict[str, tuple[str, bytes]]:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
-    rows = measure(0.01 if options.quick else 1)
+    rows = measure(0.01, ("nothing", "tools")) if options.quick else measure(1)
     publish(
         "hostile",
         "Beside a hostile request",
@@ -106,17 +105,15 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def measure(scale: float) -> list[dict[str, Any]]:
+def measure(scale: float, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a row for each of these requests, or for all."""
     asked = attacks(scale)
+    sent = {"nothing": [], **{name: [each] for name, each in asked.items()}, "eight": [*asked.values()][:AT_ONCE]}
     found = []
-    for name, sent in {"nothing": [], **{name: [each] for name, each in asked.items()}, "eight": _eight(asked)}.items():
+    for name in names or sent:
         say(name)
-        found.append(beside(name, sent))
+        found.append(beside(name, sent[name]))
     return found
-
-
-def _eight(asked: dict[str, tuple[str, bytes]]) -> list[tuple[str, bytes]]:
-    return [*itertools.islice(itertools.cycle(asked.values()), AT_ONCE)]
 
 
 def beside(name: str, sent: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
@@ -155,7 +152,7 @@ def beside(name: str, sent: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
             "health s max": health_s,
             "gap s max": gap_s,
             "peak MB": (peak_bytes - before_bytes) / MB,
-            "peak by body": (peak_bytes - before_bytes) / body_bytes if sent else None,
+            "peak by body": (peak_bytes - before_bytes) / body_bytes if body_bytes >= LEAST_BODY_BYTES else None,
         }
 
 

@@ -109,7 +109,9 @@ class ChatTemplate:
         self.is_plain_text = is_plain_text
         self.tools = [dict(tool) for tool in tools] if tools else None
         if self._has_breaks and self.tools:
-            self.tools = self._plain_text(self.tools, special_only=False)
+            starts = self.learnt.starts(self._source, special_only=False)
+            if starts.search(json.dumps(self.tools, ensure_ascii=False)):
+                self.tools = self._plain_text(self.tools, special_only=False)
         self._kwargs: dict[str, Any] = {"tools": self.tools, **template_kwargs}
         if not self.as_text and not is_python:
             self._kwargs["return_dict"] = False

@@ -20,6 +20,7 @@ from benchmarks import (
     bench_first_token,
     bench_growth,
     bench_hops,
+    bench_hostile,
     bench_kernels,
     bench_memory,
     bench_overhead,
@@ -44,6 +45,7 @@ from tests.stores.redis_server import program_named
 
 ORIGIN = {"benchmark", "question", "repeats", "rows", "machine", "versions", "date", "commit", "command"}
 REQUESTS = {"next turn", "switch", "miss", "full budget"}
+HOSTILE = [("nothing", ""), ("tools", "400")]
 LOADS = [load.name for load in bench_serve.QUICK]
 
 
@@ -161,11 +163,12 @@ HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
     (bench_tree, "tree", lambda rows: all(row["trie bytes per token"] > row["bytes per token"] for row in rows)),
     (bench_serve, "serve", lambda rows: [(r["load"], r["server"]) for r in rows] == [*product(LOADS, (OURS, THEIRS))]),
     (bench_serve, "serve", lambda rows: len({(row["load"], row["prompt tokens"]) for row in rows}) == len(LOADS)),
+    (bench_hostile, "hostile", lambda rows: [(r["request"], r["status"]) for r in rows] == HOSTILE),
     # What stalls a stream was sent before, and a stream of many tokens has a gap.
     (bench_serve, "serve", lambda rows: all(r["prefilled tokens"] < 50 for r in rows if r["load"] == "stall")),
     (bench_serve, "serve", lambda rows: all(row["gap ms max"] > 0 for row in rows)),
 ]
-SLOW = (bench_growth, bench_memory, bench_tree, bench_serve)
+SLOW = (bench_growth, bench_hostile, bench_memory, bench_tree, bench_serve)
 MODULES = list(dict.fromkeys(benchmark for benchmark, _, _ in HOLDS))
 
 

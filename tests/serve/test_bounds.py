@@ -18,7 +18,7 @@ from radixcache.chat_template import ChatTemplate
 from runner.models.tiny import SPECIAL_TOKENS, tiny_tokenizer
 from runner.serve import prompts, service
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import CLIENT, ApiError, ModelNames, Request
+from runner.serve.request import CLIENT, MAX_TOOLS, ApiError, ModelNames, Request
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
 from tests.chat.test_chat import CHATML, make_tokenizer
 from tests.serve.jobs import GUARD_S, Waiting, application, local_client, running
@@ -104,6 +104,16 @@ def test_a_wrong_item_of_a_long_list_is_reported_once() -> None:
             assert answer.status_code == 400, answer.text[:200]
             assert ".0" in answer.json()["error"]["message"]
             assert time.process_time() - began_s < 1, path
+
+
+def test_a_request_has_some_thousand_tools_at_most() -> None:
+    with application() as (app, _):
+        client = local_client(app)
+        tool = {"type": "function", "function": {"name": "f"}}
+        for count, field in ((MAX_TOOLS, None), (MAX_TOOLS + 1, "tools")):
+            body = {"messages": [user("?")], "tools": [tool] * count, "max_tokens": 1}
+            error = client.post("/v1/chat/completions", json=body).json()["error"]
+            assert (error["param"] == field) == (field is not None), "the context is too short for the first"
 
 
 def test_a_long_body_is_read_beside_the_event_loop_and_makes_the_same_request() -> None:
@@ -318,12 +328,7 @@ def test_a_client_is_known_by_its_key_or_its_address(tmp_path: Any, monkeypatch:
 
 @pytest.mark.slow
 def test_others_wait_half_a_second_at_most_beside_a_hostile_request_of_full_size() -> None:
-    asked = bench_hostile.attacks(1)
-    rows = [
-        bench_hostile.beside(name, [asked[each] for each in names])
-        for name, *names in (("text", "text"), ("message", "message"), ("all", "marks", "tools", "count", "blocks"))
-    ]
-    for row in rows:
+    for row in bench_hostile.measure(1, ("message", "eight")):
         assert row["health s max"] <= bench_hostile.MOST_WAIT_S, row
         assert row["gap s max"] <= bench_hostile.MOST_WAIT_S, row
         assert row["peak by body"] <= bench_hostile.MOST_BY_BODY, row
