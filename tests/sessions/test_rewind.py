@@ -127,8 +127,27 @@ def test_recurrent_layers_without_a_kept_pass_go_back_to_the_last_checkpoint_or_
     cache.check()
 
 
+@pytest.mark.parametrize("kind", ["rotating", "rotating_keep", "chunked"])
+def test_windows_go_back_no_further_than_to_where_all_that_they_read_is_held(kind: str) -> None:
+    model = SpellingModel(["kv", kind])
+    cache, prompt, reply = PrefixCache(model), tokens(1, 30), tokens(3, 40)
+    with begun(cache, model, prompt) as session:
+        for token in reply:
+            session.step(model, [token])
+        with pytest.raises(SnapshotError, match="can be reached of 60"):
+            session.rewind(60, least=55)
+        spells(session.caches, prompt + reply, model.kinds)
+        reached = session.rewind(60)
+        assert 28 <= reached <= 30  # the prompt's end is copied out of the windows
+        spells(session.caches, (prompt + reply)[:reached], model.kinds)
+    cache.check()
+
+
 @pytest.mark.parametrize("kinds", [["kv"], ["concatenate", "quantized"], ["kv", "rotating"], ["kv", "list"], ["echo"]])
-def test_a_session_goes_back_into_the_part_that_it_found_and_nothing_of_the_tree_is_lost(kinds: list[str]) -> None:
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_session_goes_back_into_the_part_that_it_found_and_nothing_of_the_tree_is_lost(
+    kinds: list[str], goes_on: bool
+) -> None:
     model = SpellingModel(kinds)
     cache = PrefixCache(model, live_slots=2)
     first, second = tokens(1, 40), tokens(1, 30) + tokens(2, 10)
@@ -139,9 +158,11 @@ def test_a_session_goes_back_into_the_part_that_it_found_and_nothing_of_the_tree
         assert reached == 20 or set(kinds) & {"rotating", "list", "echo"}
         spells(session.caches, second[:reached], kinds)
         cache.check()
-        session.prefill(model)
-        spells(session.caches, second[:-1], kinds)
-    for prompt, length in ((first, 40), (second, 39)):
+        if goes_on:
+            session.prefill(model)
+            spells(session.caches, second[:-1], kinds)
+    cache.check()
+    for prompt, length in ((first, 40), (second, 39 if goes_on else 30)):
         assert inside.stored_tokens(cache, prompt) == length
         caches, rest = cache.fetch([*prompt, 1])
         spells(caches, [*prompt, 1][: len(prompt) + 1 - len(rest)], kinds)
