@@ -28,6 +28,8 @@ RenderText = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None
 _NEAREST = {"developer": "system", "function": "tool"}
 _SYSTEM = ("system", "developer")
 _KNOWN_ROLES = (*_SYSTEM, "user", "assistant", "tool", "function")
+#: Other roles of a conversation that the template is asked about: each takes some 14 renderings. Later ones are users.
+MAX_UNKNOWN_ROLES = 16
 # Texts that occur in no template and that no template changes.
 _TEXTS = tuple(f"Vq{letter}xz" for letter in "abcdefghijkl")
 _CALL = {"id": "callVq001", "type": "function", "function": {"name": "probe", "arguments": {"at": "x"}}}
@@ -66,6 +68,8 @@ class Turns:
     def __init__(self, render: RenderText, known: dict[str, bool]) -> None:
         """`known`: results for this template, filled here."""
         self._render, self._known = render, known
+        self._unknown: dict[str, bool] = {}  # results for roles that only this conversation has
+        self._unknown_roles: set[str] = set()
 
     def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
         """Return messages that the template takes, and the place of each given message among them."""
@@ -98,6 +102,10 @@ class Turns:
         """The nearest role that the template takes at this place."""
         if not self._is_readable:
             return role
+        if role not in _KNOWN_ROLES:
+            if len(self._unknown_roles) >= MAX_UNKNOWN_ROLES and role not in self._unknown_roles:
+                return "user"
+            self._unknown_roles.add(role)
         while role not in ("user", "assistant") and not self._takes(role, index):
             role = _NEAREST.get(role, "user")
         return role
@@ -125,15 +133,16 @@ class Turns:
     def _shows(self, conversation: str, role: str) -> bool:
         """Whether the template renders all texts of a conversation in order; X stands for the role."""
         key = f"{role}: {conversation}"
-        if (known := self._known.get(key)) is not None:
+        # Roles that clients make up have no bound, so their results go with the conversation.
+        results = self._known if role in _KNOWN_ROLES else self._unknown
+        if (known := results.get(key)) is not None:
             return known
         roles = [role if each == "X" else each for each in conversation.split()]
         found = self._renders(roles, None)
         # A template may use other code with tools. It is judged by that only if it has such code.
         if found and self._shows_tools():
             found = self._renders(roles, [_TOOL])
-        if role in _KNOWN_ROLES:  # Other roles come from clients, so their number has no bound.
-            self._known[key] = found
+        results[key] = found
         return found
 
     def _shows_tools(self) -> bool:

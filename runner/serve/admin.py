@@ -211,6 +211,11 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
         return ollama_request(body, options, namespace), []
     if "messages" in body and _is_anthropic(body):
         return AnthropicPromptBody.read(body).request(options, namespace), []
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        body["prompt"] = prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        body["tokens"] = body.pop("prompt")
     checked = PromptBody.checked({**body, "namespace": namespace})
     return checked.request(options), checked.tokens or []
 

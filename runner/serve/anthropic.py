@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.serve.openai import ChatBody, ThinkingChoice, without_billing
 from runner.serve.options import ServeOptions
@@ -309,6 +309,12 @@ class Tool(Markable):
     input_schema: dict[str, Any]
 
 
+class ServerTool(Checked):
+    """A tool that only Anthropic's servers run; it is left out."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "custom"}})]
+
+
 def _own_tools(tools: Any) -> Any:
     """The tools without those that only Anthropic's models know by their type, such as web_search_20250305."""
     if not isinstance(tools, list):
@@ -349,7 +355,7 @@ class AnthropicPromptBody(Checked):
     model: str
     messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Texts = Field(default_factory=list)
-    tools: Annotated[Many[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool])] = Field(
+    tools: Annotated[Many[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool | ServerTool])] = Field(
         default_factory=list
     )
     tool_choice: ToolChoice = ToolChoice(type="auto")

@@ -64,12 +64,15 @@ def guard(app: FastAPI, options: ServeOptions, count: OnHttp) -> FastAPI:
 
 def _refuse_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
-    message = f"{error.detail}: {request.method} {request.url.path}"
+    message, headers = f"{error.detail}: {request.method} {request.url.path}", dict(error.headers or {})
+    operations = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path_format", ""), {})
+    if error.status_code == 405 and operations:
+        headers["Allow"] = ", ".join(map(str.upper, operations))  # of all routes of the path, not of the first one
     for api in ("/v1/", "/api/"):
         if error.status_code == 404 and request.url.path.startswith(api):  # such as embeddings
             paths = sorted(path for path in request.app.openapi()["paths"] if path.startswith(api))
             message += f". This server has {', '.join(paths)}"
-    return error_response(request.scope, ApiError(error.status_code, message), error.headers)
+    return error_response(request.scope, ApiError(error.status_code, message), headers)
 
 
 def _refuse_body(request: HttpRequest, error: Exception) -> Response:

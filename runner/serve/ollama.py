@@ -31,7 +31,7 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
@@ -96,6 +96,10 @@ def _refused(why: str) -> AfterValidator:
     return AfterValidator(require_empty)
 
 
+def _whole(number: Any) -> Any:
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 def _known_format(format: Any) -> Any:
     if isinstance(format, str) and format not in ("", "json"):
         raise ValueError("wanted json, or a schema as an object")
@@ -106,7 +110,7 @@ Images = Annotated[
     list[Any] | None, _refused("images are not taken here; /v1/chat/completions and /v1/messages take them")
 ]
 #: Many clients write numbers with a point.
-Whole = Annotated[int, Field(strict=False, ge=-(2**31), lt=2**31)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
 
 
 class OllamaOptions(Checked):
@@ -117,7 +121,7 @@ class OllamaOptions(Checked):
     top_p: Share | None = None
     top_k: Annotated[Whole, Field(ge=0)] | None = None
     min_p: Share | None = None
-    seed: Annotated[int, Field(strict=False, ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StopWords | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None

@@ -460,8 +460,13 @@ class Checked(BaseModel):
 
 @cache
 def body_schema(kind: type[BaseModel], path: str, *, stream: str | None = None) -> dict[str, Any]:
-    """The OpenAPI entry of a route that reads its body itself. `stream`: the media type of a streamed reply."""
+    """The OpenAPI entry of a route that reads its body itself, where `null` means the same as no field.
+
+    `stream`: the media type of a streamed reply.
+    """
     at = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
     schema = kind.model_json_schema(ref_template=at + "/$defs/{model}")
+    optional = schema["properties"].keys() - schema.get("required", ())
+    schema["properties"] |= {name: {"anyOf": [schema["properties"][name], {"type": "null"}]} for name in optional}
     entry = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     return entry if stream is None else {**entry, "responses": {"200": {"content": {stream: {}}}}}

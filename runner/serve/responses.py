@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
 from runner.serve.openai import ChatBody
@@ -155,11 +155,15 @@ _TOOL_KINDS = ("function", "custom")
 class Foreign(Checked):
     """An item or a tool that only OpenAI's own servers have, such as a web search."""
 
-    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS, *_TOOL_KINDS]}})]
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS]}})]
     name: Any = None
 
     def __str__(self) -> str:
         return f"{self.type} {self.name}" if isinstance(self.name, str) else self.type
+
+
+class ForeignTool(Foreign):
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
 
 
 def _item_kind(item: Any) -> str:
@@ -273,7 +277,7 @@ def _tool_kind(tool: Any) -> str:
 Tool: TypeAlias = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
-    | Annotated[Foreign, Tag("foreign")],
+    | Annotated[ForeignTool, Tag("foreign")],
     Discriminator(_tool_kind),
 ]
 
@@ -311,6 +315,12 @@ class Reasoning(Checked):
     summary: str | None = None
 
 
+def _foreground(background: bool) -> bool:
+    if background:
+        raise ValueError("wanted false: replies are not made in the background")
+    return background
+
+
 class ResponsesBody(Checked):
     """The body of POST /v1/responses. Fields that it does not name are those of a chat: `top_k`, `seed` and so on."""
 
@@ -338,7 +348,7 @@ class ResponsesBody(Checked):
     truncation: Literal["auto", "disabled"] = "disabled"
     prompt_cache_key: str | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    background: Literal[False] = False
+    background: Annotated[bool, AfterValidator(_foreground), WithJsonSchema({"const": False})] = False
     conversation: None = None
     prompt: None = None
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from radixcache.chat import message_ends, render_chat
+from radixcache.turns import MAX_UNKNOWN_ROLES, Turns
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ModelNames, Request
 from tests.chat.test_chat import make_tokenizer, two_conversations_that_share_a_beginning
@@ -224,3 +225,17 @@ def test_without_a_template_a_developer_has_the_prefix_of_the_system(mapping: di
     request = Request(ModelNames(), 5, messages=[turn("developer", "Be brief.")], role_mapping=mapping)
     text = tokenizer.decode(prompt_of(request, tokenizer, {}).tokens)
     assert text.startswith("DEV: Be brief." if mapping else "ASSISTANT's RULE: Be brief.")
+
+
+def test_roles_that_clients_make_up_cost_a_bounded_number_of_renderings() -> None:
+    rendered = []
+
+    def render(messages: Any, tools: Any) -> str:
+        rendered.append(messages)
+        return "".join(message["content"] for message in messages)
+
+    made_up = [[f"role {index}" for index in range(1000)], ["role"] * 1000]
+    for roles in made_up:
+        fitted, _ = Turns(render, {}).fit([{"role": role, "content": "x"} for role in roles])
+        assert [each["role"] for each in fitted][:MAX_UNKNOWN_ROLES] == roles[:MAX_UNKNOWN_ROLES]
+    assert len(rendered) < 1000

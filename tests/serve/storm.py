@@ -172,7 +172,7 @@ class Abuse:
     def _ask_cache(self) -> Attempt:
         path = self._draws.choice(DIALECTS)
         return self._draws.choice([
-            self._post("/cache/explain", self._body(path, 1), 200),
+            self._post("/cache/explain", self._body(path, 1), 200, 400),  # 400: of several prompts
             self._post("/cache/warm", {"prompt": "Why? Why not?", "ttl_requests": 5}, 200, 409),
             self._post("/cache/reclaim", {"target_bytes": self._draws.choice([0, 1 << 18])}, 200),
             self._post("/cache/check", b"", 200),

@@ -428,3 +428,14 @@ def test_a_salt_or_a_tenants_header_makes_a_namespace_and_one_can_be_dropped_by_
     for wrong in ({"cache_salt": 5}, {"cache_salt": "x" * 201}, {"cache_prompt": "no"}):
         refused = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user"}], **wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
+
+
+def test_explain_takes_the_token_ids_of_a_completion(server: Server) -> None:
+    for prompt in ([70, 71, 72], [[70, 71, 72]]):
+        answer = server.client.post("/cache/explain", json={"prompt": prompt, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["prompt_tokens"]) == (200, 3)
+
+
+def test_a_wrong_method_is_told_all_methods_of_its_path(server: Server) -> None:
+    answer = server.client.put("/cache")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, DELETE")
