@@ -155,7 +155,8 @@ def peers() -> str:
         f"Command: `{result['command']}`, {weights}, one run on {machine['logical_cores']} shared cores of an",
         f"{machine['processor']}, {result['date'][:10]}. Answers that equal those of a cold run: {', '.join(same)}.",
         "",
-        f"Scenarios in which radixcache is the best server: {', '.join(won)}.",
+        f"Scenarios in which radixcache is the best server: {', '.join(won[:2])},",
+        f"{', '.join(won[2:])}.",
     ]
     return "\n".join(lines) + "\n"
 
