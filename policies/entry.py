@@ -20,7 +20,7 @@ class Entry:
 
     Attributes:
         entry_id: creation order, unique within one cache; decides ties.
-        state: "span" (a node's edge) or "checkpoint" (point state at a node's end).
+        state: "span" (a node's edge) or "checkpoint" (recurrent state or windows at a node's end).
         start, end: the span of the node, in tokens from the start of the sequence.
         weight_bytes: bytes that evicting the entry frees; for a leaf with a checkpoint, both.
         cost: prefill cost of the edge with its prefix cached, in the unit of the cache's CostModel.

@@ -216,11 +216,11 @@ class Mismatch:
         tokens: int32 token ids of the prompt.
         resume_offset: the offset at which the request resumed.
         step_size: tokens per forward pass of both prefills.
-        part: what differed: "offset", "shape", "rows" (span layers), "window", "point" or "logits".
+        part: what differed: "offset", "shape", "rows" (full attention), "window", "point" (recurrent) or "logits".
         layer, cache_class: index and class of the first cache object that differed; -1 for the logits. Layers without a
             cache do not count, and the caches of a list count one by one.
         array: index of the array in that cache object; -1 for an offset.
-        row: the first token whose state differed in any span layer; None if no span layer differed.
+        row: the first token whose state differed in a layer of full attention; None if none differed there.
         error: largest difference over the largest magnitude in the same cold array.
         tolerance: the largest accepted error.
         quarantined_from: the first offset of the path that was quarantined.

@@ -184,7 +184,7 @@ class Group:
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
-        """Evaluate the next tokens of a row's prompt, with checkpoints of point state on the way.
+        """Evaluate the next tokens of a row's prompt, and take checkpoints on the way.
 
         The first call of a row resumes after the tokens of its prompt that other rows have evaluated by now.
 
