@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from radixcache.adapters.registry import register_adapter as register_adapter
     from radixcache.cells.causal import CausalCache as CausalCache
     from radixcache.chat import render_chat as render_chat
-    from radixcache.errors import BudgetFullError as BudgetFullError
     from radixcache.errors import CacheBusyError as CacheBusyError
     from radixcache.errors import CacheClosedError as CacheClosedError
     from radixcache.errors import CacheFullError as CacheFullError
     from radixcache.errors import PolicyError as PolicyError
     from radixcache.errors import RadixCacheError as RadixCacheError
+    from radixcache.errors import RequestTooLargeError as RequestTooLargeError
     from radixcache.errors import SessionClosedError as SessionClosedError
     from radixcache.errors import ShiftError as ShiftError
     from radixcache.errors import SnapshotError as SnapshotError
@@ -58,8 +58,8 @@ _MODULES = {
     "radixcache.ledger": "Ledger",
     "radixcache.cells.causal": "CausalCache",
     "radixcache.chat": "render_chat",
-    "radixcache.errors": "BudgetFullError CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
-    " SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",
+    "radixcache.errors": "CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
+    " RequestTooLargeError SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",
     "radixcache.generate": "stream_generate",
     "radixcache.groups.group": "Group",
     "radixcache.groups.row": "Row",

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from radixcache.adapters.contract import Checkpoint
-from radixcache.errors import SessionClosedError
+from radixcache.errors import RequestTooLargeError, SessionClosedError
 from radixcache.layers.layout import NATIVE_ERRORS
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
@@ -246,6 +246,11 @@ class Core:
         moving = self.read_store(request)
         match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
         assert live is not None, plan
+        try:
+            self.require_memory(self.layout.request_bytes(length))
+        except RequestTooLargeError:
+            self._evictor.tidy(match.node)
+            raise
         live.open(match.node, use.tick)
         try:
             self._pager.checkpoint_live(live, use)
@@ -307,7 +312,49 @@ class Core:
 
     # Serving
 
+    def require_memory(self, need_bytes: int, held_bytes: int = 0) -> None:
+        """Raise RequestTooLargeError unless a request may take `need_bytes`, of which it has `held_bytes`."""
+        refused = self._beyond_limit(need_bytes) or self.beyond_device(need_bytes, held_bytes)
+        if refused is not None:
+            raise refused
+
+    def beyond_device(self, need_bytes: int, held_bytes: int = 0) -> RequestTooLargeError | None:
+        """The error if `need_bytes`, of which `held_bytes` are held, fit neither the budget nor the device.
+
+        The device has what it can spare now, and what eviction can free.
+        """
+        ledger, more_bytes = self._ledger, need_bytes - held_bytes
+        if more_bytes <= 0 or ledger.held_bytes + more_bytes <= ledger.budget_bytes:
+            return None
+        available = self.layout.device_bytes()
+        if more_bytes > available:
+            available += max(0, self._account.total_bytes - self._evictor.fixed_bytes())
+        return RequestTooLargeError(need_bytes, held_bytes + available) if more_bytes > available else None
+
+    def beyond_all(self, need_bytes: int) -> RequestTooLargeError | None:
+        """The error if a request could not take so many bytes even if no other one ran."""
+        ledger, refused = self._ledger, self._beyond_limit(need_bytes)
+        if refused is None and need_bytes > ledger.budget_bytes:
+            available = self.layout.device_bytes() + ledger.total_bytes - ledger.pinned_bytes
+            refused = RequestTooLargeError(need_bytes, available) if need_bytes > available else None
+        return refused
+
+    def kept_tokens(self, prompt_tokens: int) -> int:
+        """How many tokens of a prompt the budget can keep, with a checkpoint at their end; 0: all, or not known."""
+        token_bytes = self.layout.token_bytes
+        if not token_bytes:
+            return 0
+        point_bytes = self.layout.request_bytes(prompt_tokens) - prompt_tokens * token_bytes
+        # Twice the point state: it is live, too. Buffers have room for one token more.
+        kept = (self._ledger.budget_bytes - 2 * point_bytes) // token_bytes - 1
+        return max(kept, 0) if kept < prompt_tokens else 0
+
+    def _beyond_limit(self, need_bytes: int) -> RequestTooLargeError | None:
+        most = self.settings.max_request_bytes
+        return None if most is None or need_bytes <= most else RequestTooLargeError(need_bytes, most, is_limit=True)
+
     def grow(self, live: LivePath, need_tokens: int) -> None:
+        self.require_memory(self.layout.request_bytes(need_tokens), live.booking.live_bytes)
         self._pager.grow(live, need_tokens)
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
@@ -560,7 +607,7 @@ class Core:
     # The cache as a whole
 
     def counters(self) -> dict[str, Any]:
-        account, states, verifier = self._account, self._states, self._verifier
+        account, states, verifier, pinned_bytes = self._account, self._states, self._verifier, self._pins.nbytes
         return {
             **states.tally.counts(),
             **self._counts,
@@ -574,10 +621,16 @@ class Core:
             "window_bytes": states.windows.nbytes,
             "duplicate_bytes": states.duplicate_bytes,
             "spare_bytes": self._slots.spare_nbytes(),
-            "pinned_bytes": self._pins.nbytes,
+            "pinned_bytes": pinned_bytes,
             "nodes": states.tree.node_count,
             "tokens": states.tree.key_count,
             "budget_bytes": self._ledger.budget_bytes,
+            "over_budget_bytes": self._ledger.over_bytes(),
+            "held_bytes": {
+                "sessions": sum(sum(path.booking.amounts) for path in self._slots.paths if path.is_open),
+                "rows": sum(sum(booking.amounts) for booking, _ in self._bookings),
+                "pins": pinned_bytes,
+            },
             "peak_bytes": self._ledger.peak_bytes,
             "verified_requests": verifier.verified,
             "verify_skipped": verifier.skipped,

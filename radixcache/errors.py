@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import traceback
+from typing import NoReturn, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class RadixCacheError(Exception):
     """Base of the errors below."""
-
-
-class BudgetFullError(RadixCacheError):
-    """The byte budget cannot hold what a call needs. State may have been evicted; nothing else has changed.
-
-    Attributes:
-        budget_bytes, held_bytes: the budget; what open sessions, groups and pins hold of it.
-        wanted_bytes: what the call needs in addition.
-    """
-
-    def __init__(self, budget_bytes: int, held_bytes: int, wanted_bytes: int) -> None:
-        super().__init__(budget_bytes, held_bytes, wanted_bytes)
-        self.budget_bytes, self.held_bytes, self.wanted_bytes = budget_bytes, held_bytes, wanted_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"{self.wanted_bytes} more bytes do not fit the budget of {self.budget_bytes} bytes: open sessions, groups "
-            f"and pins hold {self.held_bytes} bytes. Close one of them, give a smaller capacity, or raise budget_bytes."
-        )
 
 
 class CacheBusyError(RadixCacheError):
@@ -84,6 +68,27 @@ class PolicyError(RadixCacheError):
         return f"policy {self.policy}: {self.hook}() {self.reason}. The cache evicts by LRU from now on."
 
 
+class RequestTooLargeError(RadixCacheError):
+    """The live state of a request needs more bytes than there are; the byte budget never refuses a request.
+
+    Attributes:
+        needed_bytes: what the request needs while it runs.
+        available_bytes: what it may have: with `is_limit` max_request_bytes, else what the device can spare.
+    """
+
+    def __init__(self, needed_bytes: int, available_bytes: int, is_limit: bool = False) -> None:
+        super().__init__(needed_bytes, available_bytes, is_limit)
+        self.needed_bytes, self.available_bytes, self.is_limit = needed_bytes, available_bytes, is_limit
+
+    def __str__(self) -> str:
+        limit = "max_request_bytes is" if self.is_limit else "the device can spare"
+        advice = "raise max_request_bytes" if self.is_limit else "close other requests"
+        return (
+            f"the request needs {self.needed_bytes} bytes while it runs; {limit} {self.available_bytes} bytes. "
+            f"Shorten it, or {advice}."
+        )
+
+
 class SessionClosedError(RadixCacheError):
     """The session or its cache was closed, or its live state was lost to an earlier failure."""
 
@@ -107,6 +112,22 @@ class UnsupportedCacheError(RadixCacheError, TypeError):
 def refuse_copy(self: object, _: object = None) -> NoReturn:
     """`__reduce_ex__` of objects that own state: copy, deepcopy and pickle raise TypeError."""
     raise TypeError(f"a {type(self).__name__} cannot be copied or pickled, because it owns state.")
+
+
+def without_frames(error: E) -> E:
+    """Take the tracebacks out of an error that is kept, and out of its causes; notes on the errors have their text.
+
+    A traceback holds frames, and these hold arrays and often the keeper of the error: memory that nobody counts, and
+    that only Python's collector frees.
+    """
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.add_note("".join(["raised at\n", *traceback.format_tb(each.__traceback__)]))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+    return error
 
 
 def described(error: BaseException) -> str:

@@ -83,6 +83,11 @@ class Ledger:
         """Bytes that the pins of all accounts hold."""
         return sum(account.pinned_bytes for account in self._accounts)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that eviction cannot free, or a little more: idle live buffers, which it can, are among them."""
+        return sum(a.live_bytes + a.second_bytes + a.booked_checkpoint_bytes + a.pinned_bytes for a in self._accounts)
+
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more fit the budget; 0 when they fit."""
         return max(0, self.total_bytes + need_bytes - self.budget_bytes)

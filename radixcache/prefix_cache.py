@@ -120,11 +120,20 @@ def assemble(
 class PrefixCache:
     """A prefix cache: a radix tree of token prefixes with the state of the model's layers, under a byte budget.
 
+    The budget says what is kept and never refuses a request. A request whose live state is larger than the budget is
+    served: everything else that may go is evicted, and the request takes what the device can spare beyond the budget
+    for as long as it runs. `stats.over_budget_bytes` says how much that is, and `stats.held_bytes` why. When it closes,
+    as much of its prefix is kept as fits the budget, from the beginning on; with recurrent layers, up to the last
+    checkpoint that fits. begin(), begin_many() and rows do the same. RequestTooLargeError: the device cannot hold the
+    state, or it is beyond `max_request_bytes`; that is asked before the prompt is evaluated, on the first request of a
+    cache after its first chunk.
+
     Args:
         model: an mlx-lm model. Its caches come from mlx-lm's make_prompt_cache.
         caches: a callable that returns a fresh list of mlx-lm caches, in place of the model's own. Layers may be None.
-        budget_bytes: limit of live buffers plus snapshots. Default: a quarter of the memory that the device can spare.
-            Caches on the same Ledger share its budget.
+        budget_bytes: how many bytes of live buffers and snapshots are kept. Default: a quarter of the memory that the
+            device can spare. Caches on the same Ledger share its budget.
+        max_request_bytes: most bytes that the live state of one request may take. Default: what the device can spare.
         policy: the eviction policy: a name in policies.POLICIES, "my.module:Class", or an EvictionPolicy.
         cost: the prefill cost that the policy uses. Default: computed from the model's shape.
         checkpoint_interval: tokens between checkpoints during prefill.
@@ -160,6 +169,7 @@ class PrefixCache:
         *,
         caches: Callable[[], Sequence[Any]] | None = None,
         budget_bytes: int | Ledger | None = None,
+        max_request_bytes: int | None = None,
         policy: str | EvictionPolicy = "lru",
         checkpoint_interval: int = 2048,
         checkpoint_budget_bytes: int | None = None,
@@ -183,9 +193,8 @@ class PrefixCache:
         require_about(tokenizer, cost)
         sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
         vocab_size = vocabulary_size(model)
-        settings = Settings(
-            *sizes, verify, verify_seed, exact, step_size, vocab_size, on_event, seconds=seconds, model=model
-        )
+        limits = (vocab_size, on_event, max_request_bytes)
+        settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self._parts: Parts | None
         disk = None
@@ -251,6 +260,7 @@ class PrefixCache:
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
             CacheBusyError: every live slot is taken; the message names the sessions.
+            RequestTooLargeError: the device cannot hold the state of the prompt, or max_request_bytes is less.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         reserve = require_count("reserve", reserve, "tokens", least=0)
@@ -278,7 +288,8 @@ class PrefixCache:
         Raises:
             ValueError: an argument out of its range; the cache is exact, quantized, or made of sizes.
             UnsupportedCacheError: a layer's state cannot be in a batch of rows.
-            CacheFullError, BudgetFullError: no room for the state to restore.
+            CacheFullError: no room for the tokens to restore.
+            RequestTooLargeError: no memory for a prompt, as in begin().
         """
         require_namespace(namespace)
         core, states, _, _, evictor, pager = self._open

@@ -30,6 +30,7 @@ class Settings:
     step_size: int = 2048
     vocab_size: int | None = None
     on_event: Callable[..., object] | None = None
+    max_request_bytes: int | None = None
     clock: Callable[[], int] | None = None
     seconds: Callable[[], float] = time.monotonic
     trim_tokens: int | None = None
@@ -40,7 +41,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         units = dict.fromkeys(("checkpoint_interval", "tail_tokens", "step_size"), "tokens") | {"live_slots": "slots"}
-        optional = {"checkpoint_budget_bytes": "bytes", "trim_tokens": "tokens"}
+        optional = {"checkpoint_budget_bytes": "bytes", "max_request_bytes": "bytes", "trim_tokens": "tokens"}
         for name, unit in {**units, **optional}.items():
             value = getattr(self, name)
             if value is not None or name in units:

@@ -31,7 +31,7 @@ import mlx.nn as nn
 import numpy as np
 
 from radixcache.adapters.span import owned
-from radixcache.errors import BudgetFullError, SessionClosedError, refuse_copy
+from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
 from radixcache.groups.batch import Batch
 from radixcache.groups.passes import Passes, Removal, Way, WayTrial, way_of
 from radixcache.groups.row import Room, Row
@@ -128,11 +128,15 @@ class Group:
             nbytes += room.bytes_of(1, more, more) if more else 0
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
 
-    def refusal_of(self, tokens: int) -> BudgetFullError | None:
-        """The error for a row of `tokens` tokens if the row exceeds the budget even alone; None: not, or not known."""
+    def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
+        """The error if there is no memory for a row of `tokens` tokens even alone; None: there is, or not known."""
         with self._lock:
-            needed_bytes, budget_bytes = self._room.bytes_of(1, tokens, tokens), self._room.booking.budget_bytes
-        return BudgetFullError(budget_bytes, 0, needed_bytes) if needed_bytes > budget_bytes else None
+            return self._room.refusal_of(tokens)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether the cache holds more than its budget with everything evictable gone."""
+        return self._room.evictor.over_bytes() > 0
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
         """How many tokens of a prompt with these keys would be shared with the open rows if it were admitted now."""
@@ -158,7 +162,8 @@ class Group:
 
         Raises:
             ValueError: an argument out of its range.
-            CacheFullError, BudgetFullError: no room for the tokens, or the state, to restore.
+            CacheFullError: no room for the tokens to restore.
+            RequestTooLargeError: no memory for the prompt, as in PrefixCache.begin().
             SessionClosedError: the group is closed, or its rows' state was lost.
         """
         self._require_open()
@@ -168,16 +173,18 @@ class Group:
         require_namespace(namespace)
         with self._lock:
             core.reclaim_vanished()
+            room.require_row(len(prompt))
             use = core.next_use(self.priority)
             request = PrefixRequest(prompt, prompt_keys, namespace, use, tuple(map(int, marks)))
             row = Row(self._next_id, request, core.settings.vocab_size, WeakMethod(self.close_rows))
-            row.own = OwnState(self._layout, room.booking)
+            row.own = OwnState(self._layout, room.booking, len(prompt))
             self._run(lambda: self._sharing.restore(row))
             row.own.start = row.position
             self._next_id += 1
             if self._layout.has_points:
                 length, limit = len(prompt), request.limit
-                stops = checkpoint_stops(core.settings, length, request.marks, row.matched_tokens, row.position, limit)
+                found, kept = (row.matched_tokens, row.position, limit), core.kept_tokens(length)
+                stops = checkpoint_stops(core.settings, length, request.marks, *found, kept)
                 row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
             room.rows[row.id] = row
             room.book()
@@ -197,8 +204,9 @@ class Group:
 
         Raises:
             ValueError: tokens is below 1, the prompt is evaluated, or the row belongs to another group.
-            CacheFullError, BudgetFullError: no room for the chunk; nothing of it was evaluated, except for the first
-                tokens of a cache, which show how many bytes a token takes.
+            CacheFullError: no room for the chunk; nothing of it was evaluated.
+            RequestTooLargeError: no memory for the prompt, or for the chunk beside other requests. Nothing of it was
+                evaluated, except for the first tokens of a cache, which show how many bytes a token takes.
             SessionClosedError: row or group is closed, or its state was lost.
         """
         return next((logits for _, logits in self.prefill_many(model, [row], tokens)), None)
@@ -234,6 +242,9 @@ class Group:
         if not self._layout.is_known:
             row = rows[0]
             yield from self._prefill_to(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
+        with self._lock:
+            for row in rows:
+                self._room.require_row(len(row.prompt))
         yield from self._prefill_to(model, ends)
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
@@ -250,7 +261,8 @@ class Group:
 
         Raises:
             ValueError: no rows, one twice or another group's; not one integer each; a token contradicts a prompt.
-            CacheFullError, BudgetFullError: no room for N tokens; nothing was evaluated.
+            CacheFullError: no room for N tokens; nothing was evaluated.
+            RequestTooLargeError: no memory for N tokens; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
         if not rows:
@@ -280,7 +292,7 @@ class Group:
         Raises:
             ValueError: the row does not hold all of the range, or is another group's.
             ShiftError: keys cannot be rotated, there are recurrent layers, or windows would need tokens that are gone.
-            BudgetFullError: no room for copies of state that was read in place.
+            RequestTooLargeError: no memory for copies of state that was read in place.
             SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
@@ -492,7 +504,7 @@ class Group:
         with self._lock:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
-                if is_here and self._room.evictor.find_room(self._room.point_bytes(at)):
+                if is_here and self._room.has_room_for_checkpoint(row, at):
                     self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
 
     def _close_unattended(self) -> None:

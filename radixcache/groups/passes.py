@@ -5,7 +5,7 @@
     side by side    the rows stay in one batch. Rows join by `Batch.take_in` if it has room. Otherwise all move to a new
                     batch by `Batch.gathered`, which takes as long as a step, so it reserves room for rows to come. A
                     row that leaves leaves a hole, until another row joins or holes have cost as much as a step
-    one by one      rows that do not fit side by side, padded to the longest; a row that prefills a chunk alone
+    one by one      rows that do not fit the budget side by side, padded to the longest; a row in prefill by itself
 
 Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
@@ -34,10 +34,10 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from radixcache.adapters.contract import Spans
 from radixcache.adapters.registry import adapter_for
-from radixcache.errors import BudgetFullError, ShiftError, UnsupportedCacheError
+from radixcache.errors import ShiftError, UnsupportedCacheError
 from radixcache.groups.attention import Pair, serve
 from radixcache.groups.batch import Batch, Held, LostStateError
-from radixcache.groups.row import Room, Row
+from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
@@ -81,7 +81,7 @@ class Passes:
         try:
             with self._lock:
                 batch = self._joined(rows, ids.shape[1]) or self._gathered(rows, ids.shape[1], is_prompt)
-        except BudgetFullError:
+        except OverBudgetError:
             return None
         places = [row.at for row in rows]
         if places == list(range(len(batch.rows))):
@@ -91,7 +91,7 @@ class Passes:
         return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """Let all join the batch of most of these rows, and grow it; None: they need a new one. BudgetFullError."""
+        """Let all join the batch of most of these rows, and grow it; None: they need a new one. OverBudgetError."""
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
         joining = [row for row in rows if row.batch is not batch]
@@ -99,8 +99,8 @@ class Passes:
         if not (nobody_stays and (not joining or batch.take_in(joining)) and batch.goes_on(count)):
             return None
         try:
-            self._grow(batch, count)
-        except BudgetFullError:
+            self._grow(batch, count, is_strict=True)
+        except OverBudgetError:
             if batch.columns.row_capacity == len(rows):
                 raise
             return None
@@ -121,7 +121,11 @@ class Passes:
         if room.evictor.over_bytes(wanted):
             spare_rows = 0
         all_rows = len(rows) + spare_rows
-        spare = room.ask(lambda more: room.bytes_of(all_rows, size + more, position), GROWTH_COLUMNS, held)
+
+        def nbytes(more: int) -> int:
+            return room.bytes_of(all_rows, size + more, position)
+
+        spare = room.ask(nbytes, GROWTH_COLUMNS, held, is_strict=True)
         left = {id(row.batch) for row in rows}
         for other in room.rows.values():
             if other not in rows and id(other.batch) in left:
@@ -169,26 +173,32 @@ class Passes:
                 self._room.book()
             raise
 
-    def _grow(self, batch: Batch, count: int) -> None:
-        """Make room for so many more tokens of each row. BudgetFullError: there is none."""
+    def _grow(self, batch: Batch, count: int, *, is_strict: bool = False) -> None:
+        """Make room for so many more tokens of each row; errors as in Room.ask."""
         columns, room = batch.columns, self._room
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
             return
         spare = GROWTH_COLUMNS if room.layout.is_known else 0  # in the first pass a token's bytes are unknown
+        owed = 0
         if spare and len(batch.rows) == 1:
-            spare = max(batch.rows[0].prompt_left - count, spare)
+            owed = max(batch.rows[0].prompt_left - count, 0)
+            spare = max(owed, spare)
+        room.require_row(position + count)
         size = columns.end + count + 1
 
-        def ask() -> int:
-            rows = columns.row_capacity
-            return room.ask(lambda more: room.bytes_of(rows, size + more, position + count), spare, batch.nbytes)
+        def ask(is_strict: bool) -> int:
+            def nbytes(more: int) -> int:
+                return room.bytes_of(columns.row_capacity, size + more, position + count)
+
+            return room.ask(nbytes, spare, batch.nbytes, owed=owed, is_strict=is_strict)
 
         try:
-            columns.capacity = size + ask()
-        except BudgetFullError:
-            self.settle(spared=batch)
-            columns.capacity = size + ask()
+            columns.capacity = size + ask(is_strict=True)
+        except OverBudgetError:
+            if not room.evictor.over_bytes():  # else the others have no more than they need
+                self.settle(spared=batch)
+            columns.capacity = size + ask(is_strict)
 
 
 def _parts(batch: Batch) -> list[Part]:
@@ -210,7 +220,7 @@ class Removal(NamedTuple):
     end: int
 
     def run(self, model: Any) -> None:
-        """Remove them. ShiftError: impossible. BudgetFullError: no room for copies. Both change nothing."""
+        """Remove them. ShiftError: impossible. RequestTooLargeError: no memory for copies. Both change nothing."""
         room, row, begin, end = self
         row.leave_others()
         self._require_removable()

@@ -5,19 +5,20 @@
                     in place: spans of nodes on the row's path; the rest in columns of a batch
     known           the prompt, and the tokens passed to step(), which need not be evaluated yet
 
-Room counts tokens against the capacity and asks the byte budget before anything is evaluated. Callers hold the cache's
-lock, except where a method says otherwise.
+Room counts tokens against the capacity and asks for bytes before anything is evaluated. Rows that do not fit the budget
+go on one by one, beyond the budget, with what the device can spare. Callers hold the cache's lock, except where a
+method says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
 from radixcache.adapters.contract import Spans
 from radixcache.core import Core
-from radixcache.errors import BudgetFullError, CacheFullError, refuse_copy
+from radixcache.errors import CacheFullError, RequestTooLargeError, refuse_copy
 from radixcache.groups.batch import Batch
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
@@ -173,6 +174,10 @@ class Row:
         self.stops = {}
 
 
+class OverBudgetError(Exception):
+    """The budget has no room for rows side by side; they go on one by one."""
+
+
 class Room:
     """The open rows of one group, with their tokens and bytes; `capacity` is in tokens of all rows together."""
 
@@ -232,6 +237,13 @@ class Room:
         windows = ((leaf, window) for leaf, window in enumerate(self._windows) if window is not None)
         return sum(self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1) for leaf, window in windows)
 
+    def has_room_for_checkpoint(self, row: Row, position: int) -> bool:
+        """Whether the budget has room for a checkpoint; of a row that is larger, for the row up to there at its end."""
+        nbytes, length, budget_bytes = self.point_bytes(position), len(row.prompt), self.booking.budget_bytes
+        if self.bytes_of(1, length, length) <= budget_bytes:
+            return self.evictor.find_room(nbytes)
+        return position * self.layout.token_bytes + 2 * nbytes <= budget_bytes  # twice: it is live, too
+
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""
         return position == 0 or any(window is not None and position < window for window in self._windows)
@@ -240,11 +252,23 @@ class Room:
         """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""
         return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
 
-    def ask(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0) -> int:
+    def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
+        """The error for a row of so many tokens if it cannot have its memory even alone; None: it can, or not known."""
+        return self.core.beyond_all(self.bytes_of(1, tokens, tokens))
+
+    def require_row(self, tokens: int) -> None:
+        if (refused := self.refusal_of(tokens)) is not None:
+            raise refused
+
+    def ask(
+        self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0, *, owed: int = 0, is_strict: bool = False
+    ) -> int:
         """Make room for buffers and book it until `book` measures them; returns how many spare columns they get.
 
-        `nbytes` says their bytes with so many spare columns; they replace buffers of `freed_bytes`. Spare columns go
-        first, then checkpoints of rows. BudgetFullError: there is no room.
+        `nbytes` says their bytes with so many spare columns; they replace buffers of `freed_bytes`. If the budget is
+        short, spare columns go first, then checkpoints of rows. Beyond the budget the buffers get what the device has,
+        with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
+        OverBudgetError: with `is_strict`, in place of going beyond the budget.
         """
         evictor = self.evictor
         generous = nbytes(spare) - freed_bytes
@@ -257,9 +281,23 @@ class Room:
                 for row in self.rows.values():
                     row.own.clear()
             if not evictor.find_room(need):
-                raise BudgetFullError(self.booking.budget_bytes, evictor.fixed_bytes(), need)
+                if is_strict:
+                    raise OverBudgetError
+                return self._ask_device(nbytes, (spare, owed), freed_bytes)
         self.booking.book_live(self.booking.live_bytes + max(0, need))
         return 0
+
+    def _ask_device(self, nbytes: Callable[[int], int], spares: Sequence[int], freed_bytes: int) -> int:
+        refused: RequestTooLargeError | None = None
+        for spare in spares:
+            refused = self.core.beyond_device(nbytes(spare), freed_bytes)
+            if refused is None:
+                more_bytes = max(0, nbytes(spare) - freed_bytes)
+                self.evictor.make_room(more_bytes)
+                self.booking.book_live(self.booking.live_bytes + more_bytes)
+                return spare
+        assert refused is not None
+        raise refused
 
     @property
     def nbytes(self) -> int:

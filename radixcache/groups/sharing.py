@@ -48,7 +48,7 @@ class Sharing:
         return layers > 0 and tokens * self._layout.token_bytes >= self._segment_bytes * layers
 
     def restore(self, row: Row) -> None:
-        """Start a new row behind what tree and rows have of its prompt. CacheFullError, BudgetFullError: no room."""
+        """Start a new row behind what tree and rows have of its prompt; errors as in Group.admit."""
         core, request = self._core, row.request
         core.read_store(request)
         self._offer_from_others(row)
@@ -82,7 +82,7 @@ class Sharing:
         return min(common, max(resume, *offers, 0))
 
     def place(self, row: Row, in_segments: bool) -> None:
-        """Copy a row's spans into its tails, except (`in_segments`) long ones. BudgetFullError: there is no room."""
+        """Copy a row's spans into its tails, except (`in_segments`) long ones. RequestTooLargeError: no memory."""
         row.in_segments = in_segments
         if row.node is None:
             return
@@ -183,6 +183,9 @@ class Sharing:
             node, row.node, row.orphans = row.node, None, []
             row.own.clear()
             self._release(node)
+            self._room.rows.pop(row.id, None)
+            if self._evictor.over_bytes():  # what this row held is room for the next one
+                self._room.booking.book_live(self._room.nbytes)
             self._core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
     def _store(self, row: Row) -> None:
@@ -192,7 +195,12 @@ class Sharing:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
             keys = keys[: self._end(row, len(keys))]
-        self._put(row, keys, row.own.checkpoints, self._evictor.make_room, "end", closing=True)
+        put = partial(self._put, row, has_room=self._evictor.make_room, kind="end", closing=True)
+        own = row.own.checkpoints
+        if not put(keys, own) and self._layout.has_points:
+            # No room for all of it: up to the last checkpoint that fits.
+            ends = sorted({each.offset for each in own if each.offset < len(keys)}, reverse=True)
+            any(put(keys[:end], [each for each in own if each.offset <= end]) for end in ends)
         self._core.write_store(keys, row.request, row.cached_tokens)
 
     def _reach(self, row: Row, keys: Keys) -> int:

@@ -23,9 +23,10 @@ from operator import is_not
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import psutil
 from mlx_lm.models.cache import CacheList, KVCache
 
-from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot
+from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot, tokens_in
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.window import WindowAdapter, is_windowed
 from radixcache.errors import RadixCacheError, SnapshotError
@@ -52,6 +53,7 @@ class Layout:
         is_quantized: KVCache layers are quantized from offset 0, as `kv_bits` and `kv_group_size` say.
         token_bytes: bytes of a token over all span leaves; 0 before a forward pass was seen.
         shapes: of each leaf its adapter's `shapes`; None before the leaf was written.
+        state_bytes: bytes of the state of all recurrent layers.
         windows: the different windows of leaves in use.
         has_states, has_points: some leaf in use is a point leaf but no window; a point leaf.
 
@@ -106,7 +108,24 @@ class Layout:
 
     def leaf_bytes(self, leaf: int) -> int:
         """Bytes of a token in a leaf with a time axis, else of the whole state; 0 before it is known."""
-        return sum(math.prod(shape) * dtype.size for *shape, dtype in self.shapes[leaf] or ())
+        shapes = self.shapes[leaf] or ()
+        return sum(math.prod(shape) * dtype.size for *shape, dtype in shapes if isinstance(dtype, mx.Dtype))
+
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
+        windows = sum(tokens_in(window.needs(tokens)) * self.window_bytes(window) for window in self.windows)
+        return tokens * self.token_bytes + windows + self.state_bytes
+
+    def device_bytes(self) -> int:
+        """Bytes that the device can still give to MLX.
+
+        Source: MLX's recommended working set less its active memory, if the device states one (Metal); else the
+        available memory of the system, and what MLX keeps of freed buffers.
+        """
+        working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+        if working_set:
+            return max(0, working_set - mx.get_active_memory())
+        return int(psutil.virtual_memory().available) + mx.get_cache_memory()
 
     def window_bytes(self, window: Window) -> int:
         """Bytes of a token in all leaves with this window; 0 before it is known."""
@@ -155,6 +174,9 @@ class Layout:
             if window is not None and leaf not in known and self.is_in_use(leaf):
                 alike.setdefault((window, adapter, self.shapes[leaf]), []).append(leaf)
         self._stacks += [Stack(window, adapter, tuple(found)) for (window, adapter, _), found in alike.items()]
+        kinds = enumerate(zip(self._adapters, self._windows, strict=True))
+        states = [leaf for leaf, (adapter, window) in kinds if adapter.is_point and window is None]
+        self.state_bytes = sum(map(self.leaf_bytes, states))
         # The first stack of a window speaks for all of them.
         self._first_stack = {stack.window: stack for stack in reversed(self._stacks)}
         self._first_leaf = {window: stack.leaves[0] for window, stack in self._first_stack.items()}

@@ -43,7 +43,7 @@ class SizedLayout(Layout):
         self.token_bytes = token_bytes
         self.has_points = points > 0
         self.has_states = checkpoint_bytes > 0
-        self._checkpoint_bytes = checkpoint_bytes
+        self._checkpoint_bytes = self.state_bytes = checkpoint_bytes
         for keys, nbytes in windows:
             if keys and nbytes:
                 self._window_bytes[Window(keys)] = self.window_bytes(Window(keys)) + nbytes
@@ -62,6 +62,9 @@ class SizedLayout(Layout):
     def learn(self, caches: Sequence[Any]) -> None: ...
     def evaluate(self, caches: Sequence[Any]) -> None: ...
     def release(self) -> None: ...
+
+    def device_bytes(self) -> int:
+        return NEVER
 
     def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int]:
         first = self.first_offset(caches)

@@ -55,6 +55,12 @@ class CacheStats:
     nodes: int = gauge("nodes", "Nodes of the tree.")
     tokens: int = gauge("tokens", "Distinct tokens on the edges of the tree.")
     budget_bytes: int = gauge("bytes", "Byte budget.")
+    over_budget_bytes: int = gauge(
+        "bytes", "Bytes beyond the budget, of all caches that share it, while requests that are larger than it run."
+    )
+    held_bytes: dict[str, int] = gauge(
+        "bytes", "What eviction cannot free, by what holds it: the reason for over_budget_bytes.", label="holder"
+    )
     budget_source: str = fact("Where the budget comes from.")
     peak_bytes: int = gauge("bytes", "Peak of live, paged and verify bytes of all caches that share the budget.")
     verified_requests: int = counter(

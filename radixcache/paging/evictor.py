@@ -418,16 +418,14 @@ class GuardedPolicy:
         return self._policy.victim() if hook == "victim" else None
 
     def _replace(self, hook: str, what: str, cause: Exception | None = None) -> None:
-        failure = PolicyError(type(self._policy).__name__, hook, what)
-        failure.__cause__ = cause
-        self._policy = LRU()
+        name, self._policy = type(self._policy).__name__, LRU()
         self.ranks_whole_edges = True
         for entry in self._entries.values():
             self._policy.inserted(entry)
             self._policy.evictable_changed(entry, entry.entry_id in self._evictable)
 
         def fail() -> None:
-            raise failure
+            raise PolicyError(name, hook, what) from cause
 
         self._lock.afterwards.append(fail)
 

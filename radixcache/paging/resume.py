@@ -220,11 +220,12 @@ def floor(offset: int, step_size: int) -> int:
 
 
 def checkpoint_stops(
-    settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int
+    settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int, kept: int = 0
 ) -> dict[int, str]:
     """Offsets up to `last` at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
 
-    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well.
+    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well. The budget
+    can keep `kept` tokens of the prompt; 0: all.
     """
     stops = dict.fromkeys(marks, "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
@@ -232,6 +233,8 @@ def checkpoint_stops(
         stops[tail] = "tail"
     if matched > resumed:
         stops[min(matched, last)] = "branch"
+    if 0 < kept <= last:
+        stops[kept] = "branch"  # not thinned: the next turn resumes there
     for offset in range(interval, last + 1, interval):
         # Close to another one it would save next to nothing and cost as much.
         if all(abs(offset - other) >= interval // 8 for other in stops):

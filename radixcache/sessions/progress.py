@@ -22,13 +22,15 @@ of windows too, as a ring that is filled in another order would add up in anothe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from radixcache.adapters.point import arrays_in
 from radixcache.core import Core
-from radixcache.errors import SnapshotError
+from radixcache.errors import RequestTooLargeError, SnapshotError
 from radixcache.layers.layout import is_evaluation_failure
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, floor
@@ -150,7 +152,7 @@ class Progress:
         self._drop_held_pass()
         held = self._layout.hold(self.caches, count)
         if self._span_capacity and self.position + count >= self._span_capacity:
-            with self._core.lock:
+            with self._core.lock, self._noting_refusal():
                 # Room for these tokens and more; copies the buffers once, without waiting for it.
                 self._core.grow(self._live, self.position + count)
                 self._span_capacity = self._layout.span_capacity(self.caches)
@@ -168,6 +170,15 @@ class Progress:
         if self._noted:
             self._note_leaves()
         return logits, held
+
+    @contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        """Note that a refused request has lost nothing: what it has evaluated is right."""
+        try:
+            yield
+        except RequestTooLargeError as error:
+            self._raised = error
+            raise
 
     def _hold_pass(self, offset: int, held: list[Any]) -> None:
         """Hold on to what undoes the last pass, if its start cannot be reached otherwise. The lock is held."""

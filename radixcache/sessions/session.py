@@ -304,7 +304,7 @@ class Session(Progress):
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
     def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
-        step_size = self._step_size
+        step_size, was_known = self._step_size, self._layout.is_known
         stops = self._checkpoint_stops(last)
         if on_progress is not None:
             on_progress(min(self.position, last), len(self.prompt))
@@ -313,6 +313,11 @@ class Session(Progress):
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
             with self._core.timing_prefill(start, end):
                 self._prefill_chunk(model, self.prompt[start:end])
+            if not was_known:  # the first chunk of a cache shows what a token takes
+                was_known = True
+                with self._core.lock, self._noting_refusal():
+                    whole_bytes = self._layout.request_bytes(len(self.prompt))
+                    self._core.require_memory(whole_bytes, self._live.booking.live_bytes)
             if end in stops:
                 self._take_checkpoint(stops[end])
             if on_progress is not None:
@@ -323,7 +328,8 @@ class Session(Progress):
         if not self._layout.has_points:
             return {}
         settings, position, marks = self._core.settings, self.position, self._request.marks
-        stops = checkpoint_stops(settings, len(self.prompt), marks, self.matched_tokens, self.cached_tokens, last)
+        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.kept_tokens(len(self.prompt))
+        stops = checkpoint_stops(settings, len(self.prompt), marks, *found, kept)
         if settings.exact:
             return stops_on_grid(stops, settings.step_size, position, last)
         return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}

@@ -121,10 +121,11 @@ class Entries:
         self.thinning.remove(entry)
         self._policy.evicted(entry)
         del self._node_of[entry.entry_id]
+        entry.digest_of, entry.digests_of = bytes, None  # they refer to the entry: a cycle
 
     def merge(self, gone: Entry, into: Entry, digest_of: Callable[[], bytes]) -> None:
         """A node's spans were joined with those of its child, and the child's entry mirrors that."""
-        gone.digest_of = digest_of
+        gone.digest_of, gone.digests_of = digest_of, None
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
         into.uses = max(into.uses, gone.uses)

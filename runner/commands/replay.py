@@ -183,7 +183,7 @@ def _run(
     loaded: "LoadedModel", script: "Script", caches: Sequence[str], options: ReplayOptions, parallel: int | None
 ) -> "tuple[Report, Exception | None]":
     """Serve the script; returns what finished, and the error that ended the replay early. UsageError: no reply came."""
-    from radixcache import BudgetFullError, PolicyError, StoreError, UnsupportedCacheError
+    from radixcache import PolicyError, RequestTooLargeError, StoreError, UnsupportedCacheError
     from runner.replay.progress import ReplayProgress, expected_time
     from runner.replay.replayer import Replay
     from runner.replay.report import Report
@@ -205,10 +205,10 @@ def _run(
             replay.run()
     except KeyboardInterrupt:
         broken_off = typer.Exit(outputs.EXIT_INTERRUPTED)
-    except BudgetFullError as error:
+    except RequestTooLargeError as error:
         broken_off = outputs.UsageError(
-            f"--budget-mib is {options.budget_bytes / MIB:g}; one request needs "
-            f"{(error.held_bytes + error.wanted_bytes) / MIB:,.1f} MiB. Give a larger budget."
+            f"one request needs {error.needed_bytes / MIB:,.1f} MiB; the device can spare "
+            f"{error.available_bytes / MIB:,.1f} MiB."
         )
     except PolicyError as error:
         broken_off = outputs.UsageError(f"--policy: {error}")

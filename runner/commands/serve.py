@@ -47,6 +47,10 @@ def serve(
     prompt_cache_bytes: Annotated[
         str | None, Option(help="The same budget, as bytes, 500MB or 8GB.  [default: a quarter of the free memory]")
     ] = None,
+    max_request_bytes: Annotated[
+        str | None,
+        Option(help="Most bytes that one request may hold while it runs, also beyond the budget.  [default: all free]"),
+    ] = None,
     prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
     namespace_by: Annotated[str, Option(help="key: API keys share no prefixes; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
@@ -80,6 +84,7 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         log_level=log_level.upper(),
         budget_bytes=_budget_bytes(budget_gib, prompt_cache_bytes),
+        max_request_bytes=_bytes_of("--max-request-bytes", max_request_bytes),
         namespace_by="key" if namespace_by == "key" else "none",
     )
     _require_compatible(options)
@@ -91,18 +96,24 @@ def serve(
 
 
 def _budget_bytes(budget_gib: float | None, prompt_cache_bytes: str | None) -> int | None:
-    if prompt_cache_bytes is None:
-        budget_bytes = None if budget_gib is None else int(budget_gib * (1 << 30))
-    else:
-        from runner.serve.mlx_lm_border import parse_size
-
-        try:
-            budget_bytes = parse_size(prompt_cache_bytes)
-        except (KeyError, ArithmeticError) as error:
-            wanted = "wanted a number of bytes, or a size such as 500MB or 8GB."
-            raise UsageError(f"--prompt-cache-bytes is {prompt_cache_bytes!r}; {wanted}") from error
+    given_bytes = None if budget_gib is None else int(budget_gib * (1 << 30))
+    budget_bytes = given_bytes if prompt_cache_bytes is None else _bytes_of("--prompt-cache-bytes", prompt_cache_bytes)
     require(budget_bytes is None or budget_bytes > 0, "the budget is 0 bytes; wanted more than 0.")
     return budget_bytes
+
+
+def _bytes_of(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    from runner.serve.mlx_lm_border import parse_size
+
+    try:
+        nbytes: int = parse_size(text)
+    except (KeyError, ArithmeticError) as error:
+        wanted = "wanted a number of bytes, or a size such as 500MB or 8GB."
+        raise UsageError(f"{option} is {text!r}; {wanted}") from error
+    require(nbytes > 0 or option == "--prompt-cache-bytes", f"{option} is 0 bytes; wanted more than 0.")
+    return nbytes
 
 
 def _require_compatible(options: ServeOptions) -> None:

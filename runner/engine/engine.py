@@ -14,7 +14,8 @@ A round:
 What breaks this order:
 
     cancelled         a request without a first token ends at once; a reply ends with the token that is on its way
-    no room           the request that came last waits again; its state is stored, so it resumes there
+    over the budget   the request that came last waits again; its state is stored, so it resumes there if that is kept.
+    or no room        A request alone goes on beyond the budget, with what the device can spare
     context full      the oldest turns are taken out of the row; if that is impossible, the reply ends
     one failed        a sampler, a callback or the forward pass of one prompt raised: that request ends
     a step failed     the model raised in a pass of several: they all end, each with that error
@@ -22,8 +23,8 @@ What breaks this order:
     not a number      the logits of a row are NaN: that request ends; what is stored ends before it
 
 Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and as
-many bytes of the budget with all evictable state gone. A request that does not fit waits, and so do all behind it, but
-not those behind a request that waits to share more with a prompt in prefill. The group can still refuse: pins change.
+many bytes of the budget with all evictable state gone. A request that does not fit waits until it is alone, and so do
+all behind it, but not those behind a request that waits to share more with a prompt in prefill.
 
 Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
 prefilled after at most twice its own chunks and those of earlier requests. Nothing here reads a clock. Not thread-safe.
@@ -39,8 +40,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from radixcache import BudgetFullError, CacheFullError, Group, Row, SessionClosedError
-from radixcache.errors import ShiftError
+from radixcache import CacheFullError, Group, RequestTooLargeError, Row, SessionClosedError
+from radixcache.errors import ShiftError, without_frames
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
 from runner.engine.replies import Piece
@@ -50,7 +51,7 @@ from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSeq
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
-NO_ROOM = (CacheFullError, BudgetFullError)  # there is no room for a row until other requests end
+NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
 
 
 class AdmissionQueue:
@@ -146,6 +147,7 @@ class Engine:
 
     def round(self) -> None:
         self._end_cancelled()
+        self._keep_to_budget()
         has_prefilled, self._owes_step = self._owes_step, False
         if not has_prefilled:
             self._admit()
@@ -176,6 +178,7 @@ class Engine:
                 self.finish(sequence, sequence.reply.end("length", note=sequence.note))
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
+        self._failure = None
 
     def finish(self, sequence: TokenSequence, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
@@ -187,7 +190,7 @@ class Engine:
             sequence.held_row.close()
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
-        self.finish(sequence, sequence.reply.end("error", error=error))
+        self.finish(sequence, sequence.reply.end("error", error=without_frames(error)))
 
     def _end_cancelled(self) -> None:
         """End requests that were cancelled before their first token; `_hand_out` ends replies."""
@@ -196,10 +199,10 @@ class Engine:
                 self.finish(sequence, sequence.reply.end("cancelled"))
 
     def _admit(self) -> None:
-        # A request that needs more bytes than the budget has ends now, not after all others.
-        waiting = self._queue.waiting
-        while waiting and (refusal := self.group.refusal_of(len(waiting[0].tokens))) is not None:
-            self.fail(waiting[0], refusal)
+        # A request that needs more memory than there is ends now, not after all others.
+        for sequence in [*self._queue.waiting]:
+            if (refusal := self.group.refusal_of(len(sequence.tokens))) is not None:
+                self.fail(sequence, refusal)
         while each := self._queue.next(self.group):
             try:
                 row = self.group.admit(each.tokens, keys=each.keys, marks=each.marks, namespace=each.namespace)
@@ -249,7 +252,7 @@ class Engine:
                 except NO_ROOM as error:
                     self._make_room(error)
         except Exception as error:
-            self._failure = error
+            self._failure = without_frames(error)
             for sequence in [] if self.group.is_lost else rows.values():
                 if len(rows) == 1:
                     self.fail(sequence, error)
@@ -296,11 +299,11 @@ class Engine:
                 break
             except NO_ROOM as error:
                 if len(self._queue.running) == 1:
-                    sequences[0].failure = error
+                    sequences[0].failure = without_frames(error)
                     break
                 self._make_room(error)
             except Exception as error:
-                self._failure = error
+                self._failure = without_frames(error)
                 raised = error.__cause__ if isinstance(error, LostStateError) else error
                 for sequence in sequences:
                     sequence.failure = raised if isinstance(raised, Exception) else error
@@ -339,10 +342,18 @@ class Engine:
             if sequence.failure is not None:
                 self.fail(sequence, sequence.failure)
 
+    def _keep_to_budget(self) -> None:
+        """While the running requests are beyond the budget, let the one that came last wait; the first goes on."""
+        while len(self._queue.running) > 1 and self.group.is_over_budget:
+            self._send_back()
+
     def _make_room(self, error: Exception) -> None:
         """Let the request that came last wait again. Raises the error if it is the only one."""
         if len(self._queue.running) == 1:
             raise error
+        self._send_back()
+
+    def _send_back(self) -> None:
         sequence = max(self._queue.running, key=lambda each: each.ticket.number)
         while sequence in self._queue.running and sequence.unread:
             self._read([sequence])
@@ -372,7 +383,7 @@ class Engine:
         except (ContextError, ShiftError, *NO_ROOM) as error:
             sequence.note = _full(window, error)
         except Exception as error:
-            self._failure = sequence.failure = error
+            self._failure = sequence.failure = without_frames(error)
         return False
 
     def _lose_all(self, error: Exception) -> None:
@@ -380,7 +391,7 @@ class Engine:
         self.group.close_after(error)
         for sequence in list(self._queue.running):
             self.fail(sequence, error)
-        self.group, self._failure = self._new_group(), None
+        self.group = self._new_group()
 
 
 def _full(window: ContextWindow, error: Exception) -> str:

@@ -14,8 +14,9 @@ Invariants, each with a test:
   PG1  A reply does not depend on other requests: whether they join, leave, fail or are cancelled.
   PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply. First
        tokens of a chunk of prefill are handed out before the step.
-  PG3  A request is admitted when cells and bytes suffice for prompt and reply. If they run out later, the request that
-       came last waits again, with its text, and resumes from what the tree has of it.
+  PG3  A request is admitted when cells and bytes suffice for prompt and reply, or when no other one runs. If they run
+       out later, the request that came last waits again, with its text, and resumes from what the tree has of it. A
+       request alone goes on beyond the budget, as in `PrefixCache`.
   PG4  However a request ends, its correct state is stored; nothing behind a shift is.
   PG5  Between iterations, MLX's compiled mode is what it was before.
 

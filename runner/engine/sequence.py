@@ -29,7 +29,7 @@ from mlx_lm.models.cache import TokenBuffer
 from numpy.typing import NDArray
 
 from radixcache import Row
-from radixcache.errors import refuse_copy
+from radixcache.errors import refuse_copy, without_frames
 from radixcache.tokens import TokenIds
 from runner.engine.replies import Completion, ProgressCallback, Reply, Sampler, greedy, log_probabilities, sample
 
@@ -297,7 +297,7 @@ def _guide(logits: mx.array, sequences: Mapping[int, TokenSequence]) -> mx.array
             if allowed is not None:
                 mask[row] = allowed[: mask.shape[1]]
         except Exception as error:
-            sequence.failure = error
+            sequence.failure = without_frames(error)
     return mx.where(mx.array(mask), logits, -mx.inf)
 
 
@@ -310,7 +310,7 @@ def _replace_rows(
         try:
             own[row] = make(row, sequence)
         except Exception as error:
-            sequence.failure = error
+            sequence.failure = without_frames(error)
     return mx.concatenate([own.get(row, values[row : row + 1]) for row in range(len(values))]) if own else values
 
 

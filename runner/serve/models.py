@@ -330,6 +330,7 @@ class Models:
         cache = PrefixCache(
             caches=fresh,
             budget_bytes=self.ledger,
+            max_request_bytes=options.max_request_bytes,
             policy=options.policy,
             cost=analytic_cost(loaded.model),
             live_slots=options.live_slots,

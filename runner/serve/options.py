@@ -60,6 +60,7 @@ class ServeOptions:
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
     quantized_kv_start: Annotated[int, Option(help="First token that is quantized; with --kv-bits only 0.", min=0)] = 0
     budget_bytes: int | None = None
+    max_request_bytes: int | None = None
     served_model_names: tuple[str, ...] = ()
     strict_model_names: Annotated[
         bool, Option("--strict-model-names", help="Refuse names that are no model, instead of serving --model.")

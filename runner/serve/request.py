@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from radixcache.errors import BudgetFullError, CacheFullError
+from radixcache.errors import CacheFullError, RequestTooLargeError
 
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
@@ -343,17 +343,17 @@ class OpenRequest:
         """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
         if isinstance(error, ApiError):
             self._fail(error)
-        elif not isinstance(error, (BudgetFullError, CacheFullError)):
+        elif not isinstance(error, (RequestTooLargeError, CacheFullError)):
             self.fail(500, f"{type(error).__name__}: {error}")
         elif self.tokens:
             self.end("length", str(error))
-        else:  # The text of the error tells what other tenants hold, so only the record gets it.
-            room = f"budget of {error.budget_bytes} bytes" if isinstance(error, BudgetFullError) else "cache"
-            prompt_tokens = self.record.prompt_tokens
-            message = f"a prompt of {prompt_tokens} tokens does not fit the {room}."
-            anthropic_message = f"prompt is too long: {prompt_tokens} tokens do not fit the {room}"
-            full = ApiError(400, message, code=TOO_LONG, anthropic_message=anthropic_message)
-            self._fail(full, str(error))
+        else:
+            prompt_tokens, why = self.record.prompt_tokens, "do not fit the cache"
+            if isinstance(error, RequestTooLargeError):
+                limit = "--max-request-bytes allows" if error.is_limit else "the device can spare"
+                why = f"need {error.needed_bytes} bytes while they run; {limit} {error.available_bytes}"
+            message, anthropic_message = (f"{start} {prompt_tokens} tokens {why}" for start in STARTS)
+            self._fail(ApiError(400, f"{message}.", code=TOO_LONG, anthropic_message=anthropic_message), str(error))
 
     def _fail(self, error: ApiError, note: str | None = None) -> None:
         if not self.is_over:
@@ -426,6 +426,7 @@ class ApiError(Exception):
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
 
 
+STARTS = ("the prompt's", "prompt is too long:")  # of such a message in OpenAI's and Anthropic's form
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 ERROR_FIELDS = ("param", "code", "retry_after_s", "anthropic_message")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from radixcache.layers.layout import Layout
 from runner.replay import caches, progress
 
 
@@ -108,15 +109,16 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
     assert json.loads(tree.read_text())
 
 
-def test_what_had_finished_before_a_budget_that_is_too_small_is_kept(command, tmp_path):
+def test_what_had_finished_before_a_request_that_the_device_cannot_hold_is_kept(command, tmp_path, monkeypatch):
     path, out = tmp_path / "long.json", tmp_path / "out.json"
     turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
     path.write_text(json.dumps({"messages": [*turns, {"role": "user", "content": "x" * 2000}]}))
+    monkeypatch.setattr(Layout, "device_bytes", lambda _: 0)
     code, stdout, stderr = command(*replay(path), "--parallel", 2, "--budget-mib", 2, "--json", out)
     assert code == 2
     assert "1 user at a time got 4 tokens" in stdout
     assert stderr.splitlines()[-2] == "interrupted: 1 of 2 requests had finished."
-    wanted = r"error: --budget-mib is 2; one request needs \d+\.\d MiB\. Give a larger budget\."
+    wanted = r"error: one request needs \d+\.\d MiB; the device can spare \d+\.\d MiB\."
     assert re.fullmatch(wanted, last_line(stderr))
     written = json.loads(out.read_text())
     assert (written["interrupted"], len(written["runs"][0]["rows"])) == (True, 1)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache import BudgetFullError, PrefixCache
+from radixcache import PrefixCache, RequestTooLargeError
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Completion, Piece, generate
 from runner.engine.sequence import Ticket
@@ -534,8 +534,8 @@ def test_going_back_to_waiting_happens_and_resumes_where_the_reply_stood(llama: 
     assert starts[0][0] == starts[0][1] - 1
 
 
-def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(llama: LoadedModel) -> None:
-    cache = new_cache(llama, budget_bytes=900_000)
+def test_a_prompt_that_no_memory_is_enough_for_does_not_hold_up_those_behind_it(llama: LoadedModel) -> None:
+    cache = new_cache(llama, max_request_bytes=900_000)
     with new_generator(llama, cache, capacity=2000) as generator:
         drain_one = submit(generator, PROMPTS[0], 2)
         drain(generator)
@@ -545,8 +545,33 @@ def test_a_prompt_that_never_fits_the_bytes_does_not_hold_up_those_behind_it(lla
         ended = [ticket for ticket, piece in generator if piece.completion is not None]
     assert done(drain_one).done_reason == "length"
     assert ended == [never, behind, first]
-    assert isinstance(done(never).error, BudgetFullError)
-    assert str(done(never).error).startswith("1536000 more bytes do not fit the budget of 900000 bytes")
+    assert isinstance(done(never).error, RequestTooLargeError)
+    assert str(done(never).error).startswith(
+        "the request needs 1536000 bytes while it runs; max_request_bytes is 900000"
+    )
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 600_000])
+def test_requests_that_are_larger_than_the_budget_are_served_one_after_the_other(
+    loaded: LoadedModel, budget_bytes: int
+) -> None:
+    cache = new_cache(loaded, budget_bytes=budget_bytes)
+    most_rows = 0
+    with new_generator(loaded, cache) as generator:
+
+        def look(_: int) -> None:
+            nonlocal most_rows
+            rows = len(generator.group.rows)
+            most_rows = max(most_rows, rows if cache.stats.over_budget_bytes else 0)
+
+        drain_one = submit(generator, PROMPTS[0], 2)
+        drain(generator)
+        tickets = [submit(generator, prompt, reserve=1) for prompt in PROMPTS]
+        drain(generator, look)
+    require_alone(loaded, [drain_one, *tickets], [PROMPTS[0], *PROMPTS])
+    assert most_rows <= 2  # the second one waits from the next round on
+    assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
+    require_right_tree(loaded, cache, PROMPTS)
 
 
 @settings(max_examples=10, deadline=None)

@@ -67,7 +67,7 @@ def test_every_field_of_stats_is_a_metric_with_its_value_and_an_explanation(cach
         assert found.kind == ("counter" if found.name.endswith("_total") else "gauge")
         assert len(found.help) > len("radixcache"), found
         if isinstance(value, dict):
-            assert {dict(sample.labels)["reason"]: sample.value for sample in found.samples} == value
+            assert {dict(sample.labels)[field.metadata["label"]]: sample.value for sample in found.samples} == value
         else:
             assert [sample.value for sample in found.samples] == [value], field.name
     assert stats.evictions > 0

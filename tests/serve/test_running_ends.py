@@ -218,12 +218,23 @@ def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(tiny, 
     assert good.tokens == alone(tiny, PROMPTS[0])[0]
 
 
-def test_a_prompt_beyond_the_budget_fails_with_both_sizes_and_the_next_one_is_answered() -> None:
-    with running(budget_bytes=600_000) as thread:
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"kv_bits": 8}])
+def test_prompts_and_replies_beyond_the_budget_are_served_and_their_beginning_is_kept(options: Any) -> None:
+    with running(budget_bytes=600_000, **options) as thread:
+        for prompt, max_tokens in ((LONG, 3), ("short", 400)):
+            waiting = Waiting(thread, prompt=prompt, max_tokens=max_tokens, logit_bias={1: -1e6})
+            assert (waiting.record.outcome, waiting.record.completion_tokens) == ("length", max_tokens)
+            ((_, cache),) = thread.caches()
+            stats = thread.call(lambda _, cache=cache: cache.stats).result()
+            assert stats.live_bytes + stats.paged_bytes <= 600_000 < stats.peak_bytes
+
+
+def test_a_request_beyond_its_limit_fails_with_both_sizes_and_the_next_one_is_answered() -> None:
+    with running(max_request_bytes=600_000) as thread:
         Waiting(thread, prompt="short").end()
         bad = Waiting(thread, prompt=LONG).failure
         assert bad.status == 400
-        assert bad.message.endswith("tokens does not fit the budget of 600000 bytes.")
+        assert bad.message.endswith("bytes while they run; --max-request-bytes allows 600000.")
         assert bad.code == "context_length_exceeded"
         assert str(bad.anthropic_message).startswith("prompt is too long: ")
         assert Waiting(thread, prompt="short").record.completion_tokens > 0
@@ -267,12 +278,12 @@ def test_many_replies_without_a_limit_run_together_in_a_budget_that_has_no_room_
         assert all(waiting.record.outcome == "cancelled" for waiting in asked)
 
 
-def test_a_reply_that_the_budget_cannot_hold_ends_with_what_it_has() -> None:
-    with running(budget_bytes=600_000) as thread:
+def test_a_reply_that_the_memory_cannot_hold_ends_with_what_it_has() -> None:
+    with running(max_request_bytes=600_000) as thread:
         waiting = Waiting(thread, max_tokens=4000, logit_bias={1: -1e6})
         assert waiting.record.outcome == "length"
         assert 10 < waiting.record.completion_tokens < 4000
-        assert "the budget of 600000" in str(waiting.record.note)
+        assert "max_request_bytes is 600000" in str(waiting.record.note)
 
 
 def test_what_is_raised_for_one_ends_that_one(tiny, monkeypatch, either):

@@ -54,6 +54,8 @@ def events(reply: httpx2.Response) -> list[str]:
         (["--adapter-path", "x"], "--adapter-path needs --model."),
         (["--chat-template-args", "[]"], "--chat-template-args is []; wanted a JSON object."),
         (["--prompt-cache-bytes", "5XB"], "--prompt-cache-bytes is '5XB'; wanted a number of bytes, or"),
+        (["--max-request-bytes", "5XB"], "--max-request-bytes is '5XB'; wanted a number of bytes, or"),
+        (["--max-request-bytes", "0"], "--max-request-bytes is 0 bytes; wanted more than 0."),
         (["--prompt-cache-bytes", "8GB", "--budget-gib", "8"], "are the same budget. Leave one out."),
         (["--pipeline"], "--pipeline splits a model over machines"),
         (["--model", "tiny", "--context", "64", "--kv-bits", "8"], "--context does not work with --kv-bits"),

@@ -36,7 +36,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @initialize(
         data=st.data(),
-        budget=st.sampled_from([400, 2_000, 6_000, 40_000, 1 << 30]),
+        budget=st.sampled_from([1, 400, 2_000, 6_000, 40_000, 1 << 30]),
         policy=st.sampled_from(["lru", "fifo"]),
         interval=st.sampled_from([5, 2048]),
         slots=st.integers(1, 3),

@@ -11,10 +11,11 @@ import radixcache
 from policies import EvictionPolicy
 
 _PUBLIC_NAMES = """
-POLICIES BudgetFullError CacheBusyError CacheClosedError CacheFullError CacheStats CausalCache CostModel DiskStore
+POLICIES CacheBusyError CacheClosedError CacheFullError CacheStats CausalCache CostModel DiskStore
 Entry Event EventKind EvictionPolicy Explanation Gap Group Hint Ledger Mismatch NamedPin PolicyError PrefixCache
-RadixCacheError RadixTree Reason RedisStore Row Session SessionClosedError ShiftError ShortReason SnapshotError
-StatsSnapshot StoreError TraceWriter TreeView UnsupportedCacheError register_adapter render_chat stream_generate
+RadixCacheError RadixTree Reason RedisStore RequestTooLargeError Row Session SessionClosedError ShiftError ShortReason
+SnapshotError StatsSnapshot StoreError TraceWriter TreeView UnsupportedCacheError register_adapter render_chat
+stream_generate
 """
 PUBLIC_NAMES = _PUBLIC_NAMES.split()
 
