@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -246,6 +247,19 @@ def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(
     assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
 
 
+def test_a_prompt_is_pinned_for_some_seconds_and_room_is_made_in_one_namespace(server: Server) -> None:
+    for namespace in ("", "other"):
+        server.post("/cache/warm", messages=[SYSTEM], namespace=namespace, name="sommelier", ttl_s=0.5)
+        server.post("/cache/warm", prompt=f"a prompt of {namespace}", namespace=namespace)
+    ((_, cache),) = server.running.caches()
+    assert 0 < cache.names("other")["sommelier"].seconds_left <= 0.5
+    theirs = [node.tokens for node in cache.view(namespace="").nodes]
+    time.sleep(0.5)
+    assert server.post("/cache/reclaim", target_bytes=0, namespace="other").json()["freed_bytes"] > 0
+    assert not cache.view(namespace="other").nodes
+    assert [node.tokens for node in cache.view(namespace="").nodes] == theirs
+
+
 def test_a_check_that_fails_is_an_error_that_says_what_is_wrong(server, monkeypatch):
     ((_, cache),) = server.running.caches()
 
@@ -273,6 +287,7 @@ USER = [{"role": "user", "content": "?"}]
         ("/cache/explain", {"messages": USER, "tools": "all"}, "tools"),
         ("/cache/warm", {"prompt": "a", "name": ""}, "name"),
         ("/cache/warm", {"prompt": "a", "ttl_requests": 0}, "ttl_requests"),
+        ("/cache/warm", {"prompt": "a", "ttl_s": 0}, "ttl_s"),
         ("/cache/warm", {"messages": [{"role": 1, "content": "a"}]}, None),
         ("/cache/reclaim", {}, "target_bytes"),
         ("/cache/reclaim", {"target_bytes": 1, "model": "x"}, "model"),
