@@ -219,6 +219,10 @@ class Guide:
         return ~marks.words(refused) if refused else None
 
 
+#: Beginnings of llguidance's errors that do not name the keyword, and what to put before them.
+UNNAMED = {"regex": "pattern: ", "Resource": "$ref: ", "Pointer": "$ref: "}
+
+
 class RefusedGrammar(NamedTuple):
     """Why a grammar cannot be enforced, and the field that it comes from."""
 
@@ -318,7 +322,10 @@ def _refused(error: str, request: Request, marks: Marks, *, is_call: bool) -> Re
             if found := llguidance.LLMatcher.validate_grammar(schema, marks.tokenizer, limits=limits()):
                 error, at = found, schema_at(index)
                 break
-    return RefusedGrammar(" ".join(error.split()), at)
+    # llguidance shows the grammar behind the reason.
+    why = " ".join(error.split()).rpartition("failed to compile JSON schema: ")[2].partition(" 1 | %llguidance")[0]
+    keyword = next((name for start, name in UNNAMED.items() if why.startswith(start)), "")
+    return RefusedGrammar(keyword + why, at)
 
 
 def limits() -> llguidance.LLParserLimits:

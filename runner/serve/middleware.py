@@ -391,8 +391,14 @@ class Refusals:
             logger.warning("refused %s of %s: %d, %s", route, who, status, cut(reason))
 
 
+#: What the field `messages` is called on routes that have another one.
+CONVERSATIONS = {"/responses": "input", "/completions": "prompt"}
+
+
 def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """Write an error in the form of the API whose route was called."""
+    route = scope["path"].removeprefix("/v1")
+    error.rename("messages", CONVERSATIONS.get(route, "messages"))
     scope.setdefault("state", {})["refused"] = error.explained()  # for the log, see Frame
     is_anthropic, is_ollama = (scope["path"].startswith(each) for each in ("/v1/messages", "/api/"))
     form = error.in_anthropic_form if is_anthropic else error.in_ollama_form if is_ollama else error.in_openai_form

@@ -564,6 +564,7 @@ class OpenAIReply:
             if self._form.include_usage:
                 yield server_sent_event({**self._head("chat.completion"), "choices": [], "usage": self._usage()})
         except ApiError as error:
+            error.rename("messages", "messages" if self._form.is_chat else "prompt")
             yield server_sent_event(error.in_openai_form())
         yield "data: [DONE]\n\n"
 

@@ -117,7 +117,8 @@ def prompt_of(
     except ApiError:
         raise
     except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.
-        raise ApiError(400, f"the prompt cannot be made: {type(error).__name__}: {error}") from error
+        reason = f"the prompt cannot be made: {type(error).__name__}: {error}"
+        raise ApiError(400, reason, param="messages" if is_chat else "prompt") from error
     if not prompt.tokens:
         raise ApiError(400, "the prompt has no tokens; wanted at least one.", param="messages" if is_chat else "prompt")
     return prompt
@@ -225,8 +226,8 @@ def with_text(messages: Sequence[dict[str, Any]], processor: Any) -> list[dict[s
         content = message.get("content")
         has_images = processor is not None and any(mlx_lm_border.image_parts([message]))
         if isinstance(content, list) and not has_images:
-            if any(part["type"] != "text" for part in content):
-                raise ValueError("Only 'text' content type is supported.")
+            if foreign := next((part["type"] for part in content if part["type"] != "text"), None):
+                raise ValueError(f"content of type {foreign!r} is not supported; wanted 'text'.")
             content = "".join(part["text"] for part in content)
         found.append({**message, "content": "" if content is None else content})
     return found

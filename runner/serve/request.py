@@ -20,6 +20,7 @@ infinite, fail while a token is sampled, or cost memory or time without bound.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -403,6 +404,11 @@ class ApiError(Exception):
         anthropic = f"prompt is too long: {found} tokens > {context_length} maximum"
         return cls(400, openai, param="messages", code=TOO_LONG, anthropic_message=anthropic)
 
+    def rename(self, field: str, name: str) -> None:
+        """Give a field the name that it has in the body of the client."""
+        if self.param and self.param.partition(".")[0] == field:
+            self.param = name + self.param.removeprefix(field)
+
     def in_openai_form(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.explained(), "type": kind, "param": self.param, "code": self.code}}
@@ -416,13 +422,15 @@ class ApiError(Exception):
 
     def explained(self) -> str:
         """The message, with the name of the wrong field."""
-        return f"{self.param}: {self.message}" if self.param and self.param not in self.message else self.message
+        has_name = not self.param or re.search(rf"(?<!\w){re.escape(self.param)}(?!\w)", self.message)
+        return self.message if has_name else f"{self.param}: {self.message}"
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
         """The first of pydantic's findings, with the name of the field."""
         first = errors[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        # Pydantic also names types, such as literal['auto','none'], and [key].
+        field = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
         return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
 
 

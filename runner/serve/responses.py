@@ -471,6 +471,7 @@ class ResponseDraft:
             yield self.failed(error)
 
     def failed(self, error: ApiError) -> str:
+        error.rename("messages", "input")
         failure = error.in_openai_form()["error"]
         failure["code"] = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         self.response |= {"status": "failed", "error": failure}

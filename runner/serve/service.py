@@ -195,7 +195,10 @@ def cut_call(text: str) -> dict[str, Any] | None:
     with suppress(ValueError):
         found, call = _ARGUMENTS.search(text), from_json(text.strip(), allow_partial="trailing-strings")
         if found and isinstance(call, dict) and isinstance(call.get("name"), str):
-            function = {"name": call["name"], "arguments": text[found.end() :].strip()}
+            arguments = text[found.end() :].strip()
+            with suppress(ValueError):  # the arguments are whole, and the rest of the call is cut off
+                arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+            function = {"name": call["name"], "arguments": arguments}
             return {"id": str(uuid.uuid4()), "type": "function", "function": function}
     return None
 

@@ -49,8 +49,9 @@ def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream
         assert error == {"type": "error", "error": wanted}
     else:
         error = error.get("response", error)["error"]
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-        assert error["message"].startswith("This model's maximum context length is 8 tokens. However, your ")
+        field = {CHAT: "messages", TEXT: "prompt"}.get(path, "input")
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert "This model's maximum context length is 8 tokens. However, your " in error["message"]
 
 
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -208,7 +209,7 @@ REFUSED = [
     *((CHAT, {name: value}, name) for name in ("stream", "logprobs") for value in ("true", 1, [])),
     *((CHAT, {name: value}, name) for name in ("model", "adapters", "draft_model") for value in (1, True, [], {})),
     *((CHAT, {name: value}, name) for name, value in WRONG),
-    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a.[key]"),
+    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a"),
     (CHAT, {"logit_bias": {"1": "1"}}, "logit_bias.1"),
     (CHAT, {"logit_bias": {"1": 1e9}}, "logit_bias.1"),
     (CHAT, {"stop": [1]}, "stop.0"),
@@ -230,6 +231,7 @@ REFUSED = [
         "messages.0.tool_calls.0.function.arguments",
     ),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools.0.function"),
+    (CHAT, {"tool_choice": "some"}, "tool_choice"),
     (CHAT, {"tools": [{"function": {"name": 1}}]}, "tools.0.function"),
     *((TEXT, {"prompt": value}, "prompt") for value in (None, 1, [], [[]], ["x", 1], [-1], [True], ["x"] * 65)),
     *((TEXT, {name: value}, name) for name, value in (("echo", 1), ("best_of", 2), ("suffix", "x"))),
@@ -247,7 +249,7 @@ def test_every_field_of_a_wrong_type_or_out_of_range_is_refused_by_its_name():
             error = answer.json()["error"]
             assert error.keys() == {"message", "type", "param", "code"}
             assert (error["param"], error["type"]) == (param, "invalid_request_error"), wrong
-            assert param in error["message"]
+            assert re.search(rf"(?<!\w){re.escape(param)}(?!\w)", error["message"]), error
     assert runs.opened == []
 
 

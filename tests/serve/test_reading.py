@@ -155,6 +155,13 @@ def test_a_tool_call_that_is_cut_off_is_given_as_far_as_it_came(finish):
     assert call["function"] == {"name": "write", "arguments": '{"path": "a.txt", "text": "Once up'}
 
 
+def test_whole_arguments_of_a_call_that_is_cut_off_end_where_their_json_ends():
+    read = reading(lambda text, _: json.loads(text))
+    read.add(Token('<call>{"name": "write", "arguments": {"path": "}"}}\n</ca', 1, 0.0, (), "length"))
+    (call,) = read.finish().tool_calls
+    assert call["function"] == {"name": "write", "arguments": '{"path": "}"}'}
+
+
 @pytest.mark.parametrize("text", ["<function=write>\n<parameter=pa", '{"name": "wri', '{"arguments": {}, "name": "f"'])
 def test_a_cut_call_without_a_name_and_arguments_in_json_is_text(text):
     read = reading(lambda text, _: json.loads(text))

@@ -189,7 +189,7 @@ def test_a_second_stop_shortens_the_time() -> None:
     ("asked", "status", "found"),
     [
         ({"prompt": ""}, 400, "the prompt has no tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Only 'text' content type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type 'image_url' is not"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, 400, "tokenize is not an argument"),
         (
             {"prompt": "x" * 40_000},
