@@ -218,7 +218,8 @@
     document.getElementById("axis").replaceChildren();
     while (longest / unit > 6) unit *= String(unit)[0] === "2" ? 2.5 : 2;
     for (let tick = 0; tick <= longest; tick += unit) {
-      const label = element("b", "", tick ? number(tick) : "0 tokens");
+      const label = element("b", "", number(tick));
+      if (!tick) label.append(element("span", "", " tokens"));
       label.style.left = left(tick);
       document.getElementById("axis").append(label);
     }

@@ -323,8 +323,10 @@ def advice_document(
 
 
 _STYLE = (
+    ":root{color-scheme:light dark}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:1rem 0}th,td{border:1px solid #bbb;padding:.3rem .7rem;text-align:right}"
+    "table{display:block;overflow-x:auto;border-collapse:collapse;margin:1rem 0}"
+    "th,td{border:1px solid #8888;padding:.3rem .5rem;text-align:right}"
     "th:first-child,td:first-child{text-align:left}svg,img{max-width:100%;height:auto}"
 )
 
@@ -342,8 +344,8 @@ def advice_html(advice: Advice, picture_svg: bytes, best: BestPolicy | None = No
     svg = picture_svg[picture_svg.index(b"<svg") :].decode()
     title = html.escape(f"Prefix cache for {advice.trace.name}")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style></head>'
         f"<body><h1>{title}</h1><table>{table}</table>{paragraphs}{svg}</body></html>\n"
     )
 
