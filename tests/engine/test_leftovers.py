@@ -32,7 +32,7 @@ from tests.sessions.test_failures import Fuse, fused, raising, refused_product, 
 
 pytestmark = pytest.mark.usefixtures("exact_allocations", "no_collector")
 
-KINDS = ("llama", "llama_sliding", "jamba")
+KINDS = ("llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama_sliding", "jamba")))
 BUDGET_BYTES = 2 << 20
 
 

@@ -556,22 +556,30 @@ def test_requests_that_are_larger_than_the_budget_are_served_one_after_the_other
     loaded: LoadedModel, budget_bytes: int
 ) -> None:
     cache = new_cache(loaded, budget_bytes=budget_bytes)
-    most_rows = 0
     with new_generator(loaded, cache) as generator:
-
-        def look(_: int) -> None:
-            nonlocal most_rows
-            rows = len(generator.group.rows)
-            most_rows = max(most_rows, rows if cache.stats.over_budget_bytes else 0)
-
-        drain_one = submit(generator, PROMPTS[0], 2)
-        drain(generator)
         tickets = [submit(generator, prompt, reserve=1) for prompt in PROMPTS]
-        drain(generator, look)
-    require_alone(loaded, [drain_one, *tickets], [PROMPTS[0], *PROMPTS])
-    assert most_rows <= 2  # the second one waits from the next round on
+        drain(generator)
+    require_alone(loaded, tickets, PROMPTS)
     assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
     require_right_tree(loaded, cache, PROMPTS)
+
+
+def test_of_replies_that_outgrow_the_budget_together_the_first_goes_on(llama: LoadedModel) -> None:
+    prompts = [PROMPTS[0] + seed for seed in range(5)]
+    budget_bytes, most_over = 900_000, 0
+    cache = new_cache(llama, budget_bytes=budget_bytes)
+    with new_generator(llama, cache) as generator:
+
+        def look(_: int) -> None:
+            nonlocal most_over
+            most_over = max(most_over, cache.stats.over_budget_bytes)
+
+        submit(generator, PROMPTS[3], 2)
+        drain(generator)
+        tickets = [submit(generator, prompt, 80, reserve=1) for prompt in prompts]
+        drain(generator, look)
+    require_alone(llama, tickets, prompts)
+    assert 0 < most_over < budget_bytes, most_over  # together they need 2,949,120 bytes
 
 
 @settings(max_examples=10, deadline=None)

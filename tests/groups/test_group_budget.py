@@ -173,6 +173,26 @@ def test_what_the_device_cannot_hold_is_refused_with_both_figures_before_any_of_
     cache.check()
 
 
+def test_rows_that_the_device_cannot_hold_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = shared_model("llama")
+    cache = known(model, 50_000)
+    device_bytes = 1000 * inside.layout(cache).token_bytes
+    monkeypatch.setattr(Layout, "device_bytes", lambda _: device_bytes - cache.stats.live_bytes)
+    with cache.begin_many([tokens(2, 600), tokens(3, 600)], capacity=100_000) as group:
+        first, second = group.rows
+        group.prefill(model, first)
+        with pytest.raises(RequestTooLargeError, match="the device can spare"):
+            group.prefill(model, second)
+        assert second.position == 0
+        group.check()
+        first.close()
+        found = group.prefill(model, second)
+        assert found is not None
+        assert error(found[0, 0], cold(model, tokens(3, 600))) < ROUNDING
+        group.check()
+    cache.check()
+
+
 def test_what_would_not_fit_even_alone_is_known_from_the_first_pass_on() -> None:
     model, cache = opened("qwen3_next", max_request_bytes=1 << 20)
     with cache.begin_many([tokens(1, 20)], capacity=10_000) as group:

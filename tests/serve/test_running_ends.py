@@ -218,10 +218,12 @@ def test_what_cannot_be_answered_fails_with_a_reason_and_nobody_else_does(tiny, 
     assert good.tokens == alone(tiny, PROMPTS[0])[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"exact": True}, {"kv_bits": 8}])
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"exact": True}, {"kv_bits": 8}))]
+)
 def test_prompts_and_replies_beyond_the_budget_are_served_and_their_beginning_is_kept(options: Any) -> None:
     with running(budget_bytes=600_000, **options) as thread:
-        for prompt, max_tokens in ((LONG, 3), ("short", 400)):
+        for prompt, max_tokens in ((LONG, 3), ("short", 240)):
             waiting = Waiting(thread, prompt=prompt, max_tokens=max_tokens, logit_bias={1: -1e6})
             assert (waiting.record.outcome, waiting.record.completion_tokens) == ("length", max_tokens)
             ((_, cache),) = thread.caches()
