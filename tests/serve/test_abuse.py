@@ -54,11 +54,16 @@ class Abused:
         return json.loads(body)
 
     def require_sound(self) -> None:
-        """Nothing waits or runs, nothing failed, and memory is what it was."""
+        """Nothing waits or runs, nothing failed, and memory is what the caches say and afterwards what it was."""
         self._connection.close()  # it may have been idle for too long
         while (state := self.json("GET", "/cache/state"))["running"] or state["waiting"]:
             assert self.process.poll() is None, self._served.log
-        assert self.json("POST", "/cache/check")["active_bytes"] <= self._least_bytes + BUDGET_BYTES + REST_BYTES
+        stats = self.json("GET", "/cache/state")["stats"].values()
+        held_bytes = sum(each["live_bytes"] + each["paged_bytes"] for each in stats)
+        assert held_bytes <= BUDGET_BYTES
+        # MLX's pool hands out buffers that are somewhat larger than what is asked for.
+        more_bytes = self.json("POST", "/cache/check")["active_bytes"] - self._least_bytes - held_bytes
+        assert -REST_BYTES // 8 <= more_bytes <= REST_BYTES // 2
         assert self._active_bytes() <= self._least_bytes + REST_BYTES
         counts = self.send("GET", "/metrics")[1].decode()
         assert not re.findall(r"^radixcache_serve_http_requests_total.*status=\"5.*", counts, re.MULTILINE)
@@ -158,8 +163,10 @@ def test_a_long_storm_leaves_a_server_as_it_was_and_a_signal_ends_it(model: str,
         rage(abused, 2, STORM - STORM // 5)
         abused.require_sound()
         after = abused.usage(process)
-        assert (after[0] <= files, after[1] <= threads + 2) == (True, True), (files, threads, after)
-        assert after[2] - resident_bytes < 128 << 20
+        assert after[0] <= files
+        assert after[1] <= threads + 4  # a pool of threads, some of which may have ended before
+        # What the allocator keeps goes up and down by 100 MB, wherever the large bodies come.
+        assert after[2] - resident_bytes < 192 << 20
 
         def last(attempt: Attempt, answer: bytes) -> None:
             assert status_of(answer) in {*attempt.right, None, 503}, (attempt, answer[:500])
@@ -171,7 +178,7 @@ def test_a_long_storm_leaves_a_server_as_it_was_and_a_signal_ends_it(model: str,
         abused.process.send_signal(signal.SIGTERM)
         assert abused.process.wait(GUARD_S) == 0
         raging.join(GUARD_S)
-        assert "Traceback" not in abused.log
+        assert "Traceback" not in abused.log, abused.log.partition("Traceback")[2][:5000]
 
 
 #: Found by the server and not in the document: an empty prompt, a tool choice without tools, images for a text model.
@@ -179,7 +186,7 @@ NOT_DOCUMENTED = "positive_data_acceptance"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_every_route_answers_generated_requests_as_its_document_says(tmp_path: Path) -> None:
     """No server error, documented status codes and media types, nothing accepted that the document forbids."""
     tool = [sys.executable, "-m", "uv", "--quiet", "tool", "run", "--from", "schemathesis==4.32.5", "schemathesis"]
@@ -192,7 +199,7 @@ def test_every_route_answers_generated_requests_as_its_document_says(tmp_path: P
             "--exclude-checks", NOT_DOCUMENTED, "--warnings", "off", "--continue-on-failure", "--no-color",
         )  # fmt: skip
         run = [*tool, "run", f"{served.url}/openapi.json", *map(str, options)]
-        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, [line[:300] for line in done.stdout.splitlines()]
         assert served.process.poll() is None
         assert "Traceback" not in served.log
