@@ -255,11 +255,12 @@ class TokenSequence:
         self.held_row = self._said = self.last = None
         self.unread.clear()
 
-    def allowed(self) -> NDArray[np.bool_] | None:
-        """The tokens that may be next. Waits for the token before, but for no forward pass behind that."""
+    def mask(self, logits: mx.array) -> mx.array:
+        """Leave logits (1, V) the tokens that may be next. Waits for the token before, but for no pass behind that."""
         assert self.guidance is not None, self.ticket
         said = self.reply.tokens[-1:] if self.last is None else [self.last.read()[0]]
-        return self.guidance(said[0] if said else None)
+        allowed = self.guidance(said[0] if said else None)
+        return logits if allowed is None else mx.where(mx.array(allowed[: logits.shape[-1]]), logits, -mx.inf)
 
     def process(self, logits: mx.array) -> mx.array:
         if self._said is None:
@@ -275,8 +276,9 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
     last = logits[:, -1].astype(mx.float32)
     processing = {row: each for row, each in enumerate(sequences) if each.processors}
     last = _replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
-    if guided := {row: each for row, each in enumerate(sequences) if each.guidance is not None}:
-        last = _guide(last, guided)
+    if guided := {row: each for row, each in enumerate(sequences) if each.guidance and each.failure is None}:
+        mx.async_eval(last)  # the forward pass runs while masks are made
+        last = _replace_rows(last, guided, lambda row, each: each.mask(last[row : row + 1]))
     logprobs, totals = log_probabilities(last)
     sampling = {row: each for row, each in enumerate(sequences) if each.sampler is not None and each.failure is None}
     tokens = _replace_rows(greedy(logprobs), sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
@@ -285,20 +287,6 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
         if sequence.failure is None:
             sequence.last = Sampled(predictions, row)
             sequence.unread.append(sequence.last)
-
-
-def _guide(logits: mx.array, sequences: Mapping[int, TokenSequence]) -> mx.array:
-    """Leave each of these rows of logits (N, V) the tokens that may be next. The forward pass runs meanwhile."""
-    mx.async_eval(logits)
-    mask = np.ones(logits.shape, np.bool_)
-    for row, sequence in sequences.items():
-        try:
-            allowed = sequence.allowed() if sequence.failure is None else None
-            if allowed is not None:
-                mask[row] = allowed[: mask.shape[1]]
-        except Exception as error:
-            sequence.failure = without_frames(error)
-    return mx.where(mx.array(mask), logits, -mx.inf)
 
 
 def _replace_rows(
