@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -376,7 +377,11 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
 
     @router.get("/cache/requests/{id}")
     def requested(id: str) -> Response:
-        """What one of the last requests found when it came, and its path now. `id` may be the beginning of an id."""
+        """What one of the last requests found when it came, and its path now.
+
+        `id` is that of the reply, of the log, or the beginning of the one in the log.
+        """
+        id = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", id)
         caches = dict(scheduler.caches())
         for time_s, record in watch.ended():
             if record.id.startswith(id):

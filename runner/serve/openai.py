@@ -307,7 +307,7 @@ class ChatBody(OpenAIBody):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
-        messages = [*_without_billing(self.messages)]
+        messages = [*_without_billing([_with_refusals(message) for message in self.messages])]
         if self.move_volatile:
             messages, marked_texts = behind_tools(messages, marked_texts)
         request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
@@ -357,6 +357,19 @@ class ChatBody(OpenAIBody):
 
 def without_billing(text: str) -> str:
     return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING)) if _BILLING in text else text
+
+
+def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its refusals as text: clients send back what OpenAI's models have said."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    is_refusal = [part["type"] == "refusal" and isinstance(part.get("refusal"), str) for part in content]
+    shown = zip(content, is_refusal, strict=True)
+    return {
+        **message,
+        "content": [{"type": "text", "text": part["refusal"]} if is_so else part for part, is_so in shown],
+    }
 
 
 def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -196,7 +196,8 @@ def test_a_refused_request_shows_the_path_that_it_asked_for(server: Server) -> N
 def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     server.chat("What about quince?")
     with caplog.at_level("INFO"):
-        used = server.chat("What about zebras?")["usage"]
+        reply = server.chat("What about zebras?")
+    used = reply["usage"]
     row, before = server.get("/cache/state")["requests"][:2]
     came = server.get(f"/cache/requests/{row['id'][:8]}")
     start = used["prompt_tokens_details"]["cached_tokens"]
@@ -205,6 +206,7 @@ def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     assert (came["fork"]["before"], came["fork"]["stored"], came["fork"]["asked"]) == (None, None, None)
     assert f"{start} cached (not: {used['prompt_tokens'] - start} diverged), {where}, 4 generated" in caplog.text
     assert server.get(f"/cache/requests/{before['id']}")["fork"] is None
+    assert server.get(f"/cache/requests/{reply['id']}") == came
     assert server.client.get("/cache/requests/unknown").status_code == 404
     messages = [SYSTEM, {"role": "user", "content": "What about zebras?"}]
     found = server.post("/cache/explain", messages=messages).json()

@@ -277,6 +277,13 @@ def test_fields_that_change_nothing_here_are_taken():
     assert asked_by({"messages": [USER], **more}) == plain
 
 
+def test_a_refusal_that_a_client_sends_back_is_text() -> None:
+    content = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "I cannot."}]
+    body = ChatBody.read({"messages": [USER, {"role": "assistant", "content": content}, USER]}, ServeOptions())
+    said = body.request("").messages[1]["content"]
+    assert said == [{"type": "text", "text": "No: "}, {"type": "text", "text": "I cannot."}]
+
+
 def prompts_of(body: dict[str, Any]) -> list[Any]:
     runs = ScriptedRuns(said("x", finish="stop"))
     with scripted_client(runs, OPTIONS) as client:
