@@ -209,10 +209,15 @@ class RequestRecord:
 
     @property
     def fork_words(self) -> str:
-        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in the system prompt"; "": nowhere."""
+        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in the system prompt"; "": nowhere.
+
+        Also "" if the request reused more than was stored on arrival, from other rows.
+        """
         fork = self.explanation and self.explanation.fork
+        if not fork or fork.start < self.cached_tokens:
+            return ""
         where = f", in {self.fork_part}" if self.fork_part else ""
-        return f"diverged at {fork.start:,} of {self.prompt_tokens:,}{where}" if fork else ""
+        return f"diverged at {fork.start:,} of {self.prompt_tokens:,}{where}"
 
     @property
     def short_tokens(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ def samples(watch: Watch) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
 
 def value(watch: Watch, name: str, **labels: str) -> float:
     return samples(watch)[f"radixcache_serve_{name}", tuple(sorted(labels.items()))]
+
+
+def test_the_fork_on_arrival_is_told_unless_more_was_reused() -> None:
+    found = SimpleNamespace(fork=SimpleNamespace(start=3))
+    assert record(explanation=found, prompt_tokens=10, cached_tokens=3).fork_words == "diverged at 3 of 10"
+    assert record(explanation=found, prompt_tokens=10, cached_tokens=9).fork_words == ""
 
 
 def test_counters_end_in_total_and_nothing_else_does() -> None:
