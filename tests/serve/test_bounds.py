@@ -251,7 +251,7 @@ def test_clients_take_turns_and_one_has_some_of_the_threads_at_most() -> None:
 
     def work(client: str, number: int) -> str:
         begun[client].release()
-        assert held.wait(GUARD_S)
+        assert held.wait(SOON_S)
         order.append((client, number))
         return f"{client}{number}"
 
