@@ -384,7 +384,11 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
             if kept := without_billing(content):
                 yield {**message, "content": kept}
         elif content:
-            shown = [{**part, "text": without_billing(part["text"])} if "text" in part else part for part in content]
+            has_text = [isinstance(part.get("text"), str) for part in content]
+            shown = [
+                {**part, "text": without_billing(part["text"])} if is_text else part
+                for part, is_text in zip(content, has_text, strict=True)
+            ]
             if parts := [part for part in shown if part.get("text") != ""]:
                 yield {**message, "content": parts}
 

@@ -277,6 +277,12 @@ def test_fields_that_change_nothing_here_are_taken():
     assert asked_by({"messages": [USER], **more}) == plain
 
 
+def test_a_foreign_part_beside_a_billing_line_stays_as_it_is() -> None:
+    parts = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "count", "text": 5}]
+    body = ChatBody.read({"messages": [{"role": "system", "content": parts}, USER]}, ServeOptions())
+    assert body.request("").messages[0]["content"] == parts[1:]
+
+
 def test_a_refusal_that_a_client_sends_back_is_text() -> None:
     content = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "I cannot."}]
     body = ChatBody.read({"messages": [USER, {"role": "assistant", "content": content}, USER]}, ServeOptions())
