@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from radixcache.adapters.registry import register_adapter as register_adapter
     from radixcache.cells.causal import CausalCache as CausalCache
     from radixcache.chat import render_chat as render_chat
+    from radixcache.chat_parts import Change as Change
+    from radixcache.chat_parts import Chat as Chat
     from radixcache.errors import CacheBusyError as CacheBusyError
     from radixcache.errors import CacheClosedError as CacheClosedError
     from radixcache.errors import CacheFullError as CacheFullError
@@ -58,6 +60,7 @@ _MODULES = {
     "radixcache.ledger": "Ledger",
     "radixcache.cells.causal": "CausalCache",
     "radixcache.chat": "render_chat",
+    "radixcache.chat_parts": "Change Chat",
     "radixcache.errors": "CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
     " RequestTooLargeError SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",
     "radixcache.generate": "stream_generate",

@@ -282,7 +282,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
     """The messages with tool arguments as JSON values, as text, or as objects; missing content left out or ''."""
     forms: list[list[dict[str, Any]]] = []
     for arguments in ("parsed", "written", "named"):
-        form = [_plain(message, arguments) for message in messages]
+        form = [plain(message, arguments) for message in messages]
         if form not in forms:
             forms.append(form)
             yield form
@@ -290,7 +290,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
                 yield [{"content": "", **message} for message in form]
 
 
-def _plain(message: Message, arguments: str) -> dict[str, Any]:
+def plain(message: Message, arguments: str = "parsed") -> dict[str, Any]:
     """Copy a message, join its text parts, and leave out None values, which templates write as text."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")

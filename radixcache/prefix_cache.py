@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, EvictionPolicy, make_policy
+from radixcache.chat_parts import Chat, ChatLog
 from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
@@ -113,7 +116,7 @@ def assemble(
         tier = Tier(disk, layout, states, evictor, slots, pager)
     owns_trace = not isinstance(trace, TraceWriter)
     core = Core(settings, states, slots, pins, quarantine, evictor, pager, tier, writer, owns_trace)
-    about = About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer)
+    about = About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer, ChatLog())
     return Parts(core, states, pins, quarantine, evictor, pager), about
 
 
@@ -225,6 +228,7 @@ class PrefixCache:
         CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
         parts, self._parts = self._parts, None
+        self._about.chats.clear()
         if parts is not None and not parts.core.lock.is_foreign:  # The process that it was forked from has the state.
             parts.core.close()
             parts.core.flush()
@@ -244,6 +248,7 @@ class PrefixCache:
         *,
         turn: int | None = None,
         kind: str = "",
+        chat: Chat | None = None,
     ) -> Session:
         """Restore the longest usable prefix of `tokens` into the live caches and open a session on them.
 
@@ -256,6 +261,7 @@ class PrefixCache:
             priority: for the eviction policies `priority` and `ttl`.
             turn: number of the turn in its conversation, from 1, for the policies `turn` and `benefit`.
             kind: kind of the request, for the policies `turn`, `benefit` and `ttl`.
+            chat: what the tokens were rendered from. `explain` compares later chats with a copy of it.
 
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
@@ -265,7 +271,10 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         reserve = require_count("reserve", reserve, "tokens", least=0)
         use = require_use(priority, turn, kind)
-        return open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
+        session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
+        if chat is not None:
+            self._about.chats.add(prompt_keys, deepcopy(chat), namespace)
+        return session
 
     def begin_many(
         self,
@@ -470,6 +479,7 @@ class PrefixCache:
     def clear(self, namespace: str | None = None) -> None:
         """Drop what no open session uses, pins included, and what explain() remembers; of all namespaces, or of one."""
         require_namespace(namespace or "")
+        self._about.chats.clear(namespace)
         with self._core.lock:
             self._core.clear(namespace)
 
@@ -485,13 +495,21 @@ class PrefixCache:
         with self._core.lock:
             self._open.quarantine.clear(namespace)
 
-    def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> Explanation:
+    def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None, chat: Chat | None = None) -> Explanation:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
 
-        While all live slots are taken, this describes fetch(). Other namespaces are not searched.
+        While all live slots are taken, this describes fetch(). Other namespaces are not searched. With `chat`, of which
+        the tokens were rendered, it names the part that differs from the nearest of the last chats that begin() got.
+        ValueError: `chat` without a tokenizer of the cache.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        return explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
+        if chat is not None and self._about.tokenizer is None:
+            raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
+        found = explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
+        if chat is None or found.fork is None:
+            return found
+        nearest = self._about.chats.first_change(self._about.tokenizer, prompt_keys, chat, found.fork.start, namespace)
+        return found if nearest is None else replace(found, change=nearest[0])
 
     @property
     def stats(self) -> CacheStats:

@@ -4,10 +4,12 @@ Each request is explained, then run through a cache of sizes, without a forward 
 only on the tokens, the kinds of layers and the budget.
 
 A token is *lost* if it must be evaluated although an earlier request had it at the same place behind the same messages,
-or behind a short span that differs (a date, an id). Other evaluated tokens are new. Lost tokens are counted by the
-reason that `explain` gives, and by the message in which the prefix breaks:
+or behind a short span that differs (a date, an id), or behind another part of the prompt that differs: tools in
+another order, an argument of the template. Other evaluated tokens are new. Lost tokens are counted by the reason that
+`explain` gives, and by the part of the prompt in which the prefix breaks:
 
     message     the message differs from the stored one: a date in the system prompt, an edited question
+    part        another part differs: the list of tools, a tool's description, an argument of the template
     template    the messages are the same, but the template renders them differently: it leaves out earlier reasoning
     memory      the messages are the same, but the cache lacks a checkpoint or the tokens
 """
@@ -15,7 +17,6 @@ reason that `explain` gives, and by the message in which the prefix breaks:
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
@@ -25,8 +26,9 @@ import numpy as np
 
 from radixcache import Explanation, Gap, Hint, PrefixCache, Reason
 from radixcache.chat import message_ends
+from radixcache.chat_parts import Change, Chat, ChatLog
 from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting
+from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting, ranges_in
 from radixcache.sized_cache import sized_cache
 from runner.models.load import ModelOutline
 from runner.script.conversation import Conversation
@@ -34,8 +36,7 @@ from runner.script.schedule import ScheduledRequest, beginnings
 from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
 from runner.text import plural, shortened
 
-COMPARED_PROMPTS = 16  # earlier prompts with which each prompt is compared for short spans that differ
-OPENING = "start of the reply"  # role of the text behind the last message
+OPENING = "the opening of the reply"  # role of the text behind the last message
 BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters of text shown before a divergence, and after it of either prompt
 NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
 #: Reasons for which a stored token is lost.
@@ -58,8 +59,9 @@ class Break:
     """One kind of break, over all requests."""
 
     reason: Reason
-    piece: str  # "message", "template" or "memory", see above
-    role: str
+    piece: str  # "message", "part", "template" or "memory", see above
+    role: str  # of the message; the name of another part
+    change: Change | None = None  # what differs, if the piece is "part", or the message was moved
     lost_tokens: int = 0
     cost: float = 0.0
     requests: int = 0
@@ -137,9 +139,9 @@ class _Search:
     def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
         self.report = BreakReport()
         self._tokenizer, self._cache, self._model = tokenizer, cache, SizedModel()
-        self.breaks: dict[tuple[Reason, str, str], Break] = {}
+        self.breaks: dict[tuple[Any, ...], Break] = {}
         self._seen: set[bytes] = set()
-        self._prompts: deque[Any] = deque(maxlen=COMPARED_PROMPTS)
+        self._chats = ChatLog()
 
     def add(self, request: ScheduledRequest, rendered: RenderedRequest) -> None:
         tokens = rendered.prompt.tokens
@@ -152,7 +154,7 @@ class _Search:
                 session.step(self._model, rendered.reply)
         reply = () if request.recorded_reply is None else (request.recorded_reply,)
         self._seen.update(_digests(request.tools, (*request.messages, *reply)))
-        self._prompts.append(tokens.astype(np.int64))
+        self._chats.add(tokens.astype(np.int64), Chat(request.messages, request.tools))
 
     def _count(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
         report = self.report
@@ -164,9 +166,15 @@ class _Search:
         # The first messages that an earlier request had, its reply included.
         known = sum(1 for _ in takewhile(self._seen.__contains__, _digests(request.tools, request.messages)))
         known_end = max(ends[:known], default=0)
+        keys, change = tokens.astype(np.int64), None
         has_system = request.messages[0]["role"] == "system"
         borders = [0 if has_system else opening, *ends]
-        ranges = [(0, known_end), self._realigned(tokens.astype(np.int64), borders)]
+        ranges = [(0, known_end), self._realigned(keys, borders)]
+        if (fork := found.fork) is not None:
+            chat = Chat(request.messages, request.tools)
+            if parted := self._chats.first_change(self._tokenizer, keys, chat, fork.start):
+                change, stored = parted
+                ranges += ranges_in(keys, stored, fork.start) if change.keeps_rest else []
         broken: set[Break] = set()
         for gap in found.gaps:
             # State that is or was stored has been evaluated before, whatever message it is in.
@@ -174,11 +182,15 @@ class _Search:
             lost = gap.tokens if is_memory else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
+            named = change if gap is fork else None
             index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))
+            index = index if named is None or named.message is None else named.message
             role = request.messages[index]["role"] if index < len(ends) else OPENING
             is_same = gap.start < known_end or (gap.start < opening and not has_system)
-            piece = "memory" if is_memory else "template" if is_same else "message"
-            each = self._note(request, gap, lost, role, piece)
+            piece = "memory" if is_memory else "template" if is_same and named is None else "message"
+            if named is not None and named.message is None:
+                role, piece = named.part, "part"
+            each = self._note(request, gap, lost, role, piece, named if named and named.keeps_rest else None)
             if each not in broken:
                 broken.add(each)
                 each.requests += 1
@@ -188,7 +200,7 @@ class _Search:
     def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
         """The longest range that follows a short span by which this prompt differs from an earlier one."""
         longest = (0, 0)
-        for prompt in self._prompts:
+        for prompt in self._chats.prompts():
             each = parting(keys, prompt)
             if each is None or each.behind < max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start)):
                 continue
@@ -196,9 +208,12 @@ class _Search:
                 longest = (each.end, each.end + each.behind)
         return longest
 
-    def _note(self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str) -> Break:
-        key = (gap.reason, piece, role)
-        each = self.breaks.setdefault(key, Break(*key))
+    def _note(
+        self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str, change: Change | None
+    ) -> Break:
+        # Messages that were moved in one way make one break, whatever their indices.
+        key = (gap.reason, piece, role, change and change.detail)
+        each = self.breaks.setdefault(key, Break(gap.reason, piece, role, change))
         each.lost_tokens += lost
         each.cost += gap.cost * lost / gap.tokens
         self.report.lost_tokens += lost
@@ -269,6 +284,8 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
 def _break_lines(each: Break, total: int) -> list[str]:
     head = f"{each.lost_tokens:>11,}  {each.lost_tokens / total:>10.1%}  {each.requests:>8,}"
     lines = [f"{head}  {_where(each)}: {_why(each)}"]
+    if each.change is not None:
+        lines.append(f"{' ' * 6}{each.change.hint}")
     gap, margin = each.example, " " * 6
     assert gap is not None, each
     lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
@@ -283,8 +300,8 @@ def _break_lines(each: Break, total: int) -> list[str]:
 
 
 def _where(each: Break) -> str:
-    if each.role == OPENING:
-        return OPENING
+    if each.role == OPENING or each.piece == "part":
+        return each.role
     often = sorted(each.messages.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(str(index) for index, _ in often[:NAMED_MESSAGES])
     more = f" and {len(often) - NAMED_MESSAGES} more" if len(often) > NAMED_MESSAGES else ""
@@ -294,6 +311,8 @@ def _where(each: Break) -> str:
 
 
 def _why(each: Break) -> str:
+    if each.change is not None:
+        return each.change.detail
     if each.piece == "template" and each.reason == Reason.DIVERGED:
         return "the messages are the same, but the template renders them differently"
     return REASONS[each.reason]

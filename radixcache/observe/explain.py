@@ -17,6 +17,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from radixcache.chat_parts import Change, ChatLog
 from radixcache.core import Core, Foresight
 from radixcache.observe.hints import Hint, both_words, variations
 from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
@@ -101,6 +102,7 @@ class Explanation:
         read_tokens: how many of them `begin` would read; reading the rest is expected to be slower than prefill.
         tiers: name of each store, in the order of reading, and how many first tokens it has.
         path: where the nodes of the tree end that have the matched tokens; the last one may reach beyond them.
+        change: the part of the chat that differs from an earlier chat at the fork; None: not known, or no chat given.
     """
 
     prompt_tokens: int
@@ -114,6 +116,7 @@ class Explanation:
     read_tokens: int = 0
     tiers: tuple[tuple[str, int], ...] = ()
     path: tuple[int, ...] = ()
+    change: Change | None = None
 
     @property
     def fork(self) -> Gap | None:
@@ -149,15 +152,19 @@ class Explanation:
         if self.disk_tokens:
             where = ", ".join(f"{_WHERE.get(tier, f'in {tier}')} up to {end:,}" for tier, end in self.tiers)
             lines.append(f"  stored {where}: {self._reading}")
-        return "\n".join([*lines, *(f"  {gap}" for gap in _joined(self.gaps)), *(f"  hint: {h}" for h in self.hints)])
+        lines += [f"  {gap}" for gap in _joined(self.gaps)]
+        if self.change is not None:
+            lines.append(f"  changed: {self.change}. {self.change.hint}")
+        return "\n".join([*lines, *(f"  hint: {hint}" for hint in self.hints)])
 
 
 class About(NamedTuple):
-    """A cache's policy by name, the source of its budget, and its tokenizer."""
+    """A cache's policy by name, the source of its budget, its tokenizer, and the last chats that it was given."""
 
     policy: str
     budget_source: str
     tokenizer: Any
+    chats: ChatLog
 
 
 def in_a_line(core: Core, states: StateTree, about: About) -> str:

@@ -27,6 +27,8 @@ from radixcache.tree.radix_tree import RadixTree, below
 MAX_SPAN = 48
 #: Equal tokens in a row at which two prompts meet again.
 ANCHOR = 32
+#: Equal tokens in a row that count as the same text at another place.
+BLOCK = 16
 #: Fewest equal tokens behind the span, absolute and as a multiple of the span.
 MIN_BEHIND, MIN_BEHIND_SPANS = 40, 4
 #: Fewest different values of the span, with this prompt's own.
@@ -132,6 +134,27 @@ def _anchors(keys: Keys) -> NDArray[np.uint64]:
     sums = np.zeros(len(keys) + 1, np.uint64)
     np.cumsum(keys.astype(np.uint64) * _POWERS[: len(keys)], out=sums[1:])
     hashes: NDArray[np.uint64] = (sums[ANCHOR:] - sums[:-ANCHOR]) * _INVERSES[: len(keys) - ANCHOR + 1]
+    return hashes
+
+
+def ranges_in(mine: Keys, other: Keys, start: int) -> list[tuple[int, int]]:
+    """The ranges of mine[start:] whose runs of BLOCK keys occur anywhere in `other`, in any order."""
+    known = _blocks(other)
+    found: list[tuple[int, int]] = []
+    for at in (start + np.isin(_blocks(mine[start:]), known).nonzero()[0]).tolist():
+        if found and at <= found[-1][1]:
+            found[-1] = found[-1][0], at + BLOCK
+        else:
+            found.append((at, at + BLOCK))
+    return found
+
+
+def _blocks(keys: Keys) -> NDArray[np.uint64]:
+    """A hash of each keys[i : i + BLOCK]."""
+    count = max(0, len(keys) - BLOCK + 1)
+    hashes = np.zeros(count, np.uint64)
+    for place in range(BLOCK):
+        hashes += keys[place : place + count].astype(np.uint64) * _POWERS[place]
     return hashes
 
 

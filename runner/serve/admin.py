@@ -35,7 +35,7 @@ from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_cach
 from runner.serve.ollama import is_ollama, ollama_request
 from runner.serve.openai import ChatBody, CompletionBody
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import RenderedPrompt, part_at
+from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import (
     DEFAULT,
     ApiError,
@@ -159,7 +159,7 @@ def explained(time_s: float, record: RequestRecord) -> dict[str, Any]:
         "gaps": [{"start": gap.start, "end": gap.end, "reason": gap.reason, "words": str(gap)} for gap in gaps],
         "hints": [] if found is None else [str(hint) for hint in found.hints],
         "fork": None if fork is None else {
-            "start": fork.start, "words": record.fork_words, "part": record.fork_part,
+            "start": fork.start, "words": record.fork_words, "part": record.fork_part, "hint": record.fork_hint,
             "before": fork.before_text, "stored": fork.stored_text, "asked": fork.asked_text,
         },
     }  # fmt: skip
@@ -354,7 +354,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
             if (rendering := await asyncio.wrap_future(asked)) is not None:
                 made = await asyncio.wrap_future(rendering)
 
-        def work(models: Models) -> tuple[dict[str, Any], Callable[[], str]]:
+        def work(models: Models) -> tuple[dict[str, Any], Future[tuple[str, str]] | None]:
             loaded = models.loaded(request.names)
             if tokens:
                 checked_prompt(tokens, None, (), vocabulary_size(loaded.model))
@@ -363,17 +363,14 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
             last = watch.last_with(prompt.keys or prompt.tokens, request.namespace)
             came = explained(*last) if last else None
 
-            def part() -> str:
-                if found.fork is None:
-                    return ""
-                start = found.fork.start
-                return prompt.part_at(start) or part_at(request, loaded.tokenizer, prompt.tokens, start)
-
-            about = {**asdict(found), "cost": found.cost, "report": str(found), "part": "", "as_it_came": came}
+            part = None if found.fork is None else loaded.fork_part(request, prompt, found.fork.start)
+            about = {**asdict(found), "cost": found.cost, "report": str(found), "as_it_came": came}
+            del about["change"]  # `part` names it
             return about, part
 
-        about, part = await _result_of(scheduler.call(work))
-        return to_json({**about, "part": await asyncio.to_thread(part)})
+        about, naming = await _result_of(scheduler.call(work))
+        part, hint = ("", "") if naming is None else await asyncio.wrap_future(naming)
+        return to_json({**about, "part": part, "part_hint": hint})
 
     @router.get("/cache/requests/{id}")
     def requested(id: str) -> Response:

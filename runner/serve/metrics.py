@@ -149,7 +149,10 @@ class Watch(Collector):
             self._counters["evictions"].labels(event.detail["state"], cause).inc()
 
     def on_record(self, record: RequestRecord) -> None:
-        logger.info("%s", in_a_line(record))
+        if record.naming is None:
+            logger.info("%s", in_a_line(record))
+        else:
+            record.naming.add_done_callback(lambda _: logger.info("%s", in_a_line(record)))
         self._counters["replies"].labels(record.outcome).inc()
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["cached_tokens"].inc(record.cached_tokens)

@@ -167,6 +167,7 @@
     bar.nextSibling.append(element("span", "", `${number(total)} tokens`));
     if (fork) {
       cell.append(element("h3", "", fork.words));
+      if (fork.hint) cell.append(element("div", "gap", fork.hint));
       for (const [name, text] of [["before", fork.before], ["stored", fork.stored], ["asked", fork.asked]]) {
         if (text === null) continue;
         const line = element("div", "text", `${name} `);

@@ -15,7 +15,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from radixcache.chat import RenderedChat, TokenSpans
+from radixcache.chat_parts import TOOL_LIST, Chat, message_name
 from radixcache.chat_template import ChatTemplate, common_rendering
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
@@ -55,6 +56,7 @@ class RenderedPrompt:
         initial_state: of mlx-lm's text state machine.
         vision: mlx-lm's Vision of its images; None: there are none.
         parts: where each part ends, and its name; empty: not known, see `part_at`.
+        chat: what the template took; None: there is no template.
         echo: its text, if the request wants it with the reply.
     """
 
@@ -63,6 +65,7 @@ class RenderedPrompt:
     initial_state: str
     vision: Any = None
     parts: tuple[tuple[int, str], ...] = ()
+    chat: Chat | None = None
     echo: str = ""
 
     @property
@@ -110,7 +113,9 @@ def prompt_of(
         elif tokenizer.has_chat_template:
             kwargs = {**template_args, **(request.chat_template_kwargs or {})}
             template = ChatTemplate(tokenizer, request.tools, kwargs, is_plain_text=not special_tokens)
+            chat = Chat(request.messages, request.tools, kwargs)
             prompt = _chat_prompt(request, tokenizer, template, processor, with_marks, most_tokens)
+            prompt = replace(prompt, chat=chat)
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
@@ -297,7 +302,7 @@ def _last(tokens: list[int], sequence: Sequence[int]) -> int:
 
 
 def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int) -> str:
-    """Name the part of a prompt that token `start` belongs to: the tools, the system prompt, a message by its number.
+    """Name the part of a prompt that token `start` belongs to: the list of tools, or a message.
 
     The texts of the parts are looked for in the text of the prompt. What stands between two texts, such as the role of
     a message, belongs to the part behind it.
@@ -310,12 +315,8 @@ def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int)
 
 def _parts(request: Request, text: str) -> Iterator[tuple[int, str]]:
     """Where each part ends in a prompt's text, in order, and its name."""
-    count = len(request.messages)
     for end, index in _part_ends(request, text):
-        role = request.messages[index]["role"]
-        is_system = index == 0 and role in ("system", "developer")
-        name = "the system prompt" if is_system else f"message {index + 1} of {count} ({role})"
-        yield end, "the tools" if index < 0 else name
+        yield end, TOOL_LIST if index < 0 else message_name(request.messages[index], index)
 
 
 def _part_ends(request: Request, text: str) -> Iterator[tuple[int, int]]:

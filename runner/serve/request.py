@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -185,7 +186,8 @@ class RequestRecord:
 
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
     and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
-    the prompt with its fork. `keys`: the tree's keys of the prompt. `saved_s`: the prefill that it did without.
+    the prompt with its fork, `fork_hint` says what to do about it; `naming` sets both. `keys`: the tree's keys of the
+    prompt. `saved_s`: the prefill that it did without.
     """
 
     id: str
@@ -204,12 +206,14 @@ class RequestRecord:
     shortfalls: tuple[tuple[int, int, str], ...] = ()
     explanation: Any = None
     fork_part: str = ""
+    fork_hint: str = ""
+    naming: Future[None] | None = None
     keys: Any = None
     saved_s: float = 0.0
 
     @property
     def fork_words(self) -> str:
-        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in the system prompt"; "": nowhere.
+        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in system message 0"; "": nowhere.
 
         Also "" if the request reused more than was stored on arrival, from other rows.
         """

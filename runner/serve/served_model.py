@@ -28,6 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache import PrefixCache, stream_generate
+from radixcache.chat_parts import ChatLog
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Piece, Sampler, StopWords, greedy
@@ -102,6 +103,7 @@ class ServedModel:
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
         self._renderer = renderer
+        self._chats = ChatLog()
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
         # None: the prompt has images, whose arrays belong to this thread.
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
@@ -321,12 +323,29 @@ class ServedModel:
         record.keys = np.array(prompt.tokens, np.int32) if prompt.keys is None else np.array(prompt.keys, np.int64)
         if found.fork is not None:
             record.fork_part = prompt.part_at(found.fork.start)
-            if not record.fork_part:
-                self._renderer.submit(opened.request.client, self._name_fork, opened, prompt, found.fork.start)
+            record.naming = self._renderer.submit(
+                opened.request.client, self._name_fork, opened, prompt, found.fork.start
+            )
+        if prompt.chat is not None:
+            self._chats.add(record.keys, prompt.chat, opened.request.namespace)
 
     def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:
-        """Name the part of a prompt whose tokenizer has no offsets. Runs beside the generation thread."""
-        opened.record.fork_part = part_at(opened.request, self.tokenizer, prompt.tokens, start)
+        opened.record.fork_part, opened.record.fork_hint = self._fork_part(opened.request, prompt, start)
+
+    def fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> Future[tuple[str, str]]:
+        """The part of a prompt that parts it from a stored one at `start`, and what to do about it; "": nothing.
+
+        The template may run several times, so this runs beside the generation thread.
+        """
+        return self._renderer.submit(request.client, self._fork_part, request, prompt, start)
+
+    def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str]:
+        if prompt.chat is not None:
+            keys = np.asarray(prompt.tokens if prompt.keys is None else prompt.keys, np.int64)
+            nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
+            if nearest is not None:
+                return str(nearest[0]), nearest[0].hint
+        return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), ""
 
     def _add_token(
         self,

@@ -12,6 +12,7 @@ from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
 from runner.models.load import load_outline
 from runner.script.conversation import Conversation
 from runner.script.schedule import schedule
+from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
 
 OUTLINE = load_outline("tiny")
@@ -106,6 +107,44 @@ def test_where_no_replies_are_recorded_later_turns_do_not_break() -> None:
     talk = Conversation("c", "c", (*talk.messages, {"role": "user", "content": "Until when?"}), replies_recorded=False)
     assert [m["role"] for m in with_replies([talk])[0].messages] == ["system", "user", "assistant", "user"]
     assert broken([talk]).lost_tokens == 0
+
+
+def tool(name: str, description: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": {}}}
+
+
+TOOLS = [tool(name, f"{name} {SYSTEM}") for name in ("search", "lend", "fine")]
+CHANGED = [tool("search", f"There are {count} books. {SYSTEM}") for count in (2671, 2672, 2673)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tools_in_another_order_and_a_number_in_a_tool_are_named_with_what_they_lose(name: str) -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = TEMPLATES[name]
+    for lists, part, words in (
+        ([TOOLS, [TOOLS[2], *TOOLS[:2]], [TOOLS[1], TOOLS[2], TOOLS[0]]], "the list of tools", "another order"),
+        ([[each, *TOOLS[1:]] for each in CHANGED], "tool `search`, its description", "it differs"),
+    ):
+        talks = [conversation(f"c{i}", QUESTIONS[i], tools=tuple(tools)) for i, tools in enumerate(lists)]
+        report = broken(talks, outline)
+        worst = report.breaks[0]
+        assert (worst.piece, worst.role, worst.requests) == ("part", part, 2)
+        # Behind the fork, all but the question is what an earlier request had.
+        assert worst.lost_tokens >= 0.8 * (report.prompt_tokens - report.resumed_tokens) * 2 / 3
+        text = breaks_text(report)
+        assert f"{part}: " in text
+        assert words in text
+        assert worst.change is not None
+        assert worst.change.hint in text
+
+
+def test_a_history_that_is_cut_at_its_beginning_is_told_from_a_new_question() -> None:
+    system, *talk = conversation("c", *[f"{text} {SYSTEM}" for text in (*QUESTIONS, "It is.")]).messages
+    cut = [Conversation(f"c{start}", "c", (system, *talk[2 * start :])) for start in range(2)]
+    (worst,) = broken(cut).breaks
+    assert (worst.role, worst.piece, worst.messages) == ("user", "message", {1: 1})
+    assert worst.lost_tokens >= len(SYSTEM)
+    assert "user message 1: messages before it were removed" in breaks_text(broken(cut))
 
 
 # The command

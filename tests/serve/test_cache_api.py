@@ -24,6 +24,7 @@ from runner.serve.scheduler import Scheduler
 from tests.chat.test_chat import make_tokenizer
 from tests.serve.jobs import application, local_client
 from tests.serve.parrot import TEMPLATES
+from tests.serve.test_disk import wait_until
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -201,10 +202,11 @@ def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     row, before = server.get("/cache/state")["requests"][:2]
     came = server.get(f"/cache/requests/{row['id'][:8]}")
     start = used["prompt_tokens_details"]["cached_tokens"]
-    where = f"diverged at {start:,} of {used['prompt_tokens']:,}, in message 2 of 2 (user)"
+    where = f"diverged at {start:,} of {used['prompt_tokens']:,}, in user message 1"
     assert (came["fork"]["start"], came["fork"]["words"]) == (start, where)
     assert (came["fork"]["before"], came["fork"]["stored"], came["fork"]["asked"]) == (None, None, None)
-    assert f"{start} cached (not: {used['prompt_tokens'] - start} diverged), {where}, 4 generated" in caplog.text
+    told = f"{start} cached (not: {used['prompt_tokens'] - start} diverged), {where}, 4 generated"
+    wait_until(lambda: told in caplog.text)
     assert server.get(f"/cache/requests/{before['id']}")["fork"] is None
     assert server.get(f"/cache/requests/{reply['id']}") == came
     assert server.client.get("/cache/requests/unknown").status_code == 404
@@ -214,7 +216,31 @@ def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     assert (found["as_it_came"], found["part"]) == (came, "")  # now it is stored
     other = [SYSTEM, {"role": "user", "content": "What about ants?"}]
     found = server.post("/cache/explain", messages=other).json()
-    assert (found["as_it_came"], found["part"]) == (None, "message 2 of 2 (user)")
+    assert (found["as_it_came"], found["part"]) == (None, "user message 1")
+
+
+def test_tools_in_another_order_and_a_changed_tool_are_named_in_the_log_on_the_page_and_when_asked(server, caplog):
+    model = server.running.call(lambda models: models.current).result()
+    model.tokenizer.chat_template = "{% if day %}Today is {{ day }}. {% endif %}" + TEMPLATES["qwen3"]
+    server.chat("What about quince?", tools=TOOLS)
+    part = "the list of tools: the same tools in another order"
+    with caplog.at_level("INFO"):
+        server.chat("What about quince?", tools=TOOLS[::-1])
+    wait_until(lambda: f", in {part}, 4 generated" in caplog.text)
+    row = server.get("/cache/state")["requests"][0]
+    fork = server.get(f"/cache/requests/{row['id']}")["fork"]
+    assert row["fork_words"] == fork["words"]
+    assert (fork["part"], fork["hint"].partition(",")[0]) == (part, "Send the tools in the same order in every request")
+    edited = json.loads(json.dumps(TOOLS))
+    edited[0]["function"]["description"] = "ho there"
+    messages = [SYSTEM, {"role": "user", "content": "What about quince?"}]
+    found = server.post("/cache/explain", messages=messages, tools=edited).json()
+    assert found["part"] == "tool `look`, its description"
+    assert found["part_hint"].startswith("Keep the definitions of tools free of text that changes")
+    dated = {"day": "Monday"}
+    found = server.post("/cache/explain", messages=messages, tools=TOOLS, chat_template_kwargs=dated).json()
+    assert (found["part"], "change" in found) == ("template argument `day`", False)
+    assert not [word for word in TELLING if word in json.dumps(found)]
 
 
 def test_the_texts_of_a_fork_are_told_only_with_the_option():
@@ -359,14 +385,14 @@ def changed(index: int, text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("messages", "part"),
     [
-        (changed(0, "You are a plum sommelier."), "the system prompt"),
-        (changed(1, "ho"), "message 2 of 6 (user)"),
-        (changed(3, "It is open."), "message 4 of 6 (tool)"),
-        (changed(4, "Open it is."), "message 5 of 6 (assistant)"),
-        (changed(5, "And then?"), "message 6 of 6 (user)"),
+        (changed(0, "You are a plum sommelier."), "system message 0"),
+        (changed(1, "ho"), "user message 1"),
+        (changed(3, "It is open."), "tool message 3"),
+        (changed(4, "Open it is."), "assistant message 4"),
+        (changed(5, "And then?"), "user message 5"),
         (
             [*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
-            "message 7 of 8 (assistant)",
+            "assistant message 6",
         ),
     ],
 )
@@ -388,7 +414,7 @@ def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
         request = Request(ModelNames(), 1, messages=TALK, tools=TOOLS)
         prompt = prompt_of(request, tokenizer, {})
         at, last = tokenizer.decode(prompt.tokens).index('"open"'), len(prompt.tokens) - 1
-        for start, part in ((at, "the tools"), (last, "the opening of the reply")):
+        for start, part in ((at, "the list of tools"), (last, "the opening of the reply")):
             assert prompt.part_at(start) == part
             assert part_at(request, tokenizer, prompt.tokens, start) == part
     text = Request(ModelNames(), 1, prompt="abc")
@@ -404,7 +430,7 @@ def test_a_part_with_the_texts_of_special_tokens_and_of_long_characters_ends_whe
     for end, name in prompt.parts:
         assert tokenizer.decode(prompt.tokens[:end]).endswith(("system", "user", "assistant")), name
     assert [name for _, name in prompt.parts] == [
-        "the system prompt", "message 2 of 4 (user)", "message 3 of 4 (assistant)", "message 4 of 4 (user)"
+        "system message 0", "user message 1", "assistant message 2", "user message 3"
     ]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import radixcache
 from policies import EvictionPolicy
 
 _PUBLIC_NAMES = """
-POLICIES CacheBusyError CacheClosedError CacheFullError CacheStats CausalCache CostModel DiskStore
-Entry Event EventKind EvictionPolicy Explanation Gap Group Hint Ledger Mismatch NamedPin PolicyError PrefixCache
+POLICIES CacheBusyError CacheClosedError CacheFullError CacheStats CausalCache Change Chat CostModel DiskStore Entry
+Event EventKind EvictionPolicy Explanation Gap Group Hint Ledger Mismatch NamedPin PolicyError PrefixCache
 RadixCacheError RadixTree Reason RedisStore RequestTooLargeError Row Session SessionClosedError ShiftError ShortReason
 SnapshotError StatsSnapshot StoreError TraceWriter TreeView UnsupportedCacheError register_adapter render_chat
 stream_generate

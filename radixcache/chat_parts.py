@@ -1,0 +1,259 @@
+"""The parts of a chat prompt: name the part whose change keeps a prompt from the stored prefix of an earlier one.
+
+A Chat is what a chat template takes. All of it is parts, and each part has a name:
+
+    system message 0                       a message: its role and its index
+    assistant message 4, its tool calls    a field of a message, unless the content differs too
+    the list of tools                      which tools there are, and their order
+    tool `search`, its description         a field of a tool
+    template argument `enable_thinking`    documents, dates, switches: everything else that a template takes
+
+If two chats differ in several parts, each part is put into the earlier chat alone. The part that changes the earlier
+rendering first is the cause. So it does not matter where a template writes a part. Never imports MLX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from radixcache.chat import RenderedChat
+from radixcache.chat_template import ChatTemplate, Message, Rendering, common_rendering, plain
+from radixcache.tokens import Keys, common_length
+
+KEPT_CHATS = 16  # recent chats with which a chat is compared
+COMPARED_MESSAGES = 8  # differing messages that are tried one by one
+SHOWN_NAMES, NAME_CHARS = 4, 64  # names of tools in a sentence, and characters of a name
+
+Tool = Mapping[str, Any]
+
+
+class Chat(NamedTuple):
+    """What a chat template takes: messages, tools, and its other arguments (`documents`, `enable_thinking`, ...)."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] | None = None
+    arguments: Mapping[str, Any] = {}
+
+    def rendering(self, tokenizer: Any) -> Rendering | None:
+        """The rendering for the next reply; None: the template refuses the chat."""
+        try:
+            template = ChatTemplate(tokenizer, self.tools, dict(self.arguments))
+            is_reply = self.messages[-1]["role"] == "assistant"
+            return RenderedChat(template, self.messages, "message" if is_reply else "reply").rendering
+        except Exception:  # Templates and tokenizers are foreign code.
+            return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A part of a chat that differs from an earlier chat.
+
+    Attributes:
+        part: name of the part.
+        detail: how it differs.
+        hint: what to do about it.
+        message: index of the message; None: the part is no message.
+        keeps_rest: the parts behind it are those of the earlier chat, so their tokens were evaluated before.
+    """
+
+    part: str
+    detail: str
+    hint: str
+    message: int | None = None
+    keeps_rest: bool = True
+
+    def __str__(self) -> str:
+        return self.part if self.detail == DIFFERS else f"{self.part}: {self.detail}"
+
+
+TOOL_LIST = "the list of tools"
+DIFFERS = "it differs"
+_REORDERED = "the same in another order"
+_REMOVED = "messages before it were removed"
+_ORDER_HINT = "Send the tools in the same order in every request, for example sorted by name."
+_LIST_HINT = "Send the same tools in every request of a conversation, and new tools at the end of the list."
+_TOOL_HINT = "Keep the definitions of tools free of text that changes; put it into the last message."
+_ARGUMENT_HINT = "Use one value in all requests that share a prefix, or put what changes into the last message."
+_MESSAGE_HINT = "Put text that changes behind the text that does not."
+_REMOVED_HINT = "Shorten the history in large steps instead of a little in every request."
+
+
+def message_name(message: Message, index: int) -> str:
+    return f"{message['role']} message {index}"
+
+
+def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
+    """The part of `asked` that parts it from the rendering of `stored`; None: none does, or later messages do."""
+    before, now = stored.rendering(tokenizer), asked.rendering(tokenizer)
+    if before is None or now is None:
+        return None
+    fork, found = common_rendering(before, now), list[tuple[int, Change]]()
+    if fork == len(before):
+        return None
+    for change, chat in _changes(stored, asked):
+        rendering = chat.rendering(tokenizer)
+        if rendering != before:
+            # A template may refuse a mixed chat, which then says nothing about the place.
+            found.append((fork if rendering is None else common_rendering(before, rendering), change))
+    at, first = min(found, key=lambda each: each[0], default=(fork, None))
+    # Later messages can make a template write earlier ones differently.
+    return None if at > fork and len(asked.messages) > len(stored.messages) else first
+
+
+class ChatLog:
+    """The last chats and their keys. Each method may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[str, Keys, Chat]] = deque(maxlen=KEPT_CHATS)
+
+    def add(self, keys: Keys, chat: Chat, namespace: str = "") -> None:
+        """Keep a chat, which must not be changed afterwards, and its keys."""
+        self._kept.append((namespace, keys, chat))
+
+    def clear(self, namespace: str | None = None) -> None:
+        kept = [each for each in list(self._kept) if namespace is not None and each[0] != namespace]
+        self._kept.clear()
+        self._kept.extend(kept)
+
+    def prompts(self, namespace: str = "") -> list[Keys]:
+        return [keys for name, keys, _ in list(self._kept) if name == namespace]
+
+    def first_change(
+        self, tokenizer: Any, keys: Keys, chat: Chat, start: int, namespace: str = ""
+    ) -> tuple[Change, Keys] | None:
+        """The first change from the nearest earlier chat, and the keys of that chat.
+
+        None: no kept chat has the same keys up to `start`, or no part of the nearest one differs.
+        """
+        others = [(each, other) for name, each, other in list(self._kept) if name == namespace and other is not chat]
+        kept = [(common_length(keys, each), each, other) for each, other in others]
+        longest = max((common for common, _, _ in kept), default=-1)
+        if longest < start:
+            return None
+        # Of those that are equally near, the one with the fewest differences; the newest of these.
+        near = [(other, each) for common, each, other in reversed(kept) if common == longest]
+        if len(near) > 1:
+            near.sort(key=lambda each: sum(1 for _ in _changes(each[0], chat)))
+        stored, stored_keys = near[0]
+        change = first_change(tokenizer, stored, chat)
+        return None if change is None else (change, stored_keys)
+
+
+def _changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
+    """Each part that differs, and the stored chat with only this part as in `asked`."""
+    for name in sorted({*stored.arguments, *asked.arguments}):
+        if not _is_same(stored.arguments.get(name), asked.arguments.get(name)):
+            arguments = {key: each for key, each in stored.arguments.items() if key != name}
+            arguments |= {name: asked.arguments[name]} if name in asked.arguments else {}
+            yield (
+                Change(f"template argument {_quoted(name)}", DIFFERS, _ARGUMENT_HINT),
+                stored._replace(arguments=arguments),
+            )
+    yield from _tool_changes(stored, asked)
+    yield from _message_changes(stored, asked)
+
+
+def _tool_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
+    before, now = _by_name(stored.tools or ()), _by_name(asked.tools or ())
+    if list(before) != list(now):
+        change = Change(TOOL_LIST, *_list_words([*before], [*now]))
+        yield change, stored._replace(tools=[before.get(key, tool) for key, tool in now.items()] or None)
+    for key, tool in now.items():
+        if key in before and not _is_same(before[key], tool):
+            for field, mixed in _fields(before[key], tool):
+                tools = [mixed if each == key else old for each, old in before.items()]
+                name = f"tool {_quoted(key[0])}" + (f", its {field}" if field else "")
+                yield Change(name, DIFFERS if field else _REORDERED, _TOOL_HINT), stored._replace(tools=tools)
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[tuple[str, int], Tool]:
+    """Tools by their name and how many tools before them have the same name."""
+    found: dict[tuple[str, int], Tool] = {}
+    for tool in tools:
+        name = str(_function(tool).get("name", ""))
+        found[name, sum(each[0] == name for each in found)] = tool
+    return found
+
+
+def _function(tool: Tool) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def _list_words(before: list[tuple[str, int]], now: list[tuple[str, int]]) -> tuple[str, str]:
+    """How two lists of tools differ, and a hint."""
+    added = [key[0] for key in now if key not in before]
+    removed = [key[0] for key in before if key not in now]
+    words = [f"{_listed(names)} {verb}" for names, verb in ((added, "added"), (removed, "removed")) if names]
+    if not words:
+        return "the same tools in another order", _ORDER_HINT
+    return ", ".join(words), _LIST_HINT
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(map(_quoted, names[:SHOWN_NAMES])) + more
+
+
+def _fields(before: Tool, now: Tool) -> Iterator[tuple[str, Tool]]:
+    """The name of each field that differs, and the earlier object with this field; "": only their order differs."""
+    old, new = _function(before), _function(now)
+    is_nested = old is not before and new is not now
+    if not is_nested:
+        old, new = before, now
+    names = [name for name in {**old, **new} if not _is_same(old.get(name), new.get(name))]
+    for name in names:
+        kept = {key: each for key, each in old.items() if key != name or name in new}
+        mixed = {**kept, name: new[name]} if name in new else kept
+        yield str(name).replace("_", " "), {**before, "function": mixed} if is_nested else mixed
+    if not names:
+        yield "", now
+
+
+def _message_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
+    before, now = ([plain(each) for each in chat.messages] for chat in (stored, asked))
+    count = min(len(before), len(now))
+    differing = [index for index in range(count) if not _is_same(before[index], now[index])]
+    if not differing:
+        return
+    first, moved = differing[0], ""
+    is_edit = first + 1 < count and len(differing) == 1
+    if not is_edit and _is_in(now[first], before[first + 1 :]):
+        moved = _REMOVED
+    elif not is_edit and _is_in(before[first], now[first + 1 :]):
+        moved = "it was inserted"
+    if moved or now[first]["role"] != before[first]["role"]:
+        hint = _REMOVED_HINT if moved == _REMOVED else _MESSAGE_HINT
+        change = Change(message_name(now[first], first), moved or DIFFERS, hint, first, keeps_rest=moved != "")
+        yield change, stored._replace(messages=asked.messages)
+        return
+    for index in differing[:COMPARED_MESSAGES]:
+        fields = [*_fields(before[index], now[index])]
+        name = message_name(now[index], index)
+        if len(fields) == 1 and fields[0][0] not in ("", "content"):
+            name += f", its {fields[0][0]}"
+        messages = [*stored.messages[:index], asked.messages[index], *stored.messages[index + 1 :]]
+        yield Change(name, DIFFERS, _MESSAGE_HINT, index, keeps_rest=False), stored._replace(messages=messages)
+
+
+def _is_in(message: Message, messages: Sequence[Message]) -> bool:
+    return any(_is_same(message, each) for each in messages)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Whether two values are the same as JSON, the order of keys included."""
+    return left is right or (left == right and _json(left) == _json(right))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _quoted(name: str) -> str:
+    """A client's name in a line of text."""
+    shown = name if len(name) <= NAME_CHARS else f"{name[: NAME_CHARS - 3]}..."
+    return "`" + "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown) + "`"
