@@ -99,7 +99,11 @@ class Scheduler:
     async def prompt(self, request: Request) -> RenderedPrompt:
         """Make a prompt beside the thread. ApiError: it cannot be made, or there is no such model."""
         rendering = await asyncio.wrap_future(self.call(lambda models: models.rendering(request)))
-        return await asyncio.wrap_future(rendering)
+        try:
+            return await asyncio.wrap_future(rendering)
+        except asyncio.CancelledError:
+            self._require_open(0)  # the end of the server cancels prompts
+            raise
 
     @property
     def is_healthy(self) -> bool:

@@ -374,3 +374,17 @@ def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Sch
 def test_what_cannot_be_is_said_at_start(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found), running(**options):
         pass
+
+
+def test_tokens_that_are_counted_when_the_thread_stops_are_refused(slow) -> None:
+    async def count(thread: Scheduler) -> None:
+        busy = [asyncio.ensure_future(thread.count_tokens(Request(ModelNames(), 1, prompt="slow"))) for _ in range(4)]
+        await asyncio.to_thread(thread.call(lambda models: None).result)
+        await asyncio.to_thread(thread.stop, 0)
+        slow.set()
+        found = await asyncio.gather(*busy, return_exceptions=True)
+        assert {each.status for each in found if isinstance(each, ApiError)} == {503}, found
+        assert not any(isinstance(each, asyncio.CancelledError) for each in found)
+
+    with running() as thread:
+        asyncio.run(count(thread))
