@@ -405,7 +405,7 @@ def behind_tools(
     kept, moved, marks = messages[:count], [], [*marked_texts]
     for index, message in enumerate(kept):
         content = message.get("content") or ""
-        if not isinstance(content, str) and all("text" in part for part in content):
+        if not isinstance(content, str) and all(isinstance(part.get("text"), str) for part in content):
             content = "".join(part["text"] for part in content)  # as prompts have them
         if isinstance(content, str) and (spans := _volatile_spans(content)):
             ends = [0, *(end for _, end in spans)]
