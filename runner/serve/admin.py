@@ -352,7 +352,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
         if not tokens:
             asked = scheduler.call(lambda models: models.loaded(request.names).rendering(request))
             if (rendering := await asyncio.wrap_future(asked)) is not None:
-                made = await asyncio.wrap_future(rendering)
+                made = await scheduler.result_of(rendering)
 
         def work(models: Models) -> tuple[dict[str, Any], Future[tuple[str, str]] | None]:
             loaded = models.loaded(request.names)
@@ -369,7 +369,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
             return about, part
 
         about, naming = await _result_of(scheduler.call(work))
-        part, hint = ("", "") if naming is None else await asyncio.wrap_future(naming)
+        part, hint = ("", "") if naming is None else await scheduler.result_of(naming)
         return to_json({**about, "part": part, "part_hint": hint})
 
     @router.get("/cache/requests/{id}")

@@ -99,10 +99,14 @@ class Scheduler:
     async def prompt(self, request: Request) -> RenderedPrompt:
         """Make a prompt beside the thread. ApiError: it cannot be made, or there is no such model."""
         rendering = await asyncio.wrap_future(self.call(lambda models: models.rendering(request)))
+        return await self.result_of(rendering)
+
+    async def result_of(self, future: Future[T]) -> T:
+        """What a thread beside the generation thread makes. ApiError: the server ends, which cancels that."""
         try:
-            return await asyncio.wrap_future(rendering)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._require_open(0)  # the end of the server cancels prompts
+            self._require_open(0)
             raise
 
     @property
