@@ -152,9 +152,10 @@ class _Search:
             session.step(self._model, tokens[-1:])
             if len(rendered.reply):
                 session.step(self._model, rendered.reply)
+        chat = _chat(request)
         reply = () if request.recorded_reply is None else (request.recorded_reply,)
-        self._seen.update(_digests(request.tools, (*request.messages, *reply)))
-        self._chats.add(tokens.astype(np.int64), Chat(request.messages, request.tools))
+        self._seen.update(_digests(chat, (*request.messages, *reply)))
+        self._chats.add(tokens.astype(np.int64), chat)
 
     def _count(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
         report = self.report
@@ -162,19 +163,19 @@ class _Search:
         report.prompt_tokens += found.prompt_tokens
         report.resumed_tokens += found.resumable_tokens
         report.cost_unit = found.cost_unit
-        _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools)
+        chat = _chat(request)
+        _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools, **request.arguments)
         # The first messages that an earlier request had, its reply included.
-        known = sum(1 for _ in takewhile(self._seen.__contains__, _digests(request.tools, request.messages)))
+        known = sum(1 for _ in takewhile(self._seen.__contains__, _digests(chat, request.messages)))
         known_end = max(ends[:known], default=0)
         keys, change = tokens.astype(np.int64), None
         has_system = request.messages[0]["role"] == "system"
         borders = [0 if has_system else opening, *ends]
         ranges = [(0, known_end), self._realigned(keys, borders)]
-        if (fork := found.fork) is not None:
-            chat = Chat(request.messages, request.tools)
-            if parted := self._chats.first_change(self._tokenizer, keys, chat, fork.start):
-                change, stored = parted
-                ranges += ranges_in(keys, stored, fork.start) if change.keeps_rest else []
+        fork = found.fork
+        if fork and (parted := self._chats.first_change(self._tokenizer, keys, chat, fork.start)):
+            change, stored = parted
+            ranges += ranges_in(keys, stored, fork.start) if change.keeps_rest else []
         broken: set[Break] = set()
         for gap in found.gaps:
             # State that is or was stored has been evaluated before, whatever message it is in.
@@ -238,9 +239,13 @@ class _Search:
             known.lost_tokens += lost
 
 
-def _digests(tools: Any, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-    """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools."""
-    return islice(beginnings(messages, json.dumps(tools, sort_keys=True).encode()), 1, None)
+def _chat(request: ScheduledRequest) -> Chat:
+    return Chat(request.messages, request.tools, request.arguments)
+
+
+def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools and arguments of a chat."""
+    return islice(beginnings(messages, json.dumps([chat.tools, chat.arguments]).encode()), 1, None)
 
 
 def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ Invariants of a `Conversation` that a reader returns:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.text import shown
@@ -31,6 +31,7 @@ class Conversation:
 
     A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
     Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
+    `arguments` are those of the chat template: `chat_template_kwargs` of the record.
     """
 
     conversation_id: str
@@ -40,6 +41,7 @@ class Conversation:
     first_turn: int = 0
     source: str = ""
     replies_recorded: bool = True
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
@@ -79,6 +81,15 @@ def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
         expect(_has_name(function), f"{where}: tool {index} is", tool, "a function with a name")
         require_unicode(tool, f"{where}: tool {index}")
     return tuple(values) or None
+
+
+def checked_arguments(value: Any, where: str) -> dict[str, Any]:
+    """Return arguments of the chat template; empty for None. ConversationError: it is no object."""
+    if value is None:
+        return {}
+    expect(isinstance(value, dict), f"{where}: chat_template_kwargs is", value, "an object")
+    require_unicode(value, f"{where}: chat_template_kwargs")
+    return dict(value)
 
 
 def require_unicode(value: Any, where: str) -> None:

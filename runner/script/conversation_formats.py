@@ -18,6 +18,7 @@ from runner.files import read_json
 from runner.script.conversation import (
     Conversation,
     ConversationError,
+    checked_arguments,
     checked_conversation,
     checked_messages,
     checked_tools,
@@ -203,7 +204,7 @@ def _as_text(value: Any) -> str:
 def _conversation(
     record: dict[str, Any], origin: Origin, messages: Any, *, replies_recorded: bool = True
 ) -> Conversation:
-    """A conversation from messages and the fields beside them: id, user, tools, first_turn."""
+    """A conversation from messages and the fields beside them: id, user, tools, chat_template_kwargs, first_turn."""
     checked = checked_messages(messages, origin.where)
     conversation_id = _name(record, "id", origin) or origin.default_id
     first_turn = record.get("first_turn", 0)
@@ -217,6 +218,7 @@ def _conversation(
         first_turn=first_turn,
         source=origin.source,
         replies_recorded=replies_recorded,
+        arguments=checked_arguments(record.get("chat_template_kwargs"), origin.where),
     )
 
 

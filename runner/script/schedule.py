@@ -12,7 +12,7 @@ import json
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +37,7 @@ class ScheduledRequest:
     recorded_reply: dict[str, Any] | None
     reply_slots: tuple[int, ...] = ()
     source: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -126,6 +127,7 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
                 recorded_reply=following if conversation.replies_recorded else None,
                 reply_slots=tuple(slots),
                 source=conversation.source,
+                arguments=conversation.arguments,
             )
             index += 1
         if following is not None and not following.get("tool_calls"):

@@ -133,7 +133,7 @@ class Script:
     def _render(self, request: ScheduledRequest, messages: Messages, awaited_tokens: int = 0) -> RenderedRequest:
         self._require_length(request, messages)
         try:
-            tokens, marks = render_chat(self._loaded.tokenizer, messages, request.tools)
+            tokens, marks = render_chat(self._loaded.tokenizer, messages, request.tools, **request.arguments)
             system_end = self._system_end(request, messages, tokens)
             reply = recorded_reply(self._loaded.tokenizer, request, tokens) if self._recorded else np.empty(0, np.int32)
         except ValueError as error:
@@ -152,7 +152,9 @@ class Script:
         if not system:
             return 0
         probe = [*system, {"role": "user", "content": ""}]
-        shared, _ = render_chat(self._loaded.tokenizer, probe, request.tools, add_generation_prompt=False)
+        shared, _ = render_chat(
+            self._loaded.tokenizer, probe, request.tools, add_generation_prompt=False, **request.arguments
+        )
         end = common_length(shared, tokens)
         return end if end < len(shared) else 0
 
@@ -187,7 +189,11 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     if request.recorded_reply is None:
         return np.empty(0, np.int32)
     tokens, marks = render_chat(
-        tokenizer, [*request.messages, request.recorded_reply], request.tools, add_generation_prompt=False
+        tokenizer,
+        [*request.messages, request.recorded_reply],
+        request.tools,
+        add_generation_prompt=False,
+        **request.arguments,
     )
     end = marks[-1] if marks else 0
     if end > len(prompt) == common_length(tokens, prompt):

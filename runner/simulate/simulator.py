@@ -313,7 +313,7 @@ def grow_tree(
     model, skipped = SizedModel(), []
     for request in requests:
         try:
-            tokens, marks = render_chat(tokenizer, request.messages, request.tools)
+            tokens, marks = render_chat(tokenizer, request.messages, request.tools, **request.arguments)
             reply = recorded_reply(tokenizer, request, tokens)
         except ValueError as error:
             skipped.append(f"{request.where}: {error}")

@@ -131,7 +131,7 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
     rendered = []
     for request in requests_of(conversation):
         try:
-            prompt = chat_tokens(tokenizer, request.messages, request.tools)
+            prompt = chat_tokens(tokenizer, request.messages, request.tools, **request.arguments)
         except ValueError as error:
             raise TraceError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
         reply = request.recorded_reply or {}

@@ -11,6 +11,7 @@ import pytest
 from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
 from runner.models.load import load_outline
 from runner.script.conversation import Conversation
+from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
 from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
@@ -136,6 +137,22 @@ def test_tools_in_another_order_and_a_number_in_a_tool_are_named_with_what_they_
         assert words in text
         assert worst.change is not None
         assert worst.change.hint in text
+
+
+def test_an_argument_of_the_template_is_read_from_a_record_and_named(tmp_path: Path, command: Any) -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = TEMPLATES["before the system text, first of all"]
+    file = tmp_path / "dated.jsonl"
+    for index, question in enumerate(QUESTIONS[:3]):
+        record = {"messages": conversation("c", question).messages, "chat_template_kwargs": {"date_string": f"{index}"}}
+        with file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+    (worst,) = broken([*read_conversations(file).conversations], outline).breaks
+    assert (worst.piece, worst.role, worst.requests) == ("part", "template argument `date_string`", 2)
+    assert worst.lost_tokens >= 2 * len(SYSTEM)
+    file.write_text(json.dumps({"messages": [], "chat_template_kwargs": 7}))
+    code, _, err = command("explain", file, "--model", "tiny")
+    assert (code, "chat_template_kwargs is int 7; wanted an object" in err) == (2, True)
 
 
 def test_a_history_that_is_cut_at_its_beginning_is_told_from_a_new_question() -> None:
