@@ -15,9 +15,10 @@ rendering first is the cause. So it does not matter where a template writes a pa
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from radixcache.chat import RenderedChat
@@ -25,7 +26,7 @@ from radixcache.chat_template import ChatTemplate, Message, Rendering, common_re
 from radixcache.tokens import Keys, common_length
 
 KEPT_CHATS = 16  # recent chats with which a chat is compared
-COMPARED_MESSAGES = 8  # differing messages that are tried one by one
+TRIED_CHANGES, TRIED_MESSAGES = 32, 8  # most differing parts that are tried one by one, and most messages of these
 SHOWN_NAMES, NAME_CHARS = 4, 64  # names of tools in a sentence, and characters of a name
 
 Tool = Mapping[str, Any]
@@ -91,15 +92,16 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
     before, now = stored.rendering(tokenizer), asked.rendering(tokenizer)
     if before is None or now is None:
         return None
-    fork, found = common_rendering(before, now), list[tuple[int, Change]]()
+    fork, found = common_rendering(before, now), list[tuple[int, bool, Change]]()
     if fork == len(before):
         return None
-    for change, chat in _changes(stored, asked):
+    for change, chat in islice(_changes(stored, asked), TRIED_CHANGES):
         rendering = chat.rendering(tokenizer)
         if rendering != before:
             # A template may refuse a mixed chat, which then says nothing about the place.
-            found.append((fork if rendering is None else common_rendering(before, rendering), change))
-    at, first = min(found, key=lambda each: each[0], default=(fork, None))
+            at = fork if rendering is None else common_rendering(before, rendering)
+            found.append((at, rendering is None, change))
+    at, _, first = min(found, key=lambda each: each[:2], default=(fork, False, None))
     # Later messages can make a template write earlier ones differently.
     return None if at > fork and len(asked.messages) > len(stored.messages) else first
 
@@ -137,7 +139,7 @@ class ChatLog:
         # Of those that are equally near, the one with the fewest differences; the newest of these.
         near = [(other, each) for common, each, other in reversed(kept) if common == longest]
         if len(near) > 1:
-            near.sort(key=lambda each: sum(1 for _ in _changes(each[0], chat)))
+            near.sort(key=lambda each: sum(1 for _ in islice(_changes(each[0], chat), TRIED_CHANGES)))
         stored, stored_keys = near[0]
         change = first_change(tokenizer, stored, chat)
         return None if change is None else (change, stored_keys)
@@ -153,8 +155,8 @@ def _changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
                 Change(f"template argument {_quoted(name)}", DIFFERS, _ARGUMENT_HINT),
                 stored._replace(arguments=arguments),
             )
-    yield from _tool_changes(stored, asked)
     yield from _message_changes(stored, asked)
+    yield from _tool_changes(stored, asked)
 
 
 def _tool_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
@@ -173,9 +175,11 @@ def _tool_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
 def _by_name(tools: Sequence[Tool]) -> dict[tuple[str, int], Tool]:
     """Tools by their name and how many tools before them have the same name."""
     found: dict[tuple[str, int], Tool] = {}
+    counts = Counter[str]()
     for tool in tools:
         name = str(_function(tool).get("name", ""))
-        found[name, sum(each[0] == name for each in found)] = tool
+        found[name, counts[name]] = tool
+        counts[name] += 1
     return found
 
 
@@ -186,8 +190,9 @@ def _function(tool: Tool) -> Mapping[str, Any]:
 
 def _list_words(before: list[tuple[str, int]], now: list[tuple[str, int]]) -> tuple[str, str]:
     """How two lists of tools differ, and a hint."""
-    added = [key[0] for key in now if key not in before]
-    removed = [key[0] for key in before if key not in now]
+    old, new = set(before), set(now)
+    added = [key[0] for key in now if key not in old]
+    removed = [key[0] for key in before if key not in new]
     words = [f"{_listed(names)} {verb}" for names, verb in ((added, "added"), (removed, "removed")) if names]
     if not words:
         return "the same tools in another order", _ORDER_HINT
@@ -231,7 +236,7 @@ def _message_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]
         change = Change(message_name(now[first], first), moved or DIFFERS, hint, first, keeps_rest=moved != "")
         yield change, stored._replace(messages=asked.messages)
         return
-    for index in differing[:COMPARED_MESSAGES]:
+    for index in differing[:TRIED_MESSAGES]:
         fields = [*_fields(before[index], now[index])]
         name = message_name(now[index], index)
         if len(fields) == 1 and fields[0][0] not in ("", "content"):

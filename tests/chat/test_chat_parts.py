@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixcache import Chat, PrefixCache, render_chat
-from radixcache.chat_parts import ChatLog, first_change
+from radixcache.chat_parts import TRIED_CHANGES, ChatLog, first_change
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_tokenizer
@@ -238,6 +238,26 @@ def test_a_chat_that_grew_and_a_part_that_the_template_leaves_out_are_no_change(
     more = [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Why?"}]
     assert first_change(tokenizer, stored, stored._replace(messages=[*stored.messages, *more])) is None
     assert first_change(tokenizer, stored, stored._replace(arguments={**stored.arguments, "unknown": 1})) is None
+
+
+def test_of_thousands_of_changes_a_bounded_number_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, rendered = tokenizer_of("in the last turn, before"), list[Chat]()
+    named = [{"type": "function", "function": {"name": f"t{index % 50}"}} for index in range(3000)]
+    edited = [{"type": "function", "function": {**tool["function"], "description": "x"}} for tool in named]
+    messages = [{"role": "user", "content": "Which?"}]
+    rendering = Chat.rendering
+
+    def counting(chat: Chat, tokenizer: Any) -> Any:
+        rendered.append(chat)
+        return rendering(chat, tokenizer) if len(rendered) < 3 else f"{len(rendered)}"
+
+    monkeypatch.setattr(Chat, "rendering", counting)
+    log = ChatLog()
+    for _ in range(2):
+        log.add(np.arange(3), Chat(messages, named))
+    found = log.first_change(tokenizer, np.arange(4), Chat(messages, edited), 3)
+    assert found is not None
+    assert len(rendered) == 2 + TRIED_CHANGES
 
 
 def test_words_say_how_the_tools_differ_and_no_name_spoils_the_line() -> None:
