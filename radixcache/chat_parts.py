@@ -7,6 +7,7 @@ A Chat is what a chat template takes. All of it is parts, and each part has a na
     the list of tools                      which tools there are, and their order
     tool `search`, its description         a field of a tool
     template argument `enable_thinking`    documents, dates, switches: everything else that a template takes
+    the chat template                      it writes another text for the same chat, such as the date of a clock
 
 If two chats differ in several parts, each part is put into the earlier chat alone. The part that changes the earlier
 rendering first is the cause. So it does not matter where a template writes a part. Never imports MLX.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from radixcache.chat import RenderedChat
+from radixcache.chat import RenderedChat, chat_tokens
 from radixcache.chat_template import ChatTemplate, Message, Rendering, common_rendering, plain
 from radixcache.tokens import Keys, common_length
 
@@ -83,6 +84,13 @@ _MESSAGE_HINT = "Put text that changes behind the text that does not."
 _REMOVED_HINT = "Shorten the history in large steps instead of a little in every request."
 
 
+_REWRITTEN = Change(
+    "the chat template",
+    "it writes another text for the same messages and tools, such as the date",
+    "Pass the date as an argument of the template, with one value in all requests that share a prefix.",
+)
+
+
 def message_name(message: Message, index: int) -> str:
     return f"{message['role']} message {index}"
 
@@ -142,7 +150,18 @@ class ChatLog:
             near.sort(key=lambda each: sum(1 for _ in islice(_changes(each[0], chat), TRIED_CHANGES)))
         stored, stored_keys = near[0]
         change = first_change(tokenizer, stored, chat)
+        if change is None and longest < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, longest):
+            change = _REWRITTEN
         return None if change is None else (change, stored_keys)
+
+
+def _is_rewritten(tokenizer: Any, stored: Chat, keys: Keys, fork: int) -> bool:
+    """Whether the template now writes a stored chat as `keys` go on behind the fork: it read a clock."""
+    try:
+        tokens = chat_tokens(tokenizer, stored.messages, stored.tools, **stored.arguments)
+    except Exception:  # Templates and tokenizers are foreign code.
+        return False
+    return common_length(tokens, keys) > fork
 
 
 def _changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:

@@ -240,6 +240,19 @@ def test_a_chat_that_grew_and_a_part_that_the_template_leaves_out_are_no_change(
     assert first_change(tokenizer, stored, stored._replace(arguments={**stored.arguments, "unknown": 1})) is None
 
 
+def test_a_template_that_writes_the_date_by_itself_is_named() -> None:
+    tokenizer, editor = tokenizer_of("inside the system turn, behind the tools"), Editor(4)
+    cache = sized_cache(SizedLayout(1), budget_bytes=1 << 30, tokenizer=tokenizer)
+    written, chat = tokenizer.chat_template, editor.chat()
+    more = [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Why?"}]
+    for day, name in (("Monday", None), ("Tuesday", "the chat template")):
+        tokenizer.chat_template = f"It is {day}. {written}"
+        later = chat._replace(messages=[*chat.messages, *more])
+        change = cache.explain(render_chat(tokenizer, *later[:2], **later.arguments)[0], chat=later).change
+        assert (change and change.part) == name
+        store(cache, tokenizer, chat)
+
+
 def test_of_thousands_of_changes_a_bounded_number_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, rendered = tokenizer_of("in the last turn, before"), list[Chat]()
     named = [{"type": "function", "function": {"name": f"t{index % 50}"}} for index in range(3000)]
