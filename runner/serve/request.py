@@ -211,6 +211,9 @@ class RequestRecord:
     keys: Any = None
     saved_s: float = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"naming": None}  # A replica sends records to the server, and what runs stays behind.
+
     @property
     def fork_words(self) -> str:
         """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in system message 0"; "": nowhere.

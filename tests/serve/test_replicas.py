@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -380,3 +382,8 @@ def test_replicas_share_the_budget_and_know_no_keys(tmp_path: Any) -> None:
     assert (found.budget_bytes, found.api_keys, found.namespace_by, found.replicas) == (1000, None, "none", None)
     whole, quarter = (replica_options(ServeOptions(model="tiny", replicas=count)).budget_bytes or 0 for count in (1, 4))
     assert 0.2 * whole < quarter < 0.3 * whole
+
+
+def test_a_record_goes_to_the_server_without_the_work_that_names_its_fork() -> None:
+    sent = pickle.loads(pickle.dumps(record(naming=Future(), fork_part="system message 0")))
+    assert (sent.naming, sent.fork_part) == (None, "system message 0")

@@ -103,7 +103,7 @@ class Replica:
 
     def _on_record(self, record: RequestRecord) -> None:
         self._watch.on_record(record)
-        self._records.append(replace(record, keys=None, naming=None))
+        self._records.append(replace(record, keys=None))
         self._changes += 1
 
     def _on_event(self, event: Event) -> None:
