@@ -3,6 +3,7 @@
 options.md       every command with its options, and every metric, from the code
 benchmarks.md    three blocks: the summary, where other servers are better, and every published result
 README.md        one block: the table of servers
+replay.md        one block: the forms of conversations, from the code
 
 A block lies between `<!-- made: NAME -->` and `<!-- end -->`. Its figures come from benchmarks/results.
 """
@@ -27,6 +28,7 @@ from radixcache.counters import Metric, metrics_of
 from radixcache.stores.store import StoreStats
 from runner.cli import app
 from runner.models.tiny import tiny_model
+from runner.script.conversation_formats import FORMS
 from runner.serve.metrics import COUNTERS, HISTOGRAMS
 
 DOCS = Path(__file__).parent
@@ -41,9 +43,8 @@ Row = tuple[str, ...]
 
 
 def pages() -> dict[Path, str]:
-    with_blocks = {
-        path: path.read_text(encoding="utf-8") for path in (DOCS.parent / "README.md", DOCS / "benchmarks.md")
-    }
+    paths = (DOCS.parent / "README.md", DOCS / "benchmarks.md", DOCS / "replay.md")
+    with_blocks = {path: path.read_text(encoding="utf-8") for path in paths}
     made = {
         path: BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]]().strip()}\n\n{found[3]}", text)
         for path, text in with_blocks.items()
@@ -287,7 +288,14 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"peers": peers, "summary": summary, "behind": behind, "results": figures}
+def forms() -> str:
+    rows = ((form.name, ", ".join(f"`{key}`" for key in form.keys), form.about) for form in FORMS)
+    return "\n".join(_table(("form", "keys of a record", "what it is"), rows)) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "peers": peers, "summary": summary, "behind": behind, "results": figures, "forms": forms,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def _naming(path: Path) -> Iterator[None]:
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files with these endings, sorted, without hidden ones. OSError: the folder cannot be read."""
     next(folder.iterdir(), None)  # rglob skips a folder that it cannot read
-    found = (path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
+    found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)) and path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 

@@ -35,8 +35,8 @@ Conversations are JSON, or JSONL with one per line; id and tools are optional ke
 {"user": "ann", "messages": [{"role": "user", "content": "Hello"}]}
 {"user": "ben", "messages": [{"role": "user", "content": "Hi"}]}
 
-Files of ShareGPT, tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too. A folder means all files below
-it; - is stdin.
+Files of ShareGPT, LMSYS-Chat-1M, WildChat, tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too, also
+with .gz. A folder means all files below it; - is stdin.
 """
 
 TRACES = """
@@ -77,6 +77,9 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conver
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
     if result.skipped:
         say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
+    if result.left_out:
+        parts = ", ".join(f"{count:,} {kind}" for kind, count in result.left_out.most_common())
+        say(f"note: left out of the prompts, since chat templates have no text for them: {parts}.")
     return result.conversations
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from runner.text import shown
+from runner.text import printable, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Chat templates read no other keys of messages (refusal, annotations, audio ...).
@@ -31,7 +32,8 @@ class Conversation:
 
     A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
     Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
-    `arguments` are those of the chat template: `chat_template_kwargs` of the record.
+    `arguments` are those of the chat template: `chat_template_kwargs` of the record. `left_out` counts parts that no
+    template has text for, such as images, by their type.
     """
 
     conversation_id: str
@@ -42,6 +44,31 @@ class Conversation:
     source: str = ""
     replies_recorded: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a record is from, and the id of its conversation if the record has none."""
+
+    path: Path
+    line: int
+    default_id: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        return f"{printable(self.path.name)}:{self.line}"
+
+
+class Record(NamedTuple):
+    """A JSON object of a file."""
+
+    value: dict[str, Any]
+    origin: Origin
 
 
 def expect(holds: bool, found: str, value: Any, wanted: str) -> None:

@@ -1,14 +1,16 @@
-"""From a JSON record to a conversation: OpenAI messages, ShareGPT, and the records of benchmarks and agents.
+"""From JSON records to conversations. `FORMS` is the table of all forms that are known.
 
-These are tau-bench's trajectories, mt-bench's questions, dialogues of SGD, SWE-agent's .traj and InterCode's logs.
-The key that has the turns says which format a record is in. For a new one add a function and a line in `_FORMATS`.
+A record is of the first form whose keys it has. A row is data: where the turns are, which keys hold role, text, id and
+user, and what the roles are called. What no row can say is a function: `read` makes records of other forms from one
+record, and `join` from all records of a file. For a new form add a row; the page of docs/ is made from the table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 from radixcache.observe.trace import FORMAT
 from runner.files import read_json
 from runner.script.conversation import (
+    ROLES,
     Conversation,
     ConversationError,
+    Origin,
+    Record,
     checked_arguments,
     checked_conversation,
     checked_messages,
@@ -27,30 +32,49 @@ from runner.script.conversation import (
 )
 from runner.text import printable, shortened, shown
 
-# ShareGPT's speakers, as its many converters name them.
-_SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+_ROLES = {**dict(zip(ROLES, ROLES, strict=True)), "function": "tool"}
+# Speakers, as the many converters to ShareGPT's form name them; in any case.
+_SPEAKERS = {
+    **_ROLES,
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
-_SGD_ROLES: dict[Any, str] = {"USER": "user", "SYSTEM": "assistant"}
+_CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
-@dataclass(frozen=True)
-class Origin:
-    path: Path
-    line: int
-    default_id: str
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A form of conversations: a row of `FORMS`. Of several keys for one thing, the first that is there counts.
 
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.line}"
+    Attributes:
+        keys: what a record must have; `tells` is a further condition.
+        about: what a record is, for people.
+        turns: the key of the list of turns.
+        role, content: keys of a turn.
+        roles: the role that each name of a role means; names are in lower case.
+        id, user, tools: keys of a record.
+        read: makes records of other forms from one record.
+        join: makes records of other forms from all records of a file, and says where each of them begins. A file is of
+            this form if one of its first records has the keys.
+    """
 
-    @property
-    def source(self) -> str:
-        return f"{printable(self.path.name)}:{self.line}"
+    name: str
+    about: str
+    keys: tuple[str, ...]
+    tells: Callable[[dict[str, Any]], bool] = lambda record: True
+    turns: str = "messages"
+    role: tuple[str, ...] = ("role",)
+    content: tuple[str, ...] = ("content",)
+    roles: Mapping[str, str] = field(default_factory=lambda: _ROLES)
+    id: tuple[str, ...] = ("id",)
+    user: tuple[str, ...] = ("user",)
+    read: Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]] | None = None
+    join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
+
+    def has(self, record: Any) -> bool:
+        return isinstance(record, dict) and record.keys() >= set(self.keys) and self.tells(record)
 
 
 def is_message(value: Any) -> bool:
@@ -65,75 +89,149 @@ def expanded(value: Any) -> list[Any]:
     return [value]
 
 
-def parse_record(value: Any, origin: Origin) -> Conversation:
-    """Turn one record into a conversation. ConversationError: the record is wrong, or its format is not known."""
-    if isinstance(value, list):
-        value = {"messages": value}
-    wanted = f"a list of messages or an object with {', '.join(_FORMATS)}"
-    if not isinstance(value, dict):
-        raise ConversationError(f"{origin.where}: found {shown(value)}; wanted a conversation: {wanted}.")
-    for key, parse in _FORMATS.items():
-        if key in value:
-            return checked_conversation(parse(value, origin), origin.where)
-    if value.get("format") == FORMAT or "hash_ids" in value or {"block_size", "requests"} <= value.keys():
-        raise ConversationError(
+def joining_form(values: Iterable[Any]) -> Form | None:
+    """The form whose conversations are several records of a file, if one of the first records says so."""
+    return next((form for value in values for form in FORMS if form.join and form.has(value)), None)
+
+
+def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
+    """Yield the conversations of one record. ConversationError: the record is wrong, or its form is not known."""
+    record = {"messages": value} if isinstance(value, list) else value
+    form = next((form for form in FORMS if form.has(record)), None)
+    if form is None:
+        raise _unknown(record, origin)
+    if form.read is None:
+        yield checked_conversation(_conversation(record, form, origin), origin.where)
+    else:
+        for each in form.read(record, origin):
+            yield from parse_record(each, origin)
+
+
+def _unknown(record: Any, origin: Origin) -> ConversationError:
+    known = "; ".join(f"{form.name} ({', '.join(form.keys)})" for form in FORMS)
+    if not isinstance(record, dict):
+        found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
+    elif record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
+        return ConversationError(
             f"{origin.where}: is a trace of block hashes, not conversations. Use it with radixcache simulate, mrc or "
             "advise."
         )
-    keys = shortened(", ".join(value), 80) or "none"
-    raise ConversationError(f"{origin.where}: no known kind of conversation (keys: {keys}); wanted {wanted}.")
+    else:
+        keys = shortened(", ".join(record), 80) or "none"
+        found = f"no known form of conversation (keys: {keys})"
+    return ConversationError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
 
 
-def _parse_sharegpt(record: dict[str, Any], origin: Origin) -> Conversation:
-    turns = record["conversations"]
-    expect(isinstance(turns, list), f"{origin.where}: conversations is", turns, "a list of turns")
-    messages = [_sharegpt_message(turn, f"{origin.where}: turn {index}") for index, turn in enumerate(turns)]
-    if isinstance(record.get("system"), str) and record["system"] and (not turns or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": record["system"]})
-    return _conversation(record, origin, messages)
+def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Conversation:
+    """The conversation of a record, from its turns and the fields beside them."""
+    turns, left_out = record[form.turns], Counter(record.get("left_out", {}))
+    expect(isinstance(turns, list), f"{origin.where}: {form.turns} is", turns, "a list of messages")
+    messages = [_message(turn, form, f"{origin.where}: message {at}", left_out) for at, turn in enumerate(turns)]
+    if isinstance(system := record.get("system"), str) and system and (not turns or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": system})
+    conversation_id = _name(record, form.id, origin) or origin.default_id
+    first_turn = record.get("first_turn", 0)
+    is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
+    expect(is_number, f"{origin.where}: first_turn is", first_turn, "a whole number")
+    return Conversation(
+        conversation_id=conversation_id,
+        user=_name(record, form.user, origin) or conversation_id,
+        messages=checked_messages(messages, origin.where),
+        tools=checked_tools(_tools_value(record, origin), origin.where),
+        first_turn=first_turn,
+        source=origin.source,
+        replies_recorded=record.get("replies_recorded", True) is not False,
+        arguments=checked_arguments(record.get("chat_template_kwargs"), origin.where),
+        left_out=dict(left_out),
+    )
 
 
-def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
-    if is_message(turn):
-        return dict(turn)
-    is_turn = isinstance(turn, dict) and "from" in turn and "value" in turn
-    expect(is_turn, f"{where} is", turn, "an object with from and value")
-    speaker, value = turn["from"], turn["value"]
-    is_known = isinstance(speaker, str) and speaker in _SHAREGPT_ROLES
-    expect(is_known, f"{where} is from", speaker, f"one of {', '.join(_SHAREGPT_ROLES)}")
-    expect(isinstance(value, str), f"{where} has value", value, "text")
-    call = _sharegpt_call(value) if speaker == "function_call" else None
-    return {"role": "assistant", "tool_calls": [call]} if call else {"role": _SHAREGPT_ROLES[speaker], "content": value}
+def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[str, Any]:
+    expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {form.role[0]} and {form.content[0]}")
+    role_key, content_key = (next((key for key in keys if key in turn), keys[0]) for keys in (form.role, form.content))
+    speaker = turn[role_key].lower() if isinstance(turn.get(role_key), str) else None
+    expect(speaker in form.roles, f"{where} has {role_key}", turn.get(role_key), f"one of {', '.join(form.roles)}")
+    content = turn.get(content_key)
+    if isinstance(content, list):
+        content = _text_of(content, where, left_out)
+    message = {**(turn if role_key == "role" else {}), "role": form.roles[speaker or ""], "content": content}
+    call = message.pop("function_call", None) or (_call_of(content) if speaker in _CALLERS else None)
+    if call:
+        if speaker in _CALLERS:
+            message["content"] = None
+        message["tool_calls"] = [{"type": "function", "function": call}]
+    return message
 
 
-def _sharegpt_call(value: str) -> dict[str, Any] | None:
+def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
+    """The texts of a message's parts; the other parts are counted by type."""
+    texts = []
+    for index, part in enumerate(parts):
+        is_part = isinstance(part, dict) and isinstance(part.get("type"), str)
+        expect(is_part, f"{where}: content part {index} is", part, "an object with a type")
+        text = part.get(part["type"] if part["type"] == "refusal" else "text")
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            expect(part["type"] != "text", f"{where}: content part {index} is", part, "a part with text")
+            left_out[shortened(part["type"], 40)] += 1
+    return "".join(texts)
+
+
+def _call_of(value: Any) -> dict[str, Any] | None:
     """A tool call from its JSON text; None: it is written in another way and stays text."""
     try:
-        call = json.loads(value)
+        call = json.loads(value) if isinstance(value, str) else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+    return {"name": call["name"], "arguments": call.get("arguments", {})}
 
 
-def _parse_tau_bench(record: dict[str, Any], origin: Origin) -> Conversation:
+def _name(record: dict[str, Any], keys: Iterable[str], origin: Origin) -> str:
+    """An id or a user as text, which may be a number in the record; '': there is none."""
+    key = next((key for key in keys if record.get(key) is not None), None)
+    if key is None:
+        return ""
+    value = record[key]
+    is_name = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+    expect(is_name, f"{origin.where}: {key} is", value, "text that is not empty")
+    require_unicode(str(value), f"{origin.where}: {key}")
+    return str(value)
+
+
+def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
+    """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
+    value = record.get("tools")
+    if value is None and isinstance(functions := record.get("functions"), list):
+        return [{"type": "function", "function": function} for function in functions]
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(f"{origin.where}: tools is not JSON ({error}); wanted a list of tools.") from error
+
+
+# What no row can say
+
+
+def _read_tau_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
     messages = checked_messages(record["traj"], origin.where)
     info = record.get("info")
     task = info.get("task") if isinstance(info, dict) else None
     user = task.get("user_id") if isinstance(task, dict) else None
     task_id, trial = record.get("task_id"), record.get("trial", 0)
-    tau_id = origin.default_id if task_id is None else f"{origin.path.stem}/{task_id}.{trial}"
-    return Conversation(
-        conversation_id=tau_id,
-        user=user if isinstance(user, str) and user else tau_id,
-        messages=messages,
-        tools=_tau_tools(messages, origin.path),
-        source=origin.source,
-    )
+    yield {
+        "id": None if task_id is None else f"{origin.path.stem}/{task_id}.{trial}",
+        "user": user if isinstance(user, str) and user else None,
+        "messages": record["traj"],
+        "tools": _tau_tools(messages, origin.path),
+    }
 
 
-def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[str, Any], ...] | None:
+def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> list[dict[str, Any]] | None:
     """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls."""
     folders = (path.parent, path.parent.parent)
     found = [folder / name for folder in folders for name in TOOL_FILES if (folder / name).is_file()]
@@ -142,7 +240,7 @@ def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> tuple[dict[s
     for candidate in named or found:
         tools = _read_tools(candidate, candidate.stat().st_mtime_ns)
         if named or called <= {tool.get("function", tool)["name"] for tool in tools or ()}:
-            return tools
+            return list(tools or ()) or None
     return None
 
 
@@ -151,35 +249,15 @@ def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | No
     return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
 
 
-def _parse_turns(record: dict[str, Any], origin: Origin) -> Conversation:
-    """A question of mt-bench, of which only the user's texts are known, or a dialogue of SGD."""
+def _read_mt_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
     turns = record["turns"]
-    if isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns):
-        return _parse_sgd(record, origin)
     is_texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
     expect(is_texts, f"{origin.where}: turns is", turns, "a list of the user's texts")
     messages = [{"role": "user", "content": turn} for turn in turns]
-    return _conversation({"id": record.get("question_id"), **record}, origin, messages, replies_recorded=False)
+    yield {"id": record.get("question_id"), **record, "messages": messages, "replies_recorded": False}
 
 
-def _parse_sgd(record: dict[str, Any], origin: Origin) -> Conversation:
-    messages = []
-    for index, turn in enumerate(record["turns"]):
-        known: dict[str, Any] = turn if isinstance(turn, dict) else {}
-        speaker, utterance = known.get("speaker"), known.get("utterance")
-        is_turn = speaker in _SGD_ROLES and isinstance(utterance, str)
-        expect(is_turn, f"{origin.where}: turn {index} is", turn, "a speaker, USER or SYSTEM, and an utterance")
-        messages.append({"role": _SGD_ROLES[speaker], "content": utterance})
-    return _conversation({"id": record.get("dialogue_id"), **record}, origin, messages)
-
-
-def _parse_swe_agent(record: dict[str, Any], origin: Origin) -> Conversation:
-    history = record["history"]
-    expect(isinstance(history, list), f"{origin.where}: history is", history, "a list of messages")
-    return _conversation({"id": printable(origin.path.stem)}, origin, history)
-
-
-def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
+def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
     history = record["turn_history"] if isinstance(record["turn_history"], dict) else {}
     actions: Any = history.get("actions")
     observations: Any = history.get("observations")
@@ -192,8 +270,10 @@ def _parse_intercode(record: dict[str, Any], origin: Origin) -> Conversation:
         if index < min(len(observations), len(actions) - 1):
             messages.append({"role": "user", "content": _as_text(observations[index])})
     task_id = record.get("task_id")
-    name = None if task_id is None else f"{printable(origin.path.stem)}/{task_id}"
-    return _conversation({"id": name}, origin, messages)
+    yield {
+        "id": None if task_id is None else f"{printable(origin.path.stem)}/{task_id}",
+        "messages": messages,
+    }
 
 
 def _as_text(value: Any) -> str:
@@ -201,54 +281,66 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _conversation(
-    record: dict[str, Any], origin: Origin, messages: Any, *, replies_recorded: bool = True
-) -> Conversation:
-    """A conversation from messages and the fields beside them: id, user, tools, chat_template_kwargs, first_turn."""
-    checked = checked_messages(messages, origin.where)
-    conversation_id = _name(record, "id", origin) or origin.default_id
-    first_turn = record.get("first_turn", 0)
-    is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
-    expect(is_number, f"{origin.where}: first_turn is", first_turn, "a whole number")
-    return Conversation(
-        conversation_id=conversation_id,
-        user=_name(record, "user", origin) or conversation_id,
-        messages=checked,
-        tools=checked_tools(_tools_value(record, origin), origin.where),
-        first_turn=first_turn,
-        source=origin.source,
-        replies_recorded=replies_recorded,
-        arguments=checked_arguments(record.get("chat_template_kwargs"), origin.where),
-    )
+def _has_utterances(record: dict[str, Any]) -> bool:
+    turns = record["turns"]
+    return isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns)
 
 
-def _name(record: dict[str, Any], key: str, origin: Origin) -> str:
-    """An id or a user as text, which may be a number in the record; '': there is none."""
-    value = record.get(key)
-    if value is None:
-        return ""
-    is_name = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-    expect(is_name, f"{origin.where}: {key} is", value, "text that is not empty")
-    require_unicode(str(value), f"{origin.where}: {key}")
-    return str(value)
-
-
-def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
-    """The tool list, which ShareGPT files have as JSON text."""
-    value = record.get("tools")
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise ConversationError(f"{origin.where}: tools is not JSON ({error}); wanted a list of tools.") from error
-
-
-_FORMATS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
-    "messages": lambda record, origin: _conversation(record, origin, record["messages"]),
-    "conversations": _parse_sharegpt,
-    "traj": _parse_tau_bench,
-    "turns": _parse_turns,
-    "history": _parse_swe_agent,
-    "turn_history": _parse_intercode,
-}
+FORMS: tuple[Form, ...] = (
+    Form(
+        name="OpenAI's chat API",
+        about="a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages",
+        keys=("messages",),
+    ),
+    Form(
+        name="ShareGPT",
+        about="turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them",
+        keys=("conversations",),
+        turns="conversations",
+        role=("role", "from"),
+        content=("content", "value"),
+        roles=_SPEAKERS,
+    ),
+    Form(
+        name="LMSYS-Chat-1M, WildChat",
+        about="turns with `role` and `content`",
+        keys=("conversation",),
+        tells=lambda record: isinstance(record["conversation"], list),
+        turns="conversation",
+        role=("role", "from"),
+        content=("content", "value"),
+        roles=_SPEAKERS,
+        id=("conversation_id", "conversation_hash", "id"),
+        user=("hashed_ip", "user"),
+    ),
+    Form(
+        name="tau-bench",
+        about="the tools come from `airline_tools.json` or `retail_tools.json` beside the file",
+        keys=("traj",),
+        read=_read_tau_bench,
+    ),
+    Form(
+        name="SGD",
+        about="turns with `speaker` and `utterance`",
+        keys=("turns",),
+        tells=_has_utterances,
+        turns="turns",
+        role=("speaker",),
+        content=("utterance",),
+        roles={"user": "user", "system": "assistant"},
+        id=("id", "dialogue_id"),
+    ),
+    Form(name="mt-bench", about="a list of the user's texts", keys=("turns",), read=_read_mt_bench),
+    Form(
+        name="SWE-agent",
+        about="a `.traj` file",
+        keys=("history",),
+        read=lambda record, origin: [{"id": printable(origin.path.stem), "messages": record["history"]}],
+    ),
+    Form(
+        name="InterCode",
+        about="`actions` and `observations`",
+        keys=("turn_history",),
+        read=_read_intercode,
+    ),
+)

@@ -7,21 +7,28 @@ document ends at a syntax error.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import as_file, files
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from runner.files import files_below
-from runner.script.conversation import Conversation, ConversationError
-from runner.script.conversation_formats import TOOL_FILES, Origin, expanded, is_message, parse_record
+from runner.script.conversation import Conversation, ConversationError, Origin, Record
+from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
 from runner.text import printable
 
 MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
+MAX_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
+PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
 _BLANK = " \t\r\n"
 
 
@@ -31,6 +38,11 @@ class ReadResult:
 
     conversations: list[Conversation]
     skipped: list[str]
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """How many parts of messages no chat template has text for, by their type."""
+        return sum((Counter(each.left_out) for each in self.conversations), Counter())
 
 
 # The line where a JSON value begins, from 1, and the value or a ConversationError in its place.
@@ -44,7 +56,7 @@ def builtin_conversations() -> list[Conversation]:
 
 
 def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> ReadResult:
-    """Read all conversations of files and folders, at any depth, in any format of conversation_formats.py.
+    """Read all conversations of files and folders, at any depth, in any form of conversation_formats.py, or gzipped.
 
     OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
     ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left. ValueError: no
@@ -62,7 +74,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
         label = path.stem if stems.count(path.stem) == 1 else str(path)
         for value, origin in _read_file(path, label, skip_bad):
             try:
-                conversations.append(_parsed(value, origin, sources))
+                conversations += _parsed(value, origin, sources)
             except ConversationError as error:
                 if not skip_bad:
                     raise
@@ -73,23 +85,28 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     return ReadResult(conversations, skipped)
 
 
-def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> Conversation:
-    """The conversation of a record, if its id was not seen before."""
+def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:
+    """The conversations of a record, if their ids were not seen before."""
     if isinstance(value, ConversationError):
         raise value
-    conversation = parse_record(value, origin)
-    earlier = sources.setdefault(conversation.conversation_id, origin.where)
-    if earlier != origin.where:
-        used = f"{origin.where}: the id {conversation.conversation_id!r} was already used at {earlier}"
-        raise ConversationError(f"{used}; wanted distinct ids.")
-    return conversation
+    try:
+        conversations = list(parse_record(value, origin))
+    except RecursionError:
+        raise ConversationError(f"{origin.where}: nested too deeply; wanted a conversation.") from None
+    for each in conversations:
+        earlier = sources.get(each.conversation_id)
+        if earlier is not None:
+            used = f"{origin.where}: the id {each.conversation_id!r} was already used at {earlier}"
+            raise ConversationError(f"{used}; wanted distinct ids.")
+        sources[each.conversation_id] = origin.where
+    return conversations
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     try:
-        found = files_below(path, SUFFIXES)
+        found = files_below(path, [*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES)])
     except OSError as error:
         raise ConversationError(f"{path}: cannot be read ({error.strerror}); wanted conversations.") from error
     found = [file for file in found if file.name not in TOOL_FILES]
@@ -102,14 +119,24 @@ def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Or
     """Each record's value, or a ConversationError in its place, and where it comes from."""
     records = _split(_read_text(path, skip_bad), str(path))
     values = ((line, value) for line, record in records for value in expanded(record))
-    for index, (line, value) in enumerate(values):
-        yield value, Origin(path, line, f"{printable(label)}#{index}")
+    found = ((value, Origin(path, line, f"{printable(label)}#{at}")) for at, (line, value) in enumerate(values))
+    first = list(islice(found, PROBED_RECORDS))
+    form = joining_form(value for value, _ in first)
+    if form is None or form.join is None:
+        yield from chain(first, found)
+        return
+    every = [*first, *found]
+    yield from (each for each in every if not isinstance(each[0], dict))
+    try:
+        yield from form.join([Record(*each) for each in every if isinstance(each[0], dict)])
+    except ConversationError as error:
+        yield error, every[0][1]
 
 
 def _read_text(path: Path, skip_bad: bool) -> str:
     """The file as text; with `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record."""
     try:
-        content = path.read_bytes()
+        content = _unpacked(path.read_bytes(), path)
         return content.decode("utf-8-sig")
     except OSError as error:
         message = f"{path}: cannot be read ({error.strerror}); wanted a file of conversations."
@@ -121,6 +148,19 @@ def _read_text(path: Path, skip_bad: bool) -> str:
         raise ConversationError(
             f"{path}:{line}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8; wanted UTF-8 text."
         ) from None
+
+
+def _unpacked(content: bytes, path: Path) -> bytes:
+    if not content.startswith(b"\x1f\x8b"):
+        return content
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            unpacked = file.read(MAX_UNPACKED_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConversationError(f"{path}:1: cannot be unpacked ({error}); wanted a whole gzip file.") from error
+    if len(unpacked) > MAX_UNPACKED_BYTES:
+        raise ConversationError(f"{path}:1: unpacks to more than {MAX_UNPACKED_BYTES} bytes; wanted at most so many.")
+    return unpacked
 
 
 def _split(text: str, path: str) -> Iterable[JsonRecord]:

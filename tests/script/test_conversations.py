@@ -1,5 +1,6 @@
 """Readers: every known format, and one clear line for everything that is none."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -154,8 +155,8 @@ def test_byte_order_mark_and_line_separators_inside_text_are_no_trouble(tmp_path
 BAD_RECORDS = [
     ('{"messages": [{"role": "user", "content": "a"}', "not JSON (Expecting ',' delimiter at column 47)."),
     ("hello", "not JSON (Expecting value at column 1)."),
-    ("42", "found int 42; wanted a conversation: a list of messages or an object with messages, "),
-    ({"text": "a"}, "no known kind of conversation (keys: text); wanted a list of messages or an object with"),
+    ("42", "found int 42; wanted a conversation: a list of messages or an object of a known form. Known forms and "),
+    ({"text": "a"}, "no known form of conversation (keys: text). Known forms and their keys: OpenAI"),
     ({"messages": []}, "the conversation is empty; wanted at least one message of role user."),
     ([], "the conversation is empty; wanted at least one message of role user."),
     ({"turns": []}, "the conversation is empty; wanted at least one message of role user."),
@@ -167,7 +168,10 @@ BAD_RECORDS = [
     ({"messages": [{"role": "user"}]}, "message 0 (role user) has no content; wanted text."),
     ({"messages": [HELLO, {"role": "assistant"}]}, "message 1 (role assistant) has no content; wanted text."),
     ({"messages": [{"role": "user", "content": 3}]}, "message 0 has content int 3; wanted text."),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0: content part 0 is dict {'ty"),
+    (
+        {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+        "message 0: content part 0 is dict {'text': 'a'}; w",
+    ),
     ({"messages": [HELLO, {**CALLING, "tool_calls": {}}]}, "message 1 has tool_calls dict {}; wanted a list of calls."),
     ({"messages": [HELLO, {**CALLING, "tool_calls": [{}]}]}, "message 1: tool call 0 is dict {}; wanted a function"),
     (
@@ -182,18 +186,18 @@ BAD_RECORDS = [
     ({"messages": [HELLO], "first_turn": 1}, "first_turn is 1; wanted 0 to 0 (there are 1 user turns)."),
     ({"messages": [HELLO], "first_turn": -1}, "first_turn is -1; wanted 0 to 0 (there are 1 user turns)."),
     ({"messages": [HELLO], "first_turn": "0"}, "first_turn is str '0'; wanted a whole number."),
-    ({"conversations": {}}, "conversations is dict {}; wanted a list of turns."),
-    ({"conversations": [{"from": "cat", "value": ""}]}, "turn 0 is from str 'cat'; wanted one of system, human, "),
-    ({"conversations": [{"value": ""}]}, "turn 0 is dict {'value': ''}; wanted an object with from and value."),
-    ({"conversations": [{"from": "human", "value": 1}]}, "turn 0 has value int 1; wanted text."),
+    ({"conversations": {}}, "conversations is dict {}; wanted a list of messages."),
+    ({"conversations": [{"from": "cat", "value": ""}]}, "message 0 has from str 'cat'; wanted one of system, "),
+    ({"conversations": [{"value": ""}]}, "message 0 has role missing; wanted one of system, "),
+    ({"conversations": [{"from": "human", "value": 1}]}, "message 0 has content int 1; wanted text."),
     ({"turns": [1]}, "turns is list [1]; wanted a list of the user's texts."),
     ('{"messages": [{"role": "user", "content": NaN}]}', "holds NaN, which is not JSON; wanted a number or null."),
     ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 holds the lone surrogate U+D800 at char"),
     ("[" * 100_000, "nested too deeply; wanted a conversation."),
     ('{"n": ' + "1" * 5000 + "}", "not usable JSON (Exceeds the limit"),
     ("[] []", "text after the end of the JSON value (column 3); wanted one per line."),
-    ({"history": "none"}, "history is str 'none'; wanted a list of messages."),
-    ({"turns": [{"speaker": "BOT", "utterance": "?"}]}, "turn 0 is dict {'speaker': 'BOT'"),
+    ({"history": "none"}, "messages is str 'none'; wanted a list of messages."),
+    ({"turns": [{"speaker": "BOT", "utterance": "?"}]}, "message 0 has speaker str 'BOT'; wanted one of user, system."),
     (
         {"query": "?", "turn_history": {"actions": 3}},
         "turn_history is dict {'actions': 3}; wanted lists of actions and",
@@ -224,10 +228,7 @@ def test_broken_first_line_does_not_hide_that_a_file_is_jsonl(tmp_path: Path) ->
 
 def test_bad_element_of_a_json_array_is_skipped_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.json", f"[{json.dumps([HELLO])},\n 5,\n NaN,\n {json.dumps([HELLO])}]")
-    assert error_of(path) == (
-        "chat.json:2: found int 5; wanted a conversation: a list of messages or an object with messages, conversations,"
-        " traj, turns, history, turn_history."
-    )
+    assert error_of(path).startswith("chat.json:2: found int 5; wanted a conversation: a list of messages or an object")
     result = read_conversations(path, skip_bad=True)
     assert len(result.conversations) == 2
     assert [line.rpartition("chat.json:")[2][:1] for line in result.skipped] == ["2", "3"]
@@ -269,12 +270,99 @@ def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest
     assert len(read_conversations(path, skip_bad=True).conversations) == 2
 
 
-def test_second_use_of_an_id_names_the_first(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", {"id": "a", "messages": [HELLO]}, {"id": "a", "messages": [HELLO, REPLY]})
-    line = error_of(path)
-    assert line.startswith("chat.jsonl:2: the id 'a' was already used at ")
-    assert line.endswith("chat.jsonl:1; wanted distinct ids.")
-    assert len(read_conversations(path, skip_bad=True).conversations) == 1
+def test_second_use_of_an_id_names_the_first_in_lines_and_in_an_array_of_one_line(tmp_path: Path) -> None:
+    records = [{"id": "a", "messages": [HELLO]}, {"id": "a", "messages": [HELLO, REPLY]}]
+    lines, array = write(tmp_path / "chat.jsonl", *records), write(tmp_path / "chat.json", records)
+    for path, second in ((lines, 2), (array, 1)):
+        line = error_of(path)
+        assert line.startswith(f"{path.name}:{second}: the id 'a' was already used at ")
+        assert line.endswith(f"{path.name}:1; wanted distinct ids.")
+        assert len(read_conversations(path, skip_bad=True).conversations) == 1
+
+
+@pytest.mark.parametrize("key", ["conversation", "conversations"])
+@pytest.mark.parametrize(
+    ("turns", "messages"),
+    [
+        ([{"role": "user", "content": "Hello", "toxic": False}, {**REPLY, "timestamp": None}], [HELLO, REPLY]),
+        ([{"from": "Human", "value": "Hello"}, {"from": "GPT", "value": "Hi there"}], [HELLO, REPLY]),
+        ([{"role": "USER", "value": "Hello"}, {"from": "Assistant", "content": "Hi there"}], [HELLO, REPLY]),
+        (
+            [
+                {"from": "user", "value": "Hello"},
+                {"from": "tool_call", "value": '{"name": "look_up", "arguments": {"day": 1}}'},
+                {"from": "tool_response", "value": "42"},
+                {"from": "function_call", "value": "look_up(1)"},
+            ],
+            [
+                HELLO,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {"day": 1}}}],
+                },
+                {"role": "tool", "content": "42"},
+                {"role": "assistant", "content": "look_up(1)"},
+            ],
+        ),
+    ],
+    ids=["roles", "any case", "mixed keys", "calls"],
+)
+def test_speakers_and_texts_are_found_by_each_of_their_names(
+    key: str, turns: list[Any], messages: list[Any], tmp_path: Path
+) -> None:
+    (found,) = read_conversations(write(tmp_path / "c.jsonl", {key: turns})).conversations
+    assert list(found.messages) == messages
+
+
+def test_rows_of_lmsys_and_wildchat_bring_their_ids_and_users(tmp_path: Path) -> None:
+    lmsys = {"conversation_id": "a1", "model": "vicuna-13b", "conversation": [HELLO, REPLY], "turn": 1}
+    wildchat = {"conversation_hash": "b2", "hashed_ip": "c3", "conversation": [HELLO, REPLY], "turn": 1}
+    found = read_conversations(write(tmp_path / "c.jsonl", lmsys, wildchat)).conversations
+    assert [(each.conversation_id, each.user) for each in found] == [("a1", "a1"), ("b2", "c3")]
+
+
+def test_older_functions_are_tools_and_their_calls(tmp_path: Path) -> None:
+    function = {"name": "look_up", "parameters": {}}
+    call = {"name": "look_up", "arguments": '{"day": 1}'}
+    messages = [
+        HELLO,
+        {"role": "assistant", "content": None, "function_call": call, "weight": 0},
+        {"role": "function", "name": "look_up", "content": "42"},
+    ]
+    path = write(tmp_path / "tuning.jsonl", {"messages": messages, "functions": [function]})
+    (found,) = read_conversations(path).conversations
+    assert found.tools == ({"type": "function", "function": function},)
+    assert found.messages[1:] == (
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "look_up", "content": "42"},
+    )
+
+
+def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    parts = [{"type": "text", "text": "Hel"}, image, {"type": "refusal", "refusal": "lo"}, image]
+    path = write(tmp_path / "c.jsonl", [{"role": "user", "content": parts}], [{"role": "user", "content": [image]}])
+    result = read_conversations(path)
+    assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
+    assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1}]
+    assert result.left_out == {"image_url": 3}
+
+
+def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: Path) -> None:
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps([HELLO]).encode()))
+    write(tmp_path / "b.json", {"conversations": [{"from": "human", "value": "Hello"}]})
+    assert [each.messages for each in read_conversations(tmp_path).conversations] == [(HELLO,), (HELLO,)]
+    assert [each.source for each in read_conversations(packed).conversations] == ["a.jsonl.gz:1"]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert error_of(packed).startswith("a.jsonl.gz:1: cannot be unpacked (")
+
+
+def test_a_packed_file_is_unpacked_no_further_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_reader, "MAX_UNPACKED_BYTES", 100)
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([{**HELLO, "content": "a" * 100}]).encode()))
+    assert error_of(path) == "a.json.gz:1: unpacks to more than 100 bytes; wanted at most so many."
 
 
 @pytest.mark.parametrize(
@@ -283,7 +371,7 @@ def test_second_use_of_an_id_names_the_first(tmp_path: Path) -> None:
         ("", "f.json: the file is empty; wanted conversations as JSON or JSONL."),
         ("\ufeff \n", "f.json: the file is empty; wanted conversations as JSON or JSONL."),
         ("[]", "f.json: no conversation found."),
-        ('{"a": 1}\n{"b": 1}', "f.json: no conversation found; the first of 2 skipped: f.json:1: no known kind"),
+        ('{"a": 1}\n{"b": 1}', "f.json: no conversation found; the first of 2 skipped: f.json:1: no known form"),
     ],
 )
 def test_a_file_of_nothing_good_is_an_error_even_when_bad_records_are_skipped(
