@@ -42,6 +42,8 @@ from radixcache.paging.resume import (
 )
 from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
+from radixcache.speculate.drafting import TreeSource
+from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
 from radixcache.tokens import Keys, Quarantine, TokenIds
 from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
@@ -113,6 +115,7 @@ class Core:
         self._trace, self._owns_trace = trace, owns_trace
         self._verifier = Verifier(settings.verify, settings.verify_seed, self.lock, states.events)
         self._tails = Tails()
+        self._suffixes: SuffixIndex | None = None  # made when it is first asked for
         #: The booking of each open group.
         self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
@@ -526,6 +529,24 @@ class Core:
         self.enforce_budget()
         return self._states.match(request.keys[:end], request.namespace).offset
 
+    def tree_source(self, namespace: str = "") -> TreeSource:
+        """What was said before in a namespace, as a source of drafts; takes the lock by itself.
+
+        The first call makes the index, from what the tree holds. From then on it gets what requests add to that.
+        """
+        with self.lock:
+            if self._suffixes is None:
+                self._suffixes = SuffixIndex(self.settings.suffix_index_bytes, vocab_size=self.settings.vocab_size)
+                for node in self._states.tree.nodes():
+                    keys = node.last_keys(len(node.edge) + TAIL_TOKENS)
+                    self.add_said(keys, len(keys) - len(node.edge), node.namespace)
+        return TreeSource(self._suffixes, namespace, self.lock)
+
+    def add_said(self, keys: Keys, known_tokens: int, namespace: str) -> None:
+        """Add what a request evaluated to the suffix index, if there is one; the first tokens were in the tree."""
+        if self._suffixes is not None:
+            self._suffixes.add(keys, namespace, context=known_tokens)
+
     def write_store(self, keys: Keys, request: PrefixRequest, used: int) -> None:
         """Write to the store what a request left in the tree; it had found the first `used` of these keys there."""
         if self._tier is not None:
@@ -582,6 +603,8 @@ class Core:
             start = match.node.start if match.offset == len(keys) else 0
         start = floor(start, states.grid_tokens)
         quarantine.add(keys, start, namespace)
+        if self._suffixes is not None:
+            self._suffixes.clear(namespace)  # What wrong state has said is not told apart: it is rare.
         if self._tier is not None:
             self._tier.remove(keys, start, namespace)
         for group in self.groups():
@@ -654,6 +677,8 @@ class Core:
         self._pins.clear(namespace)
         self.enforce_budget()
         self._tails.clear(namespace)
+        if self._suffixes is not None:
+            self._suffixes.clear(namespace)
         with self._states.losing_silently():
             if namespace is None:
                 self._evictor.shrink_to(0)
@@ -685,7 +710,7 @@ class Core:
     def check(self) -> None:
         states, account, paths = self._states, self._account, self._slots.paths
         parts = (states, states.events.history, self._ledger, self._slots, self._pins, self._quarantine, self._tails)
-        for part in parts:
+        for part in parts if self._suffixes is None else (*parts, self._suffixes):
             part.check()
         assert states.leaving_bytes == 0, states.leaving_bytes
         for node in states.tree.nodes():

@@ -47,6 +47,7 @@ from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk, Tier
 from radixcache.sessions.session import Session, both_models, open_session
 from radixcache.settings import (
+    SUFFIX_INDEX_BYTES,
     Settings,
     require_about,
     require_caches,
@@ -142,6 +143,8 @@ class PrefixCache:
         checkpoint_interval: tokens between checkpoints during prefill.
         checkpoint_budget_bytes: limit of all checkpoints; above it, interval checkpoints go first. Default: half the
             budget.
+        suffix_index_bytes: limit of the index from which replies are drafted, beside the budget. It is made when the
+            first request asks for drafts, at 40 bytes a token, and forgets the oldest tokens first.
         live_slots: how many sessions may be open at a time. Each slot has its own buffers.
         kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
         kv_group_size: elements per group of quantized keys and values.
@@ -176,6 +179,7 @@ class PrefixCache:
         policy: str | EvictionPolicy = "lru",
         checkpoint_interval: int = 2048,
         checkpoint_budget_bytes: int | None = None,
+        suffix_index_bytes: int = SUFFIX_INDEX_BYTES,
         live_slots: int = 1,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
@@ -198,6 +202,7 @@ class PrefixCache:
         vocab_size = vocabulary_size(model)
         limits = (vocab_size, on_event, max_request_bytes)
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
+        settings = replace(settings, suffix_index_bytes=suffix_index_bytes)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
         self._parts: Parts | None
         disk = None

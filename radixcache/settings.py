@@ -13,6 +13,8 @@ import numpy as np
 MOST_LIVE_SLOTS = 4096
 #: Pins may last so many seconds, some 30,000 years.
 NEVER_S = 1e12
+#: The suffix index of a cache takes at most so many bytes by default: 1.6 million tokens.
+SUFFIX_INDEX_BYTES = 64 << 20
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
 TRIM_TOKENS = 256
 
@@ -35,12 +37,14 @@ class Settings:
     seconds: Callable[[], float] = time.monotonic
     trim_tokens: int | None = None
     merges: bool = True
+    suffix_index_bytes: int = SUFFIX_INDEX_BYTES
     #: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
     tail_tokens: int = 16
     model: Any = None
 
     def __post_init__(self) -> None:
         units = dict.fromkeys(("checkpoint_interval", "tail_tokens", "step_size"), "tokens") | {"live_slots": "slots"}
+        units["suffix_index_bytes"] = "bytes"
         optional = {"checkpoint_budget_bytes": "bytes", "max_request_bytes": "bytes", "trim_tokens": "tokens"}
         for name, unit in {**units, **optional}.items():
             value = getattr(self, name)

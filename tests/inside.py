@@ -45,6 +45,11 @@ def states(cache: PrefixCache) -> Any:
     return cache._open.states
 
 
+def suffixes(cache: PrefixCache) -> Any:
+    """The suffix index; None until a request has asked for drafts."""
+    return cache._core._suffixes
+
+
 def paths(cache: PrefixCache) -> list[LivePath]:
     """The live paths, one per slot."""
     return cache._core._slots.paths

@@ -247,6 +247,7 @@ class Session(Progress):
                     end, evaluated = self._settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, self._own)
                     stored = keys[:end]
+                    core.add_said(keys, min(self.matched_tokens, len(self.prompt)), self.namespace)
             except BaseException:
                 core.lose(live)
                 raise

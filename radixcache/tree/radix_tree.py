@@ -78,6 +78,15 @@ class Node(Generic[P]):
         """All keys from the start of the sequence to this node's end."""
         return np.concatenate([_EMPTY, *(node.edge for node in self.path())])
 
+    def last_keys(self, count: int) -> Keys:
+        """The last `count` keys of `prefix()`, or all of it."""
+        edges, node = [_EMPTY], self
+        while node.parent is not None and count > 0:
+            edges.append(node.edge[-count:])
+            count -= len(node.edge)
+            node = node.parent
+        return np.concatenate(edges[::-1])
+
     def __repr__(self) -> str:
         return f"Node[{self.start}, {self.end})"
 

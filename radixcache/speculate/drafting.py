@@ -1,0 +1,176 @@
+"""Drafting: what is proposed to one request, from several sources, and what became of it. Never imports MLX.
+
+A Source proposes tokens that may come next. Drafting asks all sources, takes the proposal with the most expected
+tokens, and lets DraftPace say how many of these are worth checking:
+
+    drafting = Drafting([TreeSource(index, namespace), PromptSource(prompt)], pace)
+    proposal = drafting.propose(limit)          # at most `limit` tokens, or None
+    ...                                         # one forward pass over the last token and the proposed ones
+    drafting.said(tokens, accepted)             # what the pass yielded: the accepted ones and one more
+
+For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
+
+Invariants, asserted by `check`:
+
+  D1  Of each source, 0 <= accepted <= proposed, and passes <= proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, DraftPace, Proposal
+from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
+
+#: The chance of each token that is predicted, as long as the reply has followed the prediction.
+FOLLOWS = 0.8
+
+
+class Source(Protocol):
+    """Where proposals come from."""
+
+    name: str
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        """At most `limit` tokens that are expected behind these last tokens (at least TAIL_TOKENS, if there are)."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The request's reply goes on with these tokens."""
+
+
+class TreeSource:
+    """What was said before in the namespace, as far as it is in the index; Core.tree_source() makes one."""
+
+    name = "tree"
+
+    def __init__(
+        self, index: SuffixIndex, namespace: str = "", lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self._index, self._namespace, self._lock = index, namespace, nullcontext() if lock is None else lock
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        with self._lock:
+            return self._index.propose(tail, limit, self._namespace)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Nothing: the reply is added to the index when its request closes."""
+
+
+class PromptSource:
+    """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go."""
+
+    name = "prompt"
+
+    def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
+        self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
+        self._index.add(prompt)
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        return self._index.propose(tail, limit)._replace(source=self.name)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._index.extend(tokens)
+
+
+class PredictionSource:
+    """The reply that a client expects (OpenAI's `prediction`).
+
+    The reply is followed in it from the start. Where the reply departs, it is found again by its last tokens.
+    """
+
+    name = "prediction"
+
+    def __init__(self, tokens: Any) -> None:
+        self._tokens = [int(each) for each in tokens]
+        self._index = SuffixIndex(max(64, len(self._tokens)) * 2 * TOKEN_BYTES)
+        self._index.add(self._tokens)
+        self._at: int | None = 0  # where the reply goes on in the prediction, as far as it has followed
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        if self._at is None:
+            return self._index.propose(tail, limit)._replace(source=self.name)
+        tokens = tuple(self._tokens[self._at : self._at + limit])
+        return Proposal(tokens, (FOLLOWS,) * len(tokens), self.name, min(self._at, TAIL_TOKENS))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._at is not None:
+                follows = self._at < len(self._tokens) and self._tokens[self._at] == token
+                self._at = self._at + 1 if follows else None
+
+
+@dataclass
+class Drafted:
+    """What became of a source's proposals.
+
+    Attributes:
+        proposed: tokens that were checked.
+        accepted: tokens that were accepted; each saved a forward pass over one token.
+        passes: forward passes that checked some.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+
+class Drafting:
+    """What is proposed to one request.
+
+    Args:
+        sources: asked in this order; of equal proposals the first wins.
+        pace: says how many tokens to propose.
+        known: the prompt's last tokens, or all of it; the reply is added by `said`.
+
+    Attributes:
+        drafted: counts by source.
+    """
+
+    def __init__(self, sources: Sequence[Source], pace: DraftPace, known: Sequence[int] = ()) -> None:
+        self.pace = pace
+        self.drafted: dict[str, Drafted] = {}
+        self._sources = list(sources)
+        self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
+        self._proposal = NOTHING
+
+    def candidate(self, limit: int = MOST_PROPOSED) -> Proposal:
+        """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none."""
+        best, most = NOTHING, 0.0
+        for source in self._sources:
+            proposal = self.pace.corrected(source.propose(self._tail, limit))
+            if (expected := proposal.expected()) > most:
+                best, most = proposal, expected
+        return best
+
+    def choose(self, proposal: Proposal, count: int) -> Proposal | None:
+        """Take the first `count` tokens of a candidate as what the next pass checks; None: nothing."""
+        self._proposal = proposal.first(count) if count else NOTHING
+        return self._proposal if count else None
+
+    def propose(self, limit: int = MOST_PROPOSED) -> Proposal | None:
+        """What the next pass over this request alone should check, at most `limit` tokens; None: nothing."""
+        proposal = self.candidate(limit)
+        return self.choose(proposal, self.pace.length([proposal])[0])
+
+    def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
+        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
+        proposal, self._proposal = self._proposal, NOTHING
+        if proposal.tokens:
+            self.pace.note_accepted(proposal, accepted)
+            drafted = self.drafted.setdefault(proposal.source, Drafted())
+            drafted.proposed += len(proposal.tokens)
+            drafted.accepted += accepted
+            drafted.passes += 1
+        self._tail = [*self._tail, *tokens][-TAIL_TOKENS:]
+        for source in self._sources:
+            source.extend(tokens)
+
+    def check(self) -> None:
+        """Assert D1, and the invariants of the pace."""
+        self.pace.check()
+        for name, drafted in self.drafted.items():
+            assert 0 <= drafted.accepted <= drafted.proposed, (name, drafted)
+            assert drafted.passes <= drafted.proposed, (name, drafted)

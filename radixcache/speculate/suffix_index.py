@@ -1,0 +1,337 @@
+"""SuffixIndex: which tokens followed the last ones before, over all that was served. Never imports MLX.
+
+Tokens lie in a ring, the oldest overwritten first. A position stands for the tokens in front of it, and for the token
+on it, which followed them. For each suffix length there is a table of buckets:
+
+    tokens   ... the  cat  sat | the  cat  ran ...        two runs
+    head     hash("the cat") -> the last position that had it (ran)
+    link     from a position to the one before it of the same bucket (sat)
+
+`propose` walks from the bucket of the longest suffix that is known. A hash is no proof: each position is compared with
+the tail, token by token, and with the namespace of its run. The positions found vote on what follows.
+
+Invariants, asserted by `check`:
+
+  S1  The runs tile the positions from `end - capacity` (or 0) to `end`, in order; no run crosses the end of the ring.
+  S2  A link leads to an older position, or nowhere.
+  S3  Each position that has at least LENGTHS[k] tokens of its run in front of it, and is not cut or context, is in the
+      bucket of these tokens: from the head, links lead to it.
+  S4  A namespace has a number as long as it has a run; the token of a cleared run is -1.
+  S5  nbytes <= capacity * MOST_TOKEN_BYTES.
+
+`propose` reads a bounded number of positions, whatever the size. `add` is vectorised, O(n log n). Not thread-safe: the
+callers hold the cache's lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.speculate.pace import NOTHING, Proposal
+
+#: Suffix lengths that are looked for, longest first.
+LENGTHS = (16, 8, 5, 3)
+#: Tokens of a tail that matter.
+TAIL_TOKENS = LENGTHS[0]
+#: Bytes of the arrays for each token, and most bytes for the run that it is in.
+TOKEN_BYTES = 4 + 8 * len(LENGTHS)
+RUN_BYTES = 12
+MOST_TOKEN_BYTES = TOKEN_BYTES + 4
+#: A run has at least so many tokens: with fewer nothing is found again.
+LEAST_RUN = LENGTHS[-1] + 1
+#: Most positions that vote, and most that are compared with the tail for one suffix length.
+MOST_VOTES, MOST_STEPS = 8, 16
+#: Tokens that are indexed at a time: temporary arrays stay small.
+BATCH_TOKENS = 1 << 16
+
+_MASK = (1 << 64) - 1
+#: Of the polynomial that hashes a suffix, and of the multiplication that spreads it over the buckets (both odd).
+_BASE, _SPREAD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_POWERS = [pow(_BASE, index + 1, 1 << 64) for index in range(TAIL_TOKENS)]
+_IS_LENGTH = [index + 1 in LENGTHS for index in range(TAIL_TOKENS)]
+
+
+class SuffixIndex:
+    """What followed which tokens, by namespace, in at most `limit_bytes` bytes (at least 64 tokens' worth).
+
+    Attributes:
+        capacity: tokens that fit; with one more, the oldest goes.
+        nbytes: bytes that it takes.
+    """
+
+    def __init__(self, limit_bytes: int, *, vocab_size: int | None = None) -> None:
+        self.capacity = max(4 * TAIL_TOKENS, limit_bytes // MOST_TOKEN_BYTES)
+        self._ceiling = vocab_size or 1 << 31
+        self._make()
+
+    def _make(self) -> None:
+        capacity = self.capacity
+        self._ids = np.zeros(capacity, np.int32)
+        #: Of each bucket the last position in the ring, from 1; 0: none. Zeroed memory takes none until it is used.
+        self._heads = [np.zeros(capacity, np.int32) for _ in LENGTHS]
+        self._links = [np.zeros(capacity, np.int32) for _ in LENGTHS]
+        # Reading a memoryview is several times as fast as reading a NumPy array.
+        self._id_view = self._ids.data
+        self._raw = self._id_view.cast("B")
+        self._head_views = [each.data for each in self._heads]
+        self._link_views = [each.data for each in self._links]
+        #: Tokens ever added; a position `at` lies at `at % capacity` in the ring.
+        self._end = 0
+        self._starts, self._owners = array("q"), array("i")  # of each run its first position, its namespace's number
+        self._numbers: dict[str, int] = {}
+        self._runs: Counter[int] = Counter()  # runs of each number
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        return min(self._end, self.capacity)
+
+    @property
+    def tokens(self) -> int:
+        return len(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.capacity * TOKEN_BYTES + len(self._starts) * RUN_BYTES
+
+    def add(self, tokens: Any, namespace: str = "", *, context: int = 0) -> None:
+        """Add a run of token ids; what follows the first `context` of them is known already.
+
+        Keys that are no ids, of pictures and the like, end a run: nothing is found across.
+        """
+        keys = np.asarray(tokens)[max(0, context - TAIL_TOKENS) :]
+        context = min(context, TAIL_TOKENS)
+        start = 0
+        for end in [*np.flatnonzero((keys < 0) | (keys >= self._ceiling)).tolist(), len(keys)]:
+            self._add_run(keys[start:end].astype(np.int32), namespace, max(0, context - start))
+            start = end + 1
+
+    def _add_run(self, ids: NDArray[np.int32], namespace: str, context: int) -> None:
+        while len(ids) >= LEAST_RUN and len(ids) > context:
+            room = self.capacity - self._end % self.capacity
+            if room <= context or room < LEAST_RUN:
+                self._skip(room)
+                continue
+            piece = ids[: min(room, BATCH_TOKENS)]
+            self._add(piece, context, self._number(namespace))
+            if len(piece) == len(ids):
+                return
+            # The next piece begins with the end of this one, as context.
+            ids, context = ids[max(0, len(piece) - TAIL_TOKENS) :], min(TAIL_TOKENS, len(piece))
+
+    def extend(self, tokens: Iterable[int], namespace: str = "") -> None:
+        """Go on with the run that was added last, if it is of this namespace; for a few tokens, in pure Python."""
+        number, view, capacity = self._number(namespace), self._id_view, self.capacity
+        for token in tokens:
+            is_ours = bool(self._owners) and self._owners[-1] == number
+            start, end = self._span(len(self._starts) - 1) if is_ours else (self._end, self._end)
+            at = end % capacity
+            before = end - min(TAIL_TOKENS, end - start)
+            last = [view[each % capacity] for each in range(before, end)]
+            if start == end or not at:
+                self._add(np.array([*last, token], np.int32), len(last), number)
+                continue
+            view[at] = token
+            self._end += 1
+            self._drop_old()
+            for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
+                if length <= len(last):
+                    heads, bucket = self._head_views[index], each * capacity >> 32
+                    self._link_views[index][at] = heads[bucket]
+                    heads[bucket] = at + 1
+
+    def propose(self, tail: Sequence[int], limit: int, namespace: str = "") -> Proposal:
+        """What is expected behind `tail`, at most `limit` tokens; nothing if its end is not known here."""
+        number = self._numbers.get(namespace)
+        if number is None or limit < 1:
+            return NOTHING
+        last = list(tail[-TAIL_TOKENS:])
+        hashes = _hashes_of(last, number)
+        raw_tail = array("i", last).tobytes()
+        for index, (length, each) in enumerate(zip(LENGTHS, hashes, strict=True)):
+            if length <= len(last):
+                found = self._found(index, each, raw_tail[-4 * length :], number, limit)
+                if found:
+                    return _voted(found, length)
+        return NOTHING
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget all, or what one namespace said."""
+        if namespace is None:
+            self._make()
+            return
+        number = self._numbers.get(namespace)
+        for index, owner in enumerate(self._owners):
+            if owner == number:
+                start, end = self._span(index)
+                self._ids[start % self.capacity : (end - 1) % self.capacity + 1] = -1
+                self._disown(index)
+
+    def check(self) -> None:
+        """Assert S1 to S5."""
+        starts, oldest = list(self._starts), max(0, self._end - self.capacity)
+        assert self.nbytes <= self.capacity * MOST_TOKEN_BYTES, (self.nbytes, self.capacity)
+        assert starts == sorted(set(starts)) and len(starts) == len(self._owners), starts
+        assert not starts or starts[0] <= oldest, (starts[0], oldest)
+        assert sorted(self._numbers.values()) == sorted(n for n, count in self._runs.items() if count)
+        assert Counter(owner for owner in self._owners if owner) == self._runs, (self._owners, self._runs)
+        for index, owner in enumerate(self._owners):
+            start, end = self._span(index)
+            assert start < end and start // self.capacity == (end - 1) // self.capacity, (start, end)
+            at = start % self.capacity
+            ids = self._ids[at : at + end - start]
+            assert owner or (ids == -1).all(), (start, end)
+        for links in self._link_views:
+            for slot in range(len(self)):
+                assert not links[slot] or self._age(links[slot] - 1) > self._age(slot) or self._end > self.capacity
+
+    # Feeding
+
+    def _number(self, namespace: str) -> int:
+        number = self._numbers.get(namespace)
+        if number is None:
+            number = self._numbers[namespace] = self._next_number
+            self._next_number += 1
+        return number
+
+    def _skip(self, count: int) -> None:
+        """Leave the end of the ring empty."""
+        at = self._end % self.capacity
+        self._ids[at : at + count] = -1
+        self._append_run(count, 0)
+
+    def _append_run(self, count: int, number: int) -> None:
+        self._starts.append(self._end)
+        self._owners.append(number)
+        if number:
+            self._runs[number] += 1
+        self._end += count
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Forget the runs that are overwritten whole."""
+        oldest, gone = self._end - self.capacity, 0
+        while gone + 1 < len(self._starts) and self._starts[gone + 1] <= oldest:
+            self._disown(gone)
+            gone += 1
+        if gone:
+            del self._starts[:gone], self._owners[:gone]
+
+    def _disown(self, index: int) -> None:
+        number, self._owners[index] = self._owners[index], 0
+        if number:
+            self._runs[number] -= 1
+            if not self._runs[number]:
+                del self._runs[number]
+                self._numbers = {name: each for name, each in self._numbers.items() if each != number}
+
+    def _add(self, ids: NDArray[np.int32], context: int, number: int) -> None:
+        at = self._end % self.capacity
+        self._ids[at : at + len(ids)] = ids
+        self._append_run(len(ids), number)
+        for index, (length, buckets) in enumerate(self._buckets(ids, number)):
+            first = max(context, length)
+            if first < len(ids):
+                self._link(index, at + first, buckets[first - length : -1])
+
+    def _buckets(self, ids: NDArray[np.int32], number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """For each length, longest first, the bucket of each suffix: at [i] of the one that ends at i + length."""
+        sums: dict[int, NDArray[np.uint64]] = {}
+        words = ids.astype(np.uint64) + np.uint64(1)
+        total = np.zeros(len(ids), np.uint64)
+        for back in range(min(TAIL_TOKENS, len(ids))):
+            total = total[1:] if back else total
+            total = total + words[: len(ids) - back] * np.uint64(_POWERS[back])
+            if back + 1 in LENGTHS:
+                sums[back + 1] = total
+        for length in LENGTHS:
+            if length in sums:
+                mixed = (sums[length] + np.uint64(number * _SPREAD & _MASK)) * np.uint64(_SPREAD)
+                yield length, ((mixed >> np.uint64(32)) * np.uint64(self.capacity) >> np.uint64(32)).astype(np.int64)
+            else:
+                yield length, np.zeros(0, np.int64)
+
+    def _link(self, index: int, at: int, buckets: NDArray[np.int64]) -> None:
+        """Put consecutive positions, the first at `at` in the ring, at the heads of their buckets."""
+        heads, links = self._heads[index], self._links[index]
+        order = np.argsort(buckets, kind="stable")
+        ordered = buckets[order]
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        before = np.empty(len(order), np.int32)
+        before[1:] = order[:-1] + (at + 1)
+        before[is_first] = heads[ordered[is_first]]
+        links[at + order] = before
+        is_last = np.append(is_first[1:], True)
+        heads[ordered[is_last]] = order[is_last] + (at + 1)
+
+    # Looking up
+
+    def _found(self, index: int, bucket_hash: int, wanted: bytes, number: int, limit: int) -> list[list[int]]:
+        """What followed the latest positions behind these tokens in this namespace, the latest first."""
+        raw, view, links = self._raw, self._id_view, self._link_views[index]
+        capacity, nbytes = self.capacity, len(wanted)
+        slot = self._head_views[index][bucket_hash * capacity >> 32]
+        found: list[list[int]] = []
+        age = -1
+        last = self._end - 1
+        for _ in range(MOST_STEPS):
+            slot -= 1
+            older = (last - slot) % capacity
+            if slot < 0 or older <= age:
+                break
+            age, end_byte = older, 4 * slot
+            if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
+                position = last - age
+                run = bisect_right(self._starts, position) - 1
+                start, end = self._span(run)
+                if self._owners[run] == number and start <= position - nbytes // 4:
+                    found.append(view[slot : slot + min(limit, end - position)].tolist())
+                    if len(found) == MOST_VOTES:
+                        break
+            slot = links[slot]
+        return found
+
+    def _span(self, run: int) -> tuple[int, int]:
+        """Where a run starts and ends, without what was overwritten."""
+        end = self._starts[run + 1] if run + 1 < len(self._starts) else self._end
+        return max(self._starts[run], self._end - self.capacity), end
+
+    def _age(self, slot: int) -> int:
+        return (self._end - 1 - slot) % self.capacity
+
+
+def _hashes_of(tail: list[int], number: int) -> list[int]:
+    """For each of LENGTHS a hash of the last so many tokens, below 2**32; of fewer, if there are not so many."""
+    sums, total = [], number * _SPREAD
+    for token, power, is_length in zip(reversed(tail), _POWERS, _IS_LENGTH, strict=False):
+        total += (token + 1) * power
+        if is_length:
+            sums.append(total)
+    sums += [total] * (len(LENGTHS) - len(sums))
+    return [(each * _SPREAD & _MASK) >> 32 for each in reversed(sums)]
+
+
+def _voted(found: list[list[int]], length: int) -> Proposal:
+    """What most of those that agree so far say next, the latest if two have as many votes."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    while found:
+        index = len(tokens)
+        votes = Counter(each[index] for each in found if len(each) > index)
+        if not votes:
+            break
+        token, count = votes.most_common(1)[0]
+        # As if one vote more had been cast, of which a longer suffix gives a larger share to the winner.
+        known = length + index
+        chances.append((count + known / (known + 6)) / (votes.total() + 1))
+        tokens.append(token)
+        found = [each for each in found if len(each) > index and each[index] == token]
+    return Proposal(tuple(tokens), tuple(chances), "tree", length)

@@ -1,0 +1,116 @@
+"""Drafting: the best source wins, the pace says how many, and what became of it is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, TreeSource
+from radixcache.speculate.pace import DraftPace, Proposal
+from radixcache.speculate.suffix_index import SuffixIndex
+
+
+def free(rows: int, tokens_in_pass: int) -> float:
+    """Each token more costs a hundredth of a pass."""
+    return 1 + tokens_in_pass / 100
+
+
+def steep(rows: int, tokens_in_pass: int) -> float:
+    """A pass over two tokens costs twice as much as one over one."""
+    return float(tokens_in_pass)
+
+
+def spoken(reply: list[int], drafting: Drafting) -> int:
+    """Passes that it takes to say a reply; the first pass of all gives its first token."""
+    drafting.said(reply[:1])
+    at, passes = 1, 0
+    while at < len(reply):
+        proposal = drafting.propose()
+        proposed = () if proposal is None else proposal.tokens
+        accepted = 0
+        while accepted < len(proposed) and reply[at : at + accepted + 1] == [*proposed[: accepted + 1]]:
+            accepted += 1
+        drafting.said(reply[at : at + accepted + 1], accepted)
+        drafting.check()
+        at, passes = at + accepted + 1, passes + 1
+    return passes
+
+
+def test_a_reply_that_was_said_before_takes_few_passes() -> None:
+    index = SuffixIndex(1 << 20)
+    reply = list(range(100, 200))
+    index.add([1, 2, 3, *reply])
+    drafting = Drafting([TreeSource(index)], DraftPace(free), [1, 2, 3])
+    assert spoken(reply, drafting) < 15
+    counts = drafting.drafted["tree"]
+    assert counts.accepted > 80
+    assert counts.proposed >= counts.accepted
+
+
+def test_nothing_is_proposed_where_a_token_more_costs_a_pass() -> None:
+    index = SuffixIndex(1 << 20)
+    reply = list(range(100, 200))
+    index.add([1, 2, 3, *reply])
+    drafting = Drafting([TreeSource(index)], DraftPace(steep), [1, 2, 3])
+    assert spoken(reply, drafting) == 99
+    assert drafting.drafted == {}
+
+
+def test_a_reply_that_repeats_its_prompt_and_itself_is_proposed_from_there() -> None:
+    prompt = list(range(50))
+    reply = [*range(10, 40), 99, *range(10, 40)]
+    drafting = Drafting([PromptSource(prompt)], DraftPace(free), prompt)
+    assert spoken(reply, drafting) < len(reply) / 2
+
+
+def test_a_prediction_is_followed_and_found_again_behind_an_edit() -> None:
+    predicted = list(range(100, 160))
+    reply = [*range(100, 120), 7, 8, *range(122, 160)]
+    drafting = Drafting([PredictionSource(predicted)], DraftPace(free), [1, 2, 3])
+    assert spoken(reply, drafting) < 20
+
+
+def test_the_source_that_expects_more_tokens_wins() -> None:
+    index = SuffixIndex(1 << 20)
+    index.add([1, 2, 3, 4])
+    drafting = Drafting([TreeSource(index), PredictionSource([5, 6, 7, 8])], DraftPace(free), [1, 2, 3])
+    proposal = drafting.propose()
+    assert proposal is not None
+    assert proposal.source == "prediction"
+
+
+def test_the_time_of_a_pass_is_learned_and_decides() -> None:
+    pace = DraftPace()
+    sure = Proposal((1,) * 8, (0.9,) * 8, "tree", 8)
+    assert pace.length([sure]) == [8]  # not measured yet: hoped to be cheap
+    for _ in range(20):
+        pace.note(1, 0.010)
+        pace.note(2, 0.020)
+        pace.note(4, 0.040)
+        pace.note(8, 0.080)
+        pace.note(16, 0.160)
+        pace.check()
+    assert pace.length([sure]) == [0]
+    for _ in range(60):
+        for width in (2, 4, 8, 16):
+            pace.note(width, 0.011)
+    assert pace.length([sure]) == [8]
+
+
+def test_chances_are_corrected_by_what_was_accepted() -> None:
+    pace = DraftPace(free)
+    proposal = Proposal((1, 2), (0.9, 0.9), "tree", 8)
+    for _ in range(50):
+        pace.note_accepted(proposal, 0)
+    assert max(pace.corrected(proposal).chances) < 0.2
+    other = proposal._replace(source="prompt")
+    assert pace.corrected(other).chances == pytest.approx(other.chances)
+    pace.check()
+
+
+def test_all_rows_pay_for_the_widest() -> None:
+    long, short = Proposal((1,) * 8, (0.95,) * 8, "tree", 16), Proposal((1,), (0.5,), "tree", 3)
+    pace = DraftPace(lambda rows, width: 1 + rows * width / 20)
+    assert pace.length([long, short], rows=2) == [8, 1]
+    alone = pace.length([long], rows=16)[0]
+    assert alone < 8  # fifteen rows would pay for the proposal of one
+    assert pace.length([short], rows=16) == [0]
