@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import mlx.core as mx
+
 from radixcache.adapters.contract import Checkpoint
 from radixcache.errors import RequestTooLargeError, SessionClosedError
 from radixcache.layers.layout import NATIVE_ERRORS
@@ -52,6 +54,8 @@ from radixcache.verify import Check, Mismatch, Verifier
 
 #: Windows are copied out at least this many tokens at a time, unless they are about to be lost.
 LEAST_TOKENS = 64
+#: Tokens of the passes of `learn`: the first one compiles and allocates, the second is measured, the last is a step.
+LEARNT_TOKENS = (16, 256, 1)
 
 
 class Owner(Protocol):
@@ -363,6 +367,19 @@ class Core:
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
         """A context in which to prefill the tokens [start, end), measured if a store needs that; takes no lock."""
         return nullcontext() if self._tier is None else self._tier.rates.timing_prefill(start, end)
+
+    def learn(self, model: Any) -> None:
+        """Run passes of LEARNT_TOKENS over tokens that mean nothing; keep sizes and speeds, no state. Takes no lock."""
+        self.settings.require_model(model)
+        caches, position = self.layout.fresh(), 0
+        for count in LEARNT_TOKENS:
+            ids = (mx.arange(count) % (self.settings.vocab_size or 1))[None]
+            with self.timing_prefill(position, position + count):
+                mx.eval(model(ids, cache=caches))
+                self.layout.evaluate(caches)
+            position += count
+        with self.lock:
+            self.layout.learn(caches)
 
     def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
         """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""

@@ -458,6 +458,18 @@ class PrefixCache:
                     )
         return length - session.cached_tokens
 
+    def learn(self, model: Any, draft_model: Any = None) -> None:
+        """Run a few passes of about 270 tokens in all, so that the first request is as fast as the next ones.
+
+        They compile what the model compiles and allocate its buffers. The cache learns what a token takes, and with a
+        store how fast prefill is, to decide what to read. No state is kept, and no request is counted.
+
+        Raises:
+            ValueError: `model` is no model, or another one than the cache's.
+        """
+        layers = len(self._core.layout.fresh())
+        self._core.learn(model if draft_model is None else both_models(model, draft_model, layers))
+
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)

@@ -5,8 +5,8 @@
 
 Both are exponential moving averages. A prefill pass over few tokens is slower by the token, so it counts only if no
 pass of twice its length was measured for long. A store that is slower than prefill is read now and then, to see whether
-it still is: such trials take at most `TRIAL` of the time that prefill took meanwhile. If all prompts could be read,
-nothing would measure prefill: then the end of one prompt is prefilled instead.
+it still is: such trials take at most `TRIAL` of the time that prefill took meanwhile. If all prompts can be read, only
+`PrefixCache.learn` measures prefill.
 
 This is the only file of the cache that reads a clock, and only if there is a store. Not thread-safe: a lost measurement
 costs nothing.
@@ -29,8 +29,6 @@ LONGEST_DECAY = 0.99
 TRIAL = 0.01
 #: Reading must take at most this share of the expected prefill: both are estimates.
 SURE = 0.8
-#: Shorter passes do not tell how fast prefill is.
-TELLING_TOKENS = 256
 #: Tokens of the first depth; each further depth ends at twice the offset.
 DEPTH_TOKENS = 512
 
@@ -67,7 +65,6 @@ class StoreRates:
         self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
-        self._has_left_an_end = False
 
     @contextmanager
     def timing_prefill(self, start: int, end: int) -> Iterator[None]:
@@ -99,14 +96,6 @@ class StoreRates:
             if self._reading[tier].refused_seconds:
                 self._reading[tier] = TimedRead()
             self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
-
-    def tokens_to_prefill(self) -> int:
-        """How many tokens at the end of a stored prompt to prefill, once, to measure prefill; else 0."""
-        is_due = not self._has_left_an_end and self._longest < TELLING_TOKENS and bool(self._last_bytes)
-        return TELLING_TOKENS if is_due else 0
-
-    def was_left(self) -> None:
-        self._has_left_an_end = True
 
     def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
         """Note that reading [start, end) from these stores was found too slow."""

@@ -180,7 +180,6 @@ class StoreReader:
             self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
-        links = self._without_measured_end(resume, links)
         with self._states.guarded(match.node):
             try:
                 return self._read(match, resume, links, keys, namespace, use)
@@ -239,16 +238,6 @@ class StoreReader:
             if after is None or (after.tier != link.tier and can_resume):
                 yield run
                 run = []
-
-    def _without_measured_end(self, resume: int, links: list[Link]) -> list[Link]:
-        """These, without the end that is to be prefilled once to measure the speed of prefill."""
-        tokens = self._rates.tokens_to_prefill()
-        last = links[-1].end - tokens
-        ends = [n for n, link in enumerate(links, 1) if resume < link.end <= last and self._can_resume(link)]
-        if not tokens or not ends:
-            return links
-        self._rates.was_left()
-        return links[: ends[-1]]
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
         """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""

@@ -207,8 +207,10 @@ class Models:
                 is_parallel=cached.is_parallel,
                 renderer=self._renderer,
             )
-            if is_new and self._options.warm is not None and self._is_default(key):
-                for entry in read_warm_file(self._options.warm):
+            if is_new and self._is_default(key):
+                logger.info("warming up: a reply to nobody, so that the first client does not wait")
+                self.current.rehearse()
+                for entry in [] if self._options.warm is None else read_warm_file(self._options.warm):
                     self.current.warm(entry.tokens(loaded.tokenizer, self._options), entry.namespace, name=entry.name)
         except BaseException:
             self._unload()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
 RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
 COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for requests again
 RENDERING_S = 0.01  # and for a prompt
+REHEARSED_TOKENS = 3  # a first token, a step, and a step that begins before its token is read
 #: Most tokens of a prompt that get log-probabilities, and most log-probabilities that are computed at a time.
 MAX_SCORED_TOKENS, MAX_SCORES = 8192, 1 << 24
 SEEDS = 1 << 64  # MLX's seeds are numbers below this
@@ -107,7 +109,7 @@ class ServedModel:
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
         # None: the prompt has images, whose arrays belong to this thread.
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
-        self._generator = self._new_generator() if is_parallel else None
+        self._generator = self._new_generator(cache) if is_parallel else None
         self._together: dict[Ticket, OpenRequest] = {}
         self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
         self._alone: tuple[OpenRequest, Iterator[None]] | None = None
@@ -189,6 +191,24 @@ class ServedModel:
             ttl_s=ttl_s,
             draft_model=self.draft_model,
         )
+
+    def rehearse(self) -> None:
+        """Do once what the first client would wait for: compile and allocate, render and decode a prompt.
+
+        The reply goes to nobody, through a cache of its own.
+        """
+        self.cache.learn(self.model, self.draft_model)
+        request = Request(self.key, 2, messages=[{"role": "user", "content": "Hello"}])
+        if self.tokenizer.chat_template is None:
+            request = replace(request, prompt="Hello")
+        try:
+            tokens = self.prompt(request).tokens
+        except (ApiError, ValueError):
+            return  # the template wants another conversation
+        if self._generator is not None:
+            with PrefixCache(self.model) as cache, self._new_generator(cache) as generator:
+                generator.submit(tokens, max_tokens=REHEARSED_TOKENS, cuts_characters=False)
+                list(generator)
 
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
@@ -363,10 +383,10 @@ class ServedModel:
         data = token_bytes(self.tokenizer, id) if request.logprobs or top else b""
         opened.add(Token(text, id, logprob, top, reason, stop_word, data))
 
-    def _new_generator(self) -> ParallelGenerator:
+    def _new_generator(self, cache: PrefixCache) -> ParallelGenerator:
         options = self._options
         return ParallelGenerator(
-            self.cache,
+            cache,
             self.model,
             self.tokenizer,
             capacity=CAPACITY_TOKENS,
@@ -413,7 +433,7 @@ class ServedModel:
             for opened in self._together.values():
                 opened.fail_with(error)
             self._together.clear()
-            self._generator = self._new_generator()
+            self._generator = self._new_generator(self.cache)
             return
         for ticket, piece in pieces:
             self._hand_out(ticket, piece)

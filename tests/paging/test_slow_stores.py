@@ -11,15 +11,13 @@ import pytest
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.paging import tier
-from radixcache.paging.rates import TELLING_TOKENS, StoreRates
+from radixcache.paging.rates import StoreRates
 from radixcache.stores.block import Block, Kind
 from tests.paging.test_rates import Clock
 from tests.prompts import tokens
 from tests.restarts import is_close, serve
 
 LENGTH = 1300
-#: Of a prompt in blocks of 512 tokens, the last of which is long enough to tell.
-LEFT = LENGTH - 1024
 
 
 class Slow(DiskStore):
@@ -49,7 +47,7 @@ class Timed:
         return getattr(self._model, name)
 
 
-def test_what_prefill_takes_is_learnt_by_the_end_of_one_prompt_and_then_nothing_is_read(
+def test_what_prefill_takes_is_learnt_at_the_start_and_then_a_slow_store_is_read_once(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -59,11 +57,23 @@ def test_what_prefill_takes_is_learnt_by_the_end_of_one_prompt_and_then_nothing_
     with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
         answers = [serve(cache, model, prompt)[1] for prompt in prompts]
     with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
+        before = cache.stats
+        cache.learn(Timed(model, clock))
+        cache.check()
+        assert cache.stats == before
         cached = []
         for prompt, answer in zip(prompts, answers, strict=True):
             found, logits = serve(cache, Timed(model, clock), prompt)
             assert is_close(logits, answer)
             cached.append(found)
             cache.check()
-    assert LEFT >= TELLING_TOKENS
-    assert cached == [LENGTH, LENGTH - LEFT, 0]
+    assert cached == [LENGTH, 0, 0]
+
+
+def test_no_prompt_is_prefilled_to_learn_how_fast_that_is(llama: Any, tmp_path: Path) -> None:
+    prompts = [[*tokens(number, LENGTH, first=number), 1] for number in range(3)]
+    for _ in range(2):
+        store = DiskStore(tmp_path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0)
+        with store, PrefixCache(llama, store=store) as cache:
+            cached = [serve(cache, llama, prompt)[0] for prompt in prompts]
+    assert cached == [LENGTH] * 3

@@ -18,12 +18,15 @@ from benchmarks.harness.model_folder import write_model
 from radixcache import CacheClosedError, UnsupportedCacheError
 from radixcache.groups import passes
 from radixcache.observe.trace import FORMAT
+from runner.engine.generator import ParallelGenerator
 from runner.models.load import ModelError, load_model
+from runner.serve import served_model
 from runner.serve.models import Models, WarmFileError, read_warm_file
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
+from tests import inside
 from tests.serve.jobs import Waiting, alone, noting, running
 
 SYSTEM = "You are a careful assistant, and you answer in rhyme. "
@@ -342,6 +345,23 @@ def test_a_file_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match="--warm is for the model"), running(warm=tmp_path / "none.json", model=None):
         pass
+
+
+def test_what_happens_once_happens_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Noting(ParallelGenerator):
+        def submit(self, tokens: Any, **options: Any) -> Any:
+            made.append([*tokens])
+            return super().submit(tokens, **options)
+
+    monkeypatch.setattr(served_model, "ParallelGenerator", Noting)
+    with running() as thread:
+        assert len(made) == 1  # a reply to nobody
+        served = thread.call(lambda models: models.loaded(ModelNames())).result()
+        assert inside.layout(served.cache).is_known
+        assert served.cache.stats.requests == 0
+        assert Waiting(thread, prompt=LONG).record.outcome == "length"
 
 
 def test_no_request_waits_for_the_trial_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

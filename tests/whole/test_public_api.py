@@ -20,8 +20,8 @@ stream_generate
 PUBLIC_NAMES = _PUBLIC_NAMES.split()
 
 _METHODS = """
-begin begin_many check clear clear_quarantine close dump edges explain fetch flush insert make_room mismatches names
-pin reclaim render snapshot_stats stats unpin view warm
+begin begin_many check clear clear_quarantine close dump edges explain fetch flush insert learn make_room mismatches
+names pin reclaim render snapshot_stats stats unpin view warm
 """
 METHODS = _METHODS.split()
 
