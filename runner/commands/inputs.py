@@ -45,8 +45,8 @@ Traces are JSONL, a request per line, with equal ids for equal prefixes:
 {"timestamp": 0, "input_length": 900, "output_length": 80, "hash_ids": [1, 2]}
 {"timestamp": 3000, "input_length": 950, "output_length": 95, "hash_ids": [1, 3]}
 
-Sessions of coding agents, files of PrefixCache(trace=FILE) and radixcache synth, and conversations (with --model) work
-too. A folder means all files below it; - is stdin.
+Files of Mooncake, Bailian, AIPerf and Dynamo, sessions of coding agents, files of PrefixCache(trace=FILE) and
+radixcache synth, and conversations (with --model) work too. A folder means all files below it; - is stdin.
 """
 
 SkipBad = Annotated[bool, Option("--skip-bad", help="Skip and count records that cannot be read or do not fit.")]
@@ -152,7 +152,9 @@ class TraceOptions(SizeOptions):
     seed: Annotated[int, Option(help="Seed of samples, and of arrival times that are not recorded.")] = 0
     sessions_per_hour: Annotated[float, Option(help="Sessions that begin per hour, if times are not recorded.")] = 30.0
     model: Annotated[str | None, Option(help="Tokenizer for conversations: demo, tiny, a folder or hub id.")] = None
-    block_tokens: Annotated[int | None, Option(help="Tokens per block.  [default: 64; 512 in Mooncake's files]")] = None
+    block_tokens: Annotated[
+        int | None, Option(help="Tokens per block.  [default: 64; 512 in Mooncake's files, 16 in Bailian's]")
+    ] = None
 
     @property
     def inputs(self) -> list[Path]:
@@ -176,6 +178,8 @@ class TraceOptions(SizeOptions):
             )
         if trace.skipped:
             say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
+        for note in trace.notes:
+            say(f"note: {note}")
         if trace.is_timing_synthetic:
             say("note: some or all arrival times are synthetic.")
         return trace

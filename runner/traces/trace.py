@@ -26,6 +26,7 @@ import json
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival, and a line for each bad record that was left out.
+    """Requests in the order of their arrival, a line for each bad record that was left out, and what was assumed.
 
     `is_timing_synthetic`: the reader made up arrival times, at `sessions_per_hour` unless that is None.
     """
@@ -69,6 +70,7 @@ class Trace:
     source: str
     skipped: tuple[str, ...] = ()
     sessions_per_hour: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def block_refs(self) -> int:
@@ -159,14 +161,25 @@ _NO_PARENT = -1
 
 
 class KeyTable:
-    """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id."""
+    """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id.
 
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+    Without `are_prefix_ids`, a key stands for an id and all ids before it, so no id is in conflict.
+    """
+
+    def __init__(self, *, are_prefix_ids: bool = True) -> None:
+        self._are_prefix_ids = are_prefix_ids
+        self._numbers: dict[Any, int] = {}
         self._parents: list[int] = []
+
+    @property
+    def has_prefix_ids(self) -> bool:
+        """Without `are_prefix_ids`: whether each id was seen after one prefix only."""
+        return len({block_id for _, block_id in self._numbers}) == len(self._numbers)
 
     def conflict(self, ids: Sequence[Hashable]) -> int | None:
         """Index of the first id that was seen behind another prefix; None: all agree."""
+        if not self._are_prefix_ids:
+            return None
         numbers, parents = self._numbers, self._parents
         previous: int | None = _NO_PARENT
         for index, block_id in enumerate(ids):
@@ -183,9 +196,10 @@ class KeyTable:
         keys = np.empty(len(ids) + unhashed_tail, np.int64)
         previous = _NO_PARENT
         for index, block_id in enumerate(ids):
-            number = self._numbers.get(block_id)
+            name = block_id if self._are_prefix_ids else (previous, block_id)
+            number = self._numbers.get(name)
             if number is None:
-                number = self._numbers[block_id] = self._append(previous)
+                number = self._numbers[name] = self._append(previous)
             keys[index] = previous = number
         if unhashed_tail:
             keys[-1] = self._append(previous)
@@ -228,12 +242,16 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
 
 #: Larger whole numbers are not exact as floats.
 MOST_EXACT = 1 << 53
+#: Milliseconds since 1970 are less.
+MOST_TIME = 10**13
 MOST_BLOCK_TOKENS = 1 << 31
+#: A longer line or session fits no model's context, and parsing it takes many times its memory.
+MOST_RECORD_BYTES = 1 << 26
 
 
 @dataclass
 class Reading:
-    """The arguments of `read_trace`, for readers of any format, and the bad lines that they left out."""
+    """The arguments of `read_trace`, for readers of any format; the bad lines they left out, and what they assumed."""
 
     skip_bad: bool = False
     seed: int = 0
@@ -241,6 +259,7 @@ class Reading:
     tokenizer: Any = None
     block_tokens: int | None = None
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def skip(self, error: TraceError) -> None:
         if not self.skip_bad:
@@ -252,9 +271,17 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | TraceError]]:
     """The place and the content of every line of a JSONL file that is not blank, from number 1, one at a time."""
     try:
         with path.open("rb") as file:
-            for number, content in enumerate(file, start=1):
-                if content.strip():
-                    where = f"{path}:{number}"
+            for number in count(1):
+                content = file.readline(MOST_RECORD_BYTES + 1)
+                if not content:
+                    return
+                where = f"{path}:{number}"
+                if len(content) > MOST_RECORD_BYTES:
+                    while content and not content.endswith(b"\n"):
+                        content = file.readline(MOST_RECORD_BYTES)
+                    error = f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes."
+                    yield where, TraceError(error)
+                elif content.strip():
                     yield where, _parse(content, where)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -279,6 +306,8 @@ def unreadable(path: Path, error: OSError) -> TraceError:
 
 def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
     value = record.get(name)
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if type(value) is not int or value < at_least:
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
     if value > at_most:
@@ -286,16 +315,17 @@ def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int
     return value
 
 
-def seconds(record: dict[str, Any], name: str, where: str) -> float:
+def duration(record: dict[str, Any], name: str, where: str, unit: str) -> float:
     value = record.get(name)
     # NaN fails every comparison.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted seconds, 0 or more.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
+        raise TraceError(f"{where}: {name} is {shown(value)}; wanted {unit}, 0 to {MOST_TIME:,}.")
     return float(value)
 
 
-def hash_ids(record: dict[str, Any], where: str) -> list[int]:
+def hash_ids(record: dict[str, Any], where: str) -> list[int] | list[str]:
     ids = record.get("hash_ids")
-    if not isinstance(ids, list) or not all(type(block_id) is int for block_id in ids):
-        raise TraceError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers.")
-    return ids
+    # Not both: 1 and "1" could be the same block.
+    if isinstance(ids, list) and {type(block_id) for block_id in ids} in (set(), {int}, {str}):
+        return ids
+    raise TraceError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers, or of texts.")

@@ -1,4 +1,4 @@
-"""Readers and writers of the trace formats with block hashes: `read_compact`, `read_mooncake`, `read_coding_agent`.
+"""Readers and writers of the trace formats with block hashes: `read_compact`, `read_rows`, `read_coding_agent`.
 
 A bad line stops a reader, or with `skip_bad` is counted and left out. This file never imports MLX.
 """
@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -19,39 +19,49 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.text import shown
+from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
+    MOST_RECORD_BYTES,
     KeyTable,
     Reading,
     Trace,
     TraceError,
     TraceRequest,
+    duration,
     hash_ids,
     join_traces,
     read_lines,
-    seconds,
     unreadable,
     whole_number,
 )
 
-MOONCAKE_BLOCK_TOKENS = 512
 
-
-def _field(record: dict[str, Any], name: str, where: str, kind: type[Any], wanted: str, default: Any = None) -> Any:
+def _field(record: dict[str, Any], name: str, where: str, kind: Any, wanted: str, default: Any = None) -> Any:
     value = record.get(name, default)
     if not isinstance(value, kind):
         raise TraceError(f"{where}: {name} is {shown(value)}; wanted {wanted}.")
     return value
 
 
-def _require_known_prefix(table: KeyTable, ids: Sequence[int], where: str) -> None:
+def _block_ids(
+    table: KeyTable, record: dict[str, Any], where: str, length: str, tokens: int, block_tokens: int
+) -> list[int] | list[str]:
+    """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none."""
+    ids = hash_ids(record, where)
+    full, rest = divmod(tokens, block_tokens)
+    if len(ids) not in (full, full + bool(rest)):
+        raise TraceError(
+            f"{where}: hash_ids has {len(ids)} ids; {length} {tokens} needs {full} full blocks of {block_tokens}"
+            " tokens."
+        )
     conflict = table.conflict(ids)
     if conflict is not None:
         raise TraceError(
-            f"{where}: hash id {ids[conflict]} (index {conflict}) follows another prefix in an earlier line; wanted"
-            " equal ids only for equal prefixes."
+            f"{where}: hash id {shortened(repr(ids[conflict]), 40)} (index {conflict}) follows another prefix in an"
+            " earlier line; wanted equal ids only for equal prefixes."
         )
+    return ids
 
 
 # Compact: what PrefixCache(trace=FILE) records; radixcache/observe/trace.py describes the format
@@ -160,7 +170,7 @@ class _CompactReader:
         tokens = whole_number(record, "tokens", where, at_least=1)
         output_tokens = whole_number(record, "output", where)
         turn = whole_number(record, "turn", where) if "turn" in record else None
-        session, kind = (_field(record, name, where, str, "text", "") for name in ("session", "kind"))
+        session, kind = (printable(_field(record, name, where, str, "text", "")) for name in ("session", "kind"))
         assert self._block_tokens is not None
         digests = self._shared(record, where)
         if self._is_plain:
@@ -218,33 +228,48 @@ class _CompactReader:
         return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
 
 
-# Mooncake: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
+# Rows: {"timestamp": t, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
 #
-# A block is 512 tokens, equal ids mean equal prefixes, outputs are not hashed. Source: the traces published with Qin et
-# al., Mooncake, arXiv 2407.00079.
+# The ids are those of the whole prompt, without the output. A last block that is partly filled may be hashed or not.
+# Rows of one session may be apart. A later row may have a `delay` after the reply before it instead of a timestamp.
 
 
-def read_mooncake(paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """A trace per file, hashed by blocks of 512 tokens or of `reading.block_tokens`."""
-    block_tokens = reading.block_tokens or MOONCAKE_BLOCK_TOKENS
-    traces = []
-    for path in paths:
-        table = KeyTable()
-        requests: list[TraceRequest] = []
-        for where, record in read_lines(path):
-            try:
-                if isinstance(record, TraceError):
-                    raise record
-                earlier_ms = requests[-1].time_ms if requests else 0
-                requests.append(_mooncake_request(record, where, table, block_tokens, earlier_ms))
-            except TraceError as error:
-                reading.skip(error)
-        traces.append(Trace(path.stem, block_tokens, requests, False, str(path)))
-    return traces
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """The keys that tell a form, its units, and the key that has the session.
+
+    `are_prefix_ids`: the publisher promises that equal ids mean equal prefixes. Otherwise, the file shows it.
+    """
+
+    told_by: tuple[str, ...]
+    block_tokens: int
+    time_unit: str
+    are_prefix_ids: bool
+    session: str
+
+
+#: Bailian: Wang et al., arXiv 2506.02634. Mooncake: Qin et al., arXiv 2407.00079; AIPerf and Dynamo add sessions.
+ROW_FORMS = {
+    "bailian": RowForm(("chat_id", "hash_ids"), 16, "seconds", are_prefix_ids=False, session="chat_id"),
+    "mooncake": RowForm(("hash_ids",), 512, "milliseconds", are_prefix_ids=True, session="session_id"),
+}
+_UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
+#: Other names of keys, as in Dynamo.
+_ALIASES = {
+    "created_time": "timestamp",
+    "delay_ms": "delay",
+    "input_tokens": "input_length",
+    "output_tokens": "output_length",
+}
+
+
+def read_rows(form: RowForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
+    """A trace per file, hashed by blocks of the form's length or of `reading.block_tokens`."""
+    return [_RowReader(form, path, reading).trace() for path in paths]
 
 
 def mooncake_bytes(trace: Trace) -> bytes:
-    """A trace in Mooncake's format, which has no field for session, turn and kind."""
+    """A trace in Mooncake's format, without session, turn and kind."""
     numbers: dict[int, int] = {}
     records = (
         {
@@ -258,25 +283,98 @@ def mooncake_bytes(trace: Trace) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def _mooncake_request(
-    record: dict[str, Any], where: str, table: KeyTable, block_tokens: int, earlier_ms: int
-) -> TraceRequest:
-    time_ms = whole_number(record, "timestamp", where)
-    tokens = whole_number(record, "input_length", where, at_least=1)
-    output_tokens = whole_number(record, "output_length", where)
-    ids = hash_ids(record, where)
-    wanted = -(-tokens // block_tokens)
-    if len(ids) != wanted:
-        raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids; input_length {tokens} needs {wanted} blocks of"
-            f" {block_tokens} tokens."
+class _RowReader:
+    """The requests of a file so far, the first row and the latest request of each session, and what was assumed."""
+
+    def __init__(self, form: RowForm, path: Path, reading: Reading) -> None:
+        self._form, self._path, self._reading = form, path, reading
+        self._block_tokens = reading.block_tokens or form.block_tokens
+        self._table = KeyTable(are_prefix_ids=form.are_prefix_ids)
+        self._requests: list[TraceRequest] = []
+        self._roots: dict[Hashable, Hashable] = {}
+        self._latest: dict[Hashable, TraceRequest] = {}
+        self._draw, self._next_start_s = random.Random(reading.seed), 0.0
+        self._is_timing_synthetic = self._is_unit_guessed = False
+        self._rows_without_output = 0
+
+    def trace(self) -> Trace:
+        for where, record in read_lines(self._path):
+            try:
+                if isinstance(record, TraceError):
+                    raise record
+                self._requests.append(self._request(record, where))
+            except TraceError as error:
+                self._reading.skip(error)
+        requests = sorted(self._requests, key=lambda request: request.time_ms)
+        notes = self._notes(are_sorted=requests != self._requests)
+        self._reading.notes += [f"{self._path}: {note}" for note in notes]
+        return Trace(
+            self._path.stem,
+            self._block_tokens,
+            requests,
+            self._is_timing_synthetic,
+            str(self._path),
+            sessions_per_hour=self._reading.pace.sessions_per_hour if self._is_timing_synthetic else None,
         )
-    if time_ms < earlier_ms:
-        raise TraceError(
-            f"{where}: timestamp {time_ms} is before {earlier_ms} of an earlier line; wanted ascending timestamps."
-        )
-    _require_known_prefix(table, ids, where)
-    return TraceRequest(table.keys(ids), tokens, output_tokens, time_ms)
+
+    def _notes(self, *, are_sorted: bool) -> Iterator[str]:
+        if are_sorted:
+            yield "rows are not in the order of their timestamps; sorted."
+        if self._is_unit_guessed:
+            yield f"timestamps are decimal numbers; taken as {self._form.time_unit}."
+        if self._rows_without_output:
+            yield f"{plural(self._rows_without_output, 'row')} without output_length; taken as 0 tokens."
+        if not self._form.are_prefix_ids and self._requests:
+            yield (
+                "equal hash_ids mean equal prefixes."
+                if self._table.has_prefix_ids
+                else "equal hash_ids follow different prefixes; a block counts as known only after the same blocks."
+            )
+
+    def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
+        record = {_ALIASES.get(name, name): value for name, value in record.items() if value is not None}
+        tokens = whole_number(record, "input_length", where, at_least=1)
+        has_output = "output_length" in record
+        output_tokens = whole_number(record, "output_length", where) if has_output else 0
+        kind = printable(str(_field(record, "type", where, str | int, "text", "")))
+        own, root = self._linked(record, where)
+        earlier = self._latest.get(root)
+        turn = None if own is None else 1 if earlier is None else (earlier.turn or 0) + 1
+        if "turn" in record:
+            turn = whole_number(record, "turn", where, at_least=1)
+        ids = _block_ids(self._table, record, where, "input_length", tokens, self._block_tokens)
+        time_ms = self._arrival_ms(record, where, earlier)
+        keys = self._table.keys(ids, unhashed_tail=len(ids) * self._block_tokens < tokens)
+        session = "" if own is None else printable(f"{self._path}/{root}")
+        request = TraceRequest(keys, tokens, output_tokens, time_ms, session, turn, kind)
+        if own is not None:
+            self._roots[own], self._latest[root] = root, request
+        self._rows_without_output += not has_output
+        return request
+
+    def _linked(self, record: dict[str, Any], where: str) -> tuple[Hashable, Hashable]:
+        """The id of a row, and of the first row of its session; None twice: the row has no session."""
+        names = (self._form.session, "parent_chat_id")
+        own, parent = (_field(record, name, where, str | int | None, "a whole number or text") for name in names)
+        return own, own if parent in (None, -1) or own is None else self._roots.get(parent, parent)
+
+    def _arrival_ms(self, record: dict[str, Any], where: str, earlier: TraceRequest | None) -> int:
+        """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""
+        unit, pace = self._form.time_unit, self._reading.pace
+        unit_ms = _UNITS_MS[unit]
+        if "timestamp" in record:
+            time_ms = unit_ms * duration(record, "timestamp", where, unit)
+            self._is_unit_guessed |= isinstance(record["timestamp"], float) and unit == "milliseconds"
+            return round(time_ms)
+        delay_ms = unit_ms * duration(record, "delay", where, unit) if "delay" in record else None
+        self._is_timing_synthetic = True
+        if earlier is None:
+            start_s = self._next_start_s
+            self._next_start_s += pace.session_gap_s(self._draw)
+            return round(1e3 * start_s)
+        if delay_ms is None:
+            return earlier.time_ms + round(1e3 * pace.request_gap_s(self._draw, earlier.output_tokens, is_tool=False))
+        return earlier.time_ms + round(1e3 * earlier.output_tokens / pace.output_tokens_per_s + delay_ms)
 
 
 # Coding agent: a JSON file per session, with block ids of its own
@@ -289,10 +387,14 @@ def _mooncake_request(
 #        sub-agents of one request start within 0.02 s of one another and of that request.)
 
 
+_MOST_DEPTH = 16
+
+
 def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
     draw = random.Random(reading.seed)
     sessions: list[Trace] = []
+    sources: dict[str, Path] = {}
     start_s = 0.0
     for path in paths:
         try:
@@ -301,13 +403,19 @@ def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
                 raise TraceError(
                     f"{path}: block_size is {session.block_tokens}; wanted {sessions[0].block_tokens}, as before."
                 )
+            if session.name in sources:
+                raise TraceError(
+                    f"{path}: the id {session.name!r} was already used in {sources[session.name]}; wanted distinct ids."
+                )
         except TraceError as error:
             reading.skip(error)
             continue
+        sources[session.name] = path
         requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
         sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
         start_s += reading.pace.session_gap_s(draw)
-    return [replace(join_traces(sessions), name=paths[0].stem)] if sessions else []
+    rate = reading.pace.sessions_per_hour
+    return [replace(join_traces(sessions), name=paths[0].stem, sessions_per_hour=rate)] if sessions else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +427,7 @@ class _Agent:
     start_s: float
     records: list[Any]
     where: str
+    depth: int = 0
 
 
 class _Session:
@@ -327,8 +436,9 @@ class _Session:
         self._table = KeyTable()
         document = _session_document(path)
         self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
-        records, session_id = _field(document, "requests", str(path), list, "a list"), document.get("id")
-        self._main = _Agent(session_id if isinstance(session_id, str) else path.stem, "main", 0.0, records, str(path))
+        records = _field(document, "requests", str(path), list, "a list")
+        self.name = printable(str(document.get("id") or path))
+        self._main = _Agent(self.name, "main", 0.0, records, str(path))
 
     def requests(self) -> list[TraceRequest]:
         """All requests, those of sub-agents included, by time from the session's start."""
@@ -352,30 +462,27 @@ class _Session:
             yield from found
 
     def _subagent(self, record: dict[str, Any], agent: _Agent, where: str) -> _Agent:
+        if agent.depth == _MOST_DEPTH:
+            raise TraceError(f"{where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
         records = _field(record, "requests", where, list, "a list")
         duration_s = whole_number(record, "duration_ms", where) / 1e3 if "duration_ms" in record else 0.0
-        start_s = agent.start_s + max(0.0, seconds(record, "t", where) - duration_s)
-        return _Agent(f"{agent.session}/{record.get('agent_id', where)}", "subagent", start_s, records, where)
+        start_s = agent.start_s + max(0.0, duration(record, "t", where, "seconds") - duration_s)
+        name = printable(f"{agent.session}/{record.get('agent_id', where)}")
+        return _Agent(name, "subagent", start_s, records, where, agent.depth + 1)
 
     def _request(self, record: dict[str, Any], agent: _Agent, turn: int, where: str) -> TraceRequest:
-        time_s = agent.start_s + seconds(record, "t", where)
+        time_s = agent.start_s + duration(record, "t", where, "seconds")
         tokens = whole_number(record, "in", where, at_least=1)
         output_tokens = whole_number(record, "out", where)
-        ids = hash_ids(record, where)
-        full, rest = divmod(tokens, self.block_tokens)
-        # A last block that is only partly filled may be hashed too.
-        if len(ids) not in (full, full + bool(rest)):
-            raise TraceError(
-                f"{where}: hash_ids has {len(ids)} ids; in {tokens} needs {full} full blocks of"
-                f" {self.block_tokens} tokens."
-            )
-        _require_known_prefix(self._table, ids, where)
-        keys = self._table.keys(ids, unhashed_tail=rest > 0 and len(ids) == full)
+        ids = _block_ids(self._table, record, where, "in", tokens, self.block_tokens)
+        keys = self._table.keys(ids, unhashed_tail=len(ids) * self.block_tokens < tokens)
         return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, agent.kind)
 
 
 def _session_document(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MOST_RECORD_BYTES:
+            raise TraceError(f"{path}: the session is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
         document = json.loads(path.read_bytes())
     except OSError as error:
         raise unreadable(path, error) from error

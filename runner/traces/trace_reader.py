@@ -1,6 +1,6 @@
 """Read a trace in any known format; a folder is the files below it.
 
-The beginning of a file shows its format. To add a format, add a line to `READERS` and one to `_format_of`.
+The beginning of a file shows its format. To add one, add a line to `ROW_FORMS`, or to `READERS` and `_TOLD_BY`.
 Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
 """
 
@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from runner.traces.trace import (
     join_traces,
     unreadable,
 )
-from runner.traces.trace_formats import is_compact_header, read_coding_agent, read_compact, read_mooncake
+from runner.traces.trace_formats import ROW_FORMS, is_compact_header, read_coding_agent, read_compact, read_rows
 
 CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
@@ -44,6 +45,15 @@ _BLANK = b" \t\r\n\xef\xbb\xbf"
 _NOT_JSON = object()
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+
+#: The keys that tell a format, at the beginning of a file.
+_TOLD_BY = {"coding-agent": ("block_size", "requests"), **{name: form.told_by for name, form in ROW_FORMS.items()}}
+#: Public forms that are not read, by their keys or columns.
+_WITHOUT_IDS = {
+    "BurstGPT's table": ("Timestamp", "Request tokens", "Response tokens"),
+    "a table of Azure's LLM inference traces": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "rows of lengths, as GuideLLM and AIPerf have them": ("input_length", "output_length"),
+}
 
 
 def read_trace(
@@ -61,7 +71,7 @@ def read_trace(
         skip_bad: list bad lines in `Trace.skipped` instead of raising.
         seed, pace: of arrival times that are not recorded.
         tokenizer: for conversations: mlx-lm's or transformers', with a chat template.
-        block_tokens: for conversations (64 by default) and for Mooncake's format (512 by default).
+        block_tokens: for conversations (64 by default), Mooncake's format (512) and Bailian's (16).
 
     Raises:
         TraceError: a file or a line is bad, blocks differ in length, or no request is left.
@@ -77,7 +87,7 @@ def read_trace(
             files.setdefault(_format_of(path, beginning), []).append(path)
         except TraceError as error:
             reading.skip(error)
-    if block_tokens is not None and not files.keys() & {"mooncake", "conversations"}:
+    if block_tokens is not None and not files.keys() & {"conversations", *ROW_FORMS}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
         raise TraceError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
@@ -87,8 +97,9 @@ def read_trace(
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
         raise TraceError(f"{source}: no request found{first}")
     name = name or (printable(Path(paths[0]).resolve().stem) if len(paths) == 1 else "")
-    rate = reading.pace.sessions_per_hour if files.keys() & {"coding-agent", "conversations"} else None
-    return replace(join_traces(traces, name=name), source=source, skipped=tuple(skipped), sessions_per_hour=rate)
+    rate = next((each.sessions_per_hour for each in traces if each.sessions_per_hour), None)
+    trace = replace(join_traces(traces, name=name), source=source, sessions_per_hour=rate)
+    return replace(trace, skipped=tuple(skipped), notes=tuple(reading.notes))
 
 
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
@@ -121,7 +132,8 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
             at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
         start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
-    return [Trace(paths[0].stem, block_tokens, requests, True, ", ".join(map(str, paths)))]
+    source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour
+    return [Trace(paths[0].stem, block_tokens, requests, True, source, sessions_per_hour=rate)]
 
 
 def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
@@ -171,17 +183,24 @@ def _format_of(path: Path, beginning: bytes) -> str:
         raise TraceError(f"{path}: is compressed; wanted an unpacked file.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")
-    first = _json_of(beginning.lstrip().split(b"\n", 1)[0])
-    first = first if isinstance(first, dict) else {}
-    if is_compact_header(first) or f'"{FORMAT}"'.encode() in beginning:
+    first = beginning.lstrip(_BLANK).split(b"\n", 1)[0]
+    record = _json_of(first)
+    record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
+    if is_compact_header(record) or f'"{FORMAT}"'.encode() in beginning:
         return "compact"
-    if "hash_ids" in first:
-        return "mooncake"
-    # A document of many lines, a line longer than the probe, or a broken one: its keys tell.
-    if b'"block_size"' in beginning and b'"requests"' in beginning:
-        return "coding-agent"
-    if b'"hash_ids"' in beginning:
-        return "mooncake"
+    for kind, keys in _TOLD_BY.items():
+        if record.keys() >= {*keys}:
+            return kind
+    # A document of many lines, a line longer than the probe, or a broken one.
+    for kind, keys in _TOLD_BY.items():
+        if all(f'"{key}"'.encode() in beginning for key in keys):
+            return kind
+    for what, keys in _WITHOUT_IDS.items():
+        if record.keys() >= {*keys}:
+            raise TraceError(
+                f"{path}: is {what}: lengths and arrivals, but no hash_ids. These do not tell which prompts begin"
+                " alike, so no hit can be computed; wanted hash_ids, or conversations."
+            )
     content = beginning.lstrip(_BLANK)
     if content[:1] not in (b"{", b"["):
         value = _json_of(content)
@@ -200,7 +219,7 @@ def _json_of(content: bytes) -> Any:
 #: The reader of each format: it makes one trace or more of files in that format.
 READERS: dict[str, Callable[[Sequence[Path], Reading], list[Trace]]] = {
     "compact": read_compact,
-    "mooncake": read_mooncake,
+    **{name: partial(read_rows, form) for name, form in ROW_FORMS.items()},
     "coding-agent": read_coding_agent,
     "conversations": read_conversation_trace,
 }

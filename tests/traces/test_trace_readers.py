@@ -3,15 +3,19 @@
 import gzip
 import json
 import os
+import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from runner.traces.trace import Pace, Trace, TraceError, infer_turns, join_traces
+from radixcache.observe.trace import FORMAT
+from runner.traces.trace import MOST_RECORD_BYTES, Pace, Trace, TraceError, infer_turns, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
 from tests.simulate.made import made, words
@@ -77,19 +81,21 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
     [
         (
             line(tokens=6758, ids=list(range(12))),
-            "hash_ids has 12 ids; input_length 6758 needs 14 blocks of 512 tokens.",
+            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens.",
         ),
-        (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers."),
-        (line(ids=[0, True]), "wanted a list of whole numbers."),
+        (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers, or of texts."),
+        (line(ids=[0, True]), "wanted a list of whole numbers, or of texts."),
         (line(tokens=-3, ids=[]), "input_length is int -3; wanted a whole number, 1 or more."),
-        (line(timestamp=-1), "timestamp is int -1; wanted a whole number, 0 or more."),
-        (line(timestamp=4), "timestamp 4 is before 5 of an earlier line; wanted ascending timestamps."),
+        (line(timestamp=-1), "timestamp is int -1; wanted milliseconds, 0 to 10,000,000,000,000."),
         (line(5, ids=[1, 0]), "hash id 1 (index 0) follows another prefix"),
         (line(5, ids=[8, 8]), "hash id 8 (index 1) follows another prefix"),
         ({"timestamp": 5}, "input_length is missing"),
-        (line(1 << 54), "timestamp is int 18014398509481984; wanted at most 9,007,199,254,740,992."),
-        (line(5, output_length=1e3), "output_length is float 1000.0; wanted a whole number, 0 or more."),
-        ('{"timestamp": NaN}', "timestamp is float nan; wanted a whole number, 0 or more."),
+        (line(1 << 54), "timestamp is int 18014398509481984; wanted milliseconds"),
+        (line(5, output_length=1.5), "output_length is float 1.5; wanted a whole number, 0 or more."),
+        (line(5, output_length=1 << 54), "is int 18014398509481984; wanted at most 9,007,199,254,740,992."),
+        (line(float("nan")), "timestamp is float nan; wanted milliseconds"),
+        (line(5, session_id=[1]), "session_id is list [1]; wanted a whole number or text."),
+        (line(5, turn=0), "turn is int 0; wanted a whole number, 1 or more."),
         ('{"timestamp": 5', "not JSON ("),
         ("[1]", "found list [1]; wanted an object."),
     ],
@@ -106,7 +112,7 @@ def test_bad_line_is_named_with_file_and_line(tmp_path, bad: Any, message: str) 
 def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
     good = [line(5), line(6, ids=[0, 2]), line(7, 2000, [0, 1, 3, 4])]
     # The first bad line would give id 3 another place, were it taken in part.
-    bad = line(5, 1100, [3, 4])
+    bad = line(5, 1600, [3, 4])
     trace = read_trace(write(tmp_path / "t.jsonl", good[0], bad, good[1], "{", good[2]), skip_bad=True)
     assert [message.split(" ")[0].rpartition(":")[0].rpartition(":")[2] for message in trace.skipped] == ["2", "4"]
     assert [request.time_ms for request in trace.requests] == [5, 6, 7]
@@ -125,18 +131,212 @@ def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path)
         read_trace(path)
 
 
+# Other rows, with sessions -------------------------------------------------------------------------------------------
+
+
+def chat(chat_id: int, parent: int, timestamp: float, ids: list[int], **more: Any) -> dict[str, Any]:
+    row = line(0, 16 * len(ids), ids, chat_id=chat_id, parent_chat_id=parent, type="text", turn=1)
+    return {**row, "timestamp": timestamp, **more}
+
+
+def test_bailians_rows_have_seconds_sessions_turns_and_kinds(tmp_path) -> None:
+    first, second = chat(1, -1, 1.5, [7, 8]), chat(2, 1, 61.114, [7, 8, 9], turn=2, type="search")
+    path = write(tmp_path / "b.jsonl", first, second, chat(5, 2, 62, [7, 8, 9, 4], turn=3), chat(6, -1, 62, [7]))
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.is_timing_synthetic) == (16, False)
+    assert [(r.time_ms, r.turn, r.kind) for r in trace.requests] == [
+        (1500, 1, "text"),
+        (61_114, 2, "search"),
+        (62_000, 3, "text"),
+        (62_000, 1, "text"),
+    ]
+    sessions = [request.session for request in trace.requests]
+    assert sessions[0] == sessions[1] == sessions[2] != sessions[3]
+    assert trace.notes == (f"{path}: equal hash_ids mean equal prefixes.",)
+    assert_invariants(trace)
+
+
+def test_ids_of_blocks_alone_are_found_out_and_become_keys_of_prefixes(tmp_path) -> None:
+    path = write(tmp_path / "b.jsonl", chat(1, -1, 0, [7, 8]), chat(2, -1, 1, [9, 8]), chat(3, -1, 2, [9, 8, 8]))
+    trace = read_trace(path)
+    first, second, third = (request.keys.tolist() for request in trace.requests)
+    assert not set(first) & set(second)
+    assert third[:2] == second
+    (note,) = trace.notes
+    assert note.startswith(f"{path}: equal hash_ids follow different prefixes;")
+    assert_invariants(trace)
+
+
+def test_a_row_without_a_timestamp_arrives_its_delay_after_the_reply_before_it(tmp_path) -> None:
+    def row(session_id: str, ids: list[int], **more: Any) -> dict[str, Any]:
+        return {"session_id": session_id, "input_length": 512 * len(ids), "hash_ids": ids, **more}
+
+    rows = [
+        row("a", [1], output_length=80),
+        row("a", [1, 2], delay=500.0, output_length=40),
+        row("a", [1, 2, 3], delay_ms=250),
+        row("b", [4], timestamp=600),
+        {"input_tokens": 512, "output_tokens": 1, "hash_ids": [5], "created_time": 700, "session_id": None},
+    ]
+    path = write(tmp_path / "s.jsonl", *rows)
+    trace = read_trace(path, pace=Pace(output_tokens_per_s=40.0, sessions_per_hour=60.0))
+    assert (trace.is_timing_synthetic, trace.sessions_per_hour) == (True, 60.0)
+    found = [(r.time_ms, r.turn, r.output_tokens, r.session[-2:]) for r in trace.requests]
+    assert found == [(0, 1, 80, "/a"), (600, 1, 0, "/b"), (700, None, 1, ""), (2500, 2, 40, "/a"), (3750, 3, 0, "/a")]
+    assert trace.notes == (
+        f"{path}: rows are not in the order of their timestamps; sorted.",
+        f"{path}: 2 rows without output_length; taken as 0 tokens.",
+    )
+    assert_invariants(trace)
+    without_delay = write(tmp_path / "d.jsonl", row("a", [1]), row("a", [1]), row("b", [1]))
+    first, *later = (request.time_ms for request in read_trace(without_delay).requests)
+    assert first == 0 < min(later)
+
+
+def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> None:
+    big = 1 << 70
+    rows = [line(0, 1000.0, [big]), line(0, 1000, [big]), line(0, 1024.0, [big, big + 1])]
+    path = write(
+        tmp_path / "m.jsonl", *({**row, "timestamp": at} for row, at in zip(rows, (0.0, 2.6, 27482.0), strict=True))
+    )
+    trace = read_trace(path)
+    assert [(r.time_ms, r.tokens) for r in trace.requests] == [(0, 1000), (3, 1000), (27482, 1024)]
+    first, second, third = (request.keys.tolist() for request in trace.requests)
+    assert first[0] == second[0] == third[0]
+    assert len({first[1], second[1], third[1]}) == 3
+    assert trace.notes == (f"{path}: timestamps are decimal numbers; taken as milliseconds.",)
+    assert_invariants(trace)
+    texts = read_trace(write(tmp_path / "t.jsonl", line(ids=["a", "b"]), line(ids=["a", "c"])))
+    assert [request.keys.tolist() for request in texts.requests] == [[0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,GPT-4,1,2,3,API log\n", "BurstGPT"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.97,4808,10\r\n", "Azure"),
+        ('{"timestamp": 0.5, "input_length": 10, "output_length": 5}\n', "GuideLLM and AIPerf"),
+    ],
+)
+def test_a_form_without_ids_is_refused_by_its_name(tmp_path, text: str, name: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(
+        TraceError, match=rf"table\.csv: is .*{name}.*: lengths and arrivals, but no hash_ids"
+    ) as raised:
+        read_trace(path)
+    assert "\n" not in str(raised.value)
+
+
+# What is written, and anything else ----------------------------------------------------------------------------------
+
+
+def bailian_bytes(trace: Trace, *, are_prefix_ids: bool) -> bytes:
+    """Rows of single requests; ids of blocks alone are the places of siblings in the tree of keys."""
+    places: dict[int, dict[int, int]] = {}
+    rows = []
+    for index, request in enumerate(trace.requests):
+        keys = request.keys.tolist()
+        alone = [places.setdefault(before, {}) for before in [-1, *keys[:-1]]]
+        ids = (
+            keys
+            if are_prefix_ids
+            else [known.setdefault(key, len(known)) for known, key in zip(alone, keys, strict=True)]
+        )
+        row = chat(index, -1, request.time_ms / 1e3, ids, input_length=request.tokens)
+        rows.append({**row, "output_length": request.output_tokens})
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def session_bytes(trace: Trace) -> bytes:
+    """A session of a coding agent."""
+    requests = [
+        ask(request.time_ms / 1e3, request.tokens, request.keys.tolist(), out=request.output_tokens)
+        for request in trace.requests
+    ]
+    return json.dumps({"id": "s", "block_size": trace.block_tokens, "requests": requests}).encode()
+
+
 @given(words)
 @settings(max_examples=30, deadline=None)
-def test_what_is_written_and_read_is_the_same(tmp_path_factory, paths: list[list[int]]) -> None:
-    trace = made(paths, 512, gaps_ms=[0] + [10] * len(paths), outputs=range(len(paths)), lacks=len(paths))
-    folder = tmp_path_factory.mktemp("round")
-    for bytes_of in (mooncake_bytes, compact_bytes):
-        (folder / "t.jsonl").write_bytes(bytes_of(trace))
-        again = read_trace(folder / "t.jsonl")
-        shift = again.requests[0].keys[0] - trace.requests[0].keys[0]
-        for old, new in zip(trace.requests, again.requests, strict=True):
-            assert np.array_equal(old.keys, new.keys - shift)
-            assert (old.tokens, old.output_tokens, old.time_ms) == (new.tokens, new.output_tokens, new.time_ms)
+def test_what_is_written_in_each_form_is_read_back_the_same(tmp_path_factory, paths: list[list[int]]) -> None:
+    path = tmp_path_factory.mktemp("round") / "t.jsonl"
+    writers = {
+        512: (mooncake_bytes, compact_bytes, session_bytes),
+        16: (partial(bailian_bytes, are_prefix_ids=True), partial(bailian_bytes, are_prefix_ids=False)),
+    }
+    for block_tokens, each in writers.items():
+        gaps_ms, lacks = [0] + [10] * len(paths), len(paths) % block_tokens
+        trace = made(paths, block_tokens, gaps_ms=gaps_ms, outputs=range(len(paths)), lacks=lacks)
+        for bytes_of in each:
+            path.write_bytes(bytes_of(trace))
+            again = read_trace(path)
+            assert again.block_tokens == block_tokens
+            for old, new in zip(trace.requests, again.requests, strict=True):
+                assert np.array_equal(old.keys, new.keys)
+                assert (old.tokens, old.output_tokens, old.time_ms) == (new.tokens, new.output_tokens, new.time_ms)
+
+
+numbers = st.one_of(st.integers(-1, 2000), st.sampled_from([1 << 62, 10**30]), st.floats())
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = [
+    *("timestamp", "created_time", "delay", "input_length", "output_length", "hash_ids", "session_id", "chat_id"),
+    *("parent_chat_id", "turn", "type", "block_size", "requests", "t", "in", "out", "id", "agent_id", "duration_ms"),
+    *("format", "version", "clock", "block_tokens", "request", "time", "tokens", "output", "after", "blocks"),
+]
+likely = st.one_of(
+    values, numbers, st.lists(st.integers(0, 2), max_size=3), st.sampled_from([FORMAT, "subagent", "ms"])
+)
+rows = st.dictionaries(st.sampled_from(KEYS), likely, max_size=12)
+documents = st.recursive(
+    rows, lambda inner: st.builds(lambda row, own: {**row, "requests": own}, rows, st.lists(inner))
+)
+
+
+@given(
+    st.one_of(
+        st.lists(st.one_of(documents, values).map(json.dumps), max_size=5).map("\n".join),
+        st.lists(st.lists(st.one_of(st.text(max_size=8), numbers.map(str))).map(",".join)).map("\n".join),
+        st.text(),
+    ).map(lambda text: text.encode("utf-8", "surrogatepass"))
+    | st.binary(),
+    st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_file_is_read_or_refused_with_its_name_in_bounded_memory(
+    tmp_path_factory, content: bytes, skip_bad
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(content)
+    refusal = ""
+    tracemalloc.start()
+    try:
+        assert_invariants(read_trace(path, skip_bad=skip_bad))
+    except TraceError as error:
+        refusal = str(error)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert refusal.startswith(str(path)) or not refusal
+    assert peak_bytes < 4 << 20
+
+
+def test_a_line_and_a_session_that_are_too_long_are_refused_before_they_are_in_memory(tmp_path) -> None:
+    path = write(tmp_path / "m.jsonl", line(0), line(1, ids=[0, 2]))
+    with path.open("ab") as file:
+        file.truncate(MOST_RECORD_BYTES + (2 << 20))
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"m\.jsonl:3: the line is too long; wanted at most 67,108,864 bytes"):
+        read_trace(path)
+    assert tracemalloc.get_traced_memory()[1] < 3 * MOST_RECORD_BYTES
+    tracemalloc.stop()
+    big = session(tmp_path / "s.json", ask(0, 64, [1]))
+    os.truncate(big, MOST_RECORD_BYTES + 1)
+    with pytest.raises(TraceError, match=r"s\.json: the session is too long; wanted at most 67,108,864 bytes"):
+        read_trace(big)
 
 
 # Coding agents -------------------------------------------------------------------------------------------------------
@@ -189,7 +389,7 @@ def test_sessions_share_no_block_and_start_by_a_seeded_poisson_process(tmp_path)
     ("request_", "message"),
     [
         (ask(0, 200, [1]), "requests[0]: hash_ids has 1 ids; in 200 needs 3 full blocks of 64 tokens."),
-        (ask(-1, 64, [1]), "requests[0]: t is int -1; wanted seconds, 0 or more."),
+        (ask(-1, 64, [1]), "requests[0]: t is int -1; wanted seconds, 0 to 10,000,000,000,000."),
         (ask(float("nan"), 64, [1]), "t is float nan; wanted seconds"),
         (7, "requests[0] is int 7; wanted an object."),
         ({"type": "subagent", "t": 1, "duration_ms": 10**400, "requests": []}, "duration_ms is int 1000"),
@@ -210,6 +410,23 @@ def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> N
     bad = session(tmp_path / "s.json", ask(0, 640, [1]))
     trace = read_trace(bad, write(tmp_path / "m.jsonl", line()), skip_bad=True)
     assert (trace.block_tokens, len(trace.requests), len(trace.skipped)) == (512, 1, 1)
+
+
+def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
+    first, second = (session(tmp_path / f"{name}.json", ask(0, 64, [1]), id="same") for name in "ab")
+    with pytest.raises(TraceError) as raised:
+        read_trace(tmp_path)
+    assert str(raised.value) == f"{second}: the id 'same' was already used in {first}; wanted distinct ids."
+    trace = read_trace(tmp_path, skip_bad=True)
+    assert (len(trace.requests), len(trace.skipped)) == (1, 1)
+
+
+def test_subagents_without_end_are_refused(tmp_path) -> None:
+    inner: dict[str, Any] = ask(0, 64, [1])
+    for _ in range(40):
+        inner = {"t": 0, "type": "subagent", "requests": [inner]}
+    with pytest.raises(TraceError, match=r"requests\[0\] is a sub-agent, 16 sub-agents deep; wanted fewer"):
+        read_trace(session(tmp_path / "s.json", inner))
 
 
 def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
