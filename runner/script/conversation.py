@@ -10,16 +10,38 @@ Invariants of a `Conversation` that a reader returns:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from runner.text import printable, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Chat templates read no other keys of messages (refusal, annotations, audio ...).
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+T = TypeVar("T")
+#: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
+Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+
+
+class Checked(BaseModel):
+    """A body of an API or a part of one. Values are not converted between types, and unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def first_finding(errors: Sequence[Any]) -> tuple[str, str]:
+    """The wrong field in the first of pydantic's findings, and what is wrong."""
+    first = errors[0]
+    # Pydantic also names types, such as literal['auto','none'], and [key].
+    field = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
+    return field, first["msg"].removeprefix("Value error, ")
 
 
 class ConversationError(ValueError):
@@ -33,7 +55,8 @@ class Conversation:
     A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
     Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
     `arguments` are those of the chat template: `chat_template_kwargs` of the record. `left_out` counts parts that no
-    template has text for, such as images, by their type.
+    template has text for, such as images, by their type. A conversation that `is_request` is the body of one request
+    of a log; replies to its first `asked_messages` messages were asked for by earlier bodies.
     """
 
     conversation_id: str
@@ -45,6 +68,8 @@ class Conversation:
     replies_recorded: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
+    is_request: bool = False
+    asked_messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,18 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     expect(isinstance(value, dict), f"{where}: chat_template_kwargs is", value, "an object")
     require_unicode(value, f"{where}: chat_template_kwargs")
     return dict(value)
+
+
+def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: Counter[str]) -> list[Any]:
+    """The parts of a message that a template has text for; the other parts are counted by their type."""
+    shown = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and not has_text(part):
+            left_out[kind] += 1
+        else:
+            shown.append(part)
+    return shown
 
 
 def require_unicode(value: Any, where: str) -> None:

@@ -15,8 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from radixcache.observe.trace import FORMAT
 from runner.files import read_json
+from runner.script import anthropic_blocks, response_items
 from runner.script.conversation import (
     ROLES,
     Conversation,
@@ -28,7 +31,9 @@ from runner.script.conversation import (
     checked_messages,
     checked_tools,
     expect,
+    first_finding,
     require_unicode,
+    with_text,
 )
 from runner.text import printable, shortened, shown
 
@@ -41,6 +46,10 @@ _SPEAKERS = {
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
+#: Keys of a body of an API that this reader knows beside those of the API.
+_BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
+_CALL_KEYS = {"function_call", "tool_calls"}
+Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
@@ -54,7 +63,8 @@ class Form:
         turns: the key of the list of turns.
         role, content: keys of a turn.
         roles: the role that each name of a role means; names are in lower case.
-        id, user, tools: keys of a record.
+        id, user: keys of a record.
+        is_body: a record may be one request, of which only the last turn is asked.
         read: makes records of other forms from one record.
         join: makes records of other forms from all records of a file, and says where each of them begins. A file is of
             this form if one of its first records has the keys.
@@ -70,7 +80,8 @@ class Form:
     roles: Mapping[str, str] = field(default_factory=lambda: _ROLES)
     id: tuple[str, ...] = ("id",)
     user: tuple[str, ...] = ("user",)
-    read: Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]] | None = None
+    is_body: bool = False
+    read: Read | None = None
     join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
 
     def has(self, record: Any) -> bool:
@@ -130,12 +141,16 @@ def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Convers
     if isinstance(system := record.get("system"), str) and system and (not turns or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system})
     conversation_id = _name(record, form.id, origin) or origin.default_id
+    # A body of an API whose last turn awaits a reply.
+    awaits_reply = bool(messages) and messages[-1]["role"] != "assistant"
+    is_request = form.is_body and ("is_request" in record or ("model" in record and awaits_reply))
     first_turn = record.get("first_turn", 0)
     is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
     expect(is_number, f"{origin.where}: first_turn is", first_turn, "a whole number")
     return Conversation(
         conversation_id=conversation_id,
-        user=_name(record, form.user, origin) or conversation_id,
+        # The requests of one log keep their order.
+        user=_name(record, form.user, origin) or (printable(origin.path.stem) if is_request else conversation_id),
         messages=checked_messages(messages, origin.where),
         tools=checked_tools(_tools_value(record, origin), origin.where),
         first_turn=first_turn,
@@ -143,6 +158,7 @@ def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Convers
         replies_recorded=record.get("replies_recorded", True) is not False,
         arguments=checked_arguments(record.get("chat_template_kwargs"), origin.where),
         left_out=dict(left_out),
+        is_request=is_request,
     )
 
 
@@ -165,17 +181,15 @@ def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[
 
 def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
     """The texts of a message's parts; the other parts are counted by type."""
-    texts = []
-    for index, part in enumerate(parts):
-        is_part = isinstance(part, dict) and isinstance(part.get("type"), str)
-        expect(is_part, f"{where}: content part {index} is", part, "an object with a type")
-        text = part.get(part["type"] if part["type"] == "refusal" else "text")
-        if isinstance(text, str):
-            texts.append(text)
-        else:
-            expect(part["type"] != "text", f"{where}: content part {index} is", part, "a part with text")
-            left_out[shortened(part["type"], 40)] += 1
-    return "".join(texts)
+    texts = with_text(parts, lambda part: part["type"] == "text" or isinstance(_text_in(part), str), left_out)
+    for index, part in enumerate(texts):
+        is_text = isinstance(part, dict) and isinstance(_text_in(part), str)
+        expect(is_text, f"{where}: content part {index} is", part, "a part with a type and text")
+    return "".join(map(_text_in, texts))
+
+
+def _text_in(part: dict[str, Any]) -> Any:
+    return part.get("refusal" if part.get("type") == "refusal" else "text")
 
 
 def _call_of(value: Any) -> dict[str, Any] | None:
@@ -215,6 +229,61 @@ def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
 
 
 # What no row can say
+
+
+def _is_openai(turns: Any) -> bool:
+    """Whether turns have what only OpenAI's API has."""
+    return isinstance(turns, list) and any(
+        isinstance(turn, dict)
+        and (turn.get("role") in ("developer", "function", "tool") or not _CALL_KEYS.isdisjoint(turn))
+        for turn in turns
+    )
+
+
+def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
+    def read(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+        try:
+            yield {**chat_of_log(record), **{key: record[key] for key in _BESIDE if key in record}}
+        except ValidationError as error:
+            field, message = first_finding(error.errors())
+            raise ConversationError(f"{origin.where}: {field}: {message}.") from None
+
+    return read
+
+
+def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+    """A body and its response, as batches, stored completions and proxies keep them."""
+    request = _object_of(record.get("body", record.get("request")))
+    body, url = _object_of(request.get("body")) or request, str(request.get("url", record.get("url", "")))
+    expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
+    given = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
+    name = given.pop("custom_id", None)
+    yield {"id": name, **given, "is_request": True, **_with_reply(body, _object_of(record.get("response")))}
+
+
+def _object_of(value: Any) -> dict[str, Any]:
+    """An object, or the object in a JSON text; empty for all else."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _with_reply(body: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    """A body whose last turn is the reply."""
+    response = _object_of(response.get("body")) or response
+    choices, output, content = map(response.get, ("choices", "output", "content"))
+    items = response_items.as_items(body.get("input"))
+    if isinstance(output, list) and isinstance(items, list):
+        return {**body, "input": [*items, *output]}
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        reply = choices[0].get("message")
+    else:
+        reply = {"role": "assistant", "content": content} if content else None
+    if not isinstance(reply, dict) or not isinstance(body.get("messages"), list):
+        return body
+    return {**body, "messages": [*body["messages"], reply]}
 
 
 def _read_tau_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
@@ -288,9 +357,37 @@ def _has_utterances(record: dict[str, Any]) -> bool:
 
 FORMS: tuple[Form, ...] = (
     Form(
+        name="Anthropic's Messages API",
+        about="a body with `system`, or with blocks or tools that only this API has",
+        keys=("messages",),
+        tells=lambda record: anthropic_blocks.is_anthropic(record) and not _is_openai(record["messages"]),
+        read=_read_api(anthropic_blocks.chat_of_log),
+    ),
+    Form(
         name="OpenAI's chat API",
         about="a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages",
         keys=("messages",),
+        is_body=True,
+    ),
+    Form(
+        name="OpenAI's Responses API",
+        about="a body; `input` is text or items",
+        keys=("input", "model"),
+        read=_read_api(response_items.chat_of_log),
+    ),
+    Form(
+        name="batches and stored completions of OpenAI",
+        about="`body` is a body of an API above; `response` may have its reply",
+        keys=("body",),
+        tells=lambda record: bool(_object_of(record["body"])),
+        read=_read_logged,
+    ),
+    Form(
+        name="logs of proxies",
+        about="`request` is a body of an API above; `response` may have its reply",
+        keys=("request",),
+        tells=lambda record: bool(_object_of(record["request"])),
+        read=_read_logged,
     ),
     Form(
         name="ShareGPT",

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from itertools import chain, islice
 from os import PathLike
@@ -23,6 +23,7 @@ from typing import Any
 from runner.files import files_below
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
 from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
+from runner.script.schedule import beginnings
 from runner.text import printable
 
 MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
@@ -69,12 +70,13 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     conversations: list[Conversation] = []
     skipped: list[str] = []
     sources: dict[str, str] = {}
+    asked: set[bytes] = set()
     for path in found:
         # Conversations without an id are named after their file, and its folder if the file's name is not unique.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
         for value, origin in _read_file(path, label, skip_bad):
             try:
-                conversations += _parsed(value, origin, sources)
+                conversations += [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
             except ConversationError as error:
                 if not skip_bad:
                     raise
@@ -100,6 +102,17 @@ def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Convers
             raise ConversationError(f"{used}; wanted distinct ids.")
         sources[each.conversation_id] = origin.where
     return conversations
+
+
+def _asked_once(conversation: Conversation, asked: set[bytes]) -> Conversation:
+    """A request of a log asks for the replies that no earlier request has asked for, and for the last one."""
+    if not conversation.is_request:
+        return conversation
+    messages = conversation.messages
+    *earlier, last = beginnings(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    asked_messages = max((length for length, digest in enumerate(earlier) if digest in asked), default=0)
+    asked.add(last)
+    return replace(conversation, asked_messages=asked_messages)
 
 
 def _files(path: Path) -> list[Path]:

@@ -116,7 +116,7 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
         turn += message["role"] == "user"
         if not _is_reply_due(message, following, conversation.replies_recorded):
             continue
-        if turn >= conversation.first_turn:
+        if turn >= conversation.first_turn and position >= conversation.asked_messages:
             yield ScheduledRequest(
                 index=index,
                 user=conversation.user,

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,6 +30,8 @@ from radixcache.observe.page import content_policy, document, page_file, tree_da
 from radixcache.observe.words import about_words, bytes_words, tokens_words, total_words
 from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
+from runner.script.anthropic_blocks import is_anthropic
+from runner.script.conversation import Checked, Many
 from runner.serve.anthropic import AnthropicPromptBody
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_caches
 from runner.serve.ollama import is_ollama, ollama_request
@@ -39,13 +41,12 @@ from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import (
     DEFAULT,
     ApiError,
-    Checked,
     Count,
-    Many,
     ModelNames,
     Request,
     RequestRecord,
     body_schema,
+    checked,
 )
 from runner.serve.responses import ResponseMemory, ResponsesBody
 from runner.serve.service import beside_loop, read_json, to_json
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Fields of a body and types of blocks that OpenAI's API does not have.
-ANTHROPIC_FIELDS = frozenset(("cache_control", "stop_sequences", "system"))
-ANTHROPIC_BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
 EXPLAIN, RECLAIM = "/cache/explain", "/cache/reclaim"
 SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only counted
 #: Fields of a RequestRecord that the page shows as they are.
@@ -210,26 +208,15 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
         return ResponsesBody.read(body).request(options, namespace), []
     if is_ollama(body):
         return ollama_request(body, options, namespace), []
-    if "messages" in body and _is_anthropic(body):
+    if "messages" in body and is_anthropic(body):
         return AnthropicPromptBody.read(body).request(options, namespace), []
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         body["prompt"] = prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         body["tokens"] = body.pop("prompt")
-    checked = PromptBody.checked({**body, "namespace": namespace})
-    return checked.request(options), checked.tokens or []
-
-
-def _is_anthropic(body: Mapping[str, Any]) -> bool:
-    """Whether a body has what only Anthropic's API has. Any other body makes the same prompt in both APIs."""
-
-    def dicts(values: Any) -> Iterator[Mapping[str, Any]]:
-        yield from (value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict))
-
-    kinds = {block.get("type") for message in dicts(body["messages"]) for block in dicts(message.get("content"))}
-    has_tools = any("input_schema" in tool or "function" not in tool for tool in dicts(body.get("tools")))
-    return has_tools or not ANTHROPIC_FIELDS.isdisjoint(body) or not ANTHROPIC_BLOCKS.isdisjoint(kinds)
+    asked = checked(PromptBody, {**body, "namespace": namespace})
+    return asked.request(options), asked.tokens or []
 
 
 class WarmBody(PromptBody):
@@ -293,7 +280,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
     @router.post("/cache/warm", openapi_extra=body_schema(WarmBody, "/cache/warm"))
     async def warm(http_request: HttpRequest) -> Response:
         def asked(given: dict[str, Any]) -> tuple[WarmBody, Request]:
-            body = WarmBody.checked(given)
+            body = checked(WarmBody, given)
             return body, body.request(options)
 
         body, request = await read_json(http_request, asked)
@@ -314,7 +301,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
 
     @router.post(RECLAIM, openapi_extra=body_schema(ReclaimBody, RECLAIM))
     async def reclaim(http_request: HttpRequest) -> Response:
-        body = await read_json(http_request, ReclaimBody.checked)
+        body = await read_json(http_request, functools.partial(checked, ReclaimBody))
         return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")

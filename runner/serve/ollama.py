@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -35,6 +35,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
+from runner.script.conversation import Checked, Many
 from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,
@@ -51,15 +52,14 @@ from runner.serve.request import (
     MAX_MESSAGES,
     NO_MODEL,
     ApiError,
-    Checked,
     Constraint,
-    Many,
     ModelNames,
     Request,
     Share,
     Temperature,
     Token,
     body_schema,
+    checked,
 )
 from runner.serve.service import (
     IDLE_S,
@@ -213,7 +213,7 @@ class OllamaBody(Checked):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        return cls.checked({name: value for name, value in body.items() if value is not None})
+        return checked(cls, {name: value for name, value in body.items() if value is not None})
 
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
@@ -545,7 +545,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(SHOW, openapi_extra=body_schema(ShowBody, SHOW))
     async def show_model(request: HttpRequest) -> Response:
-        body = await read_json(request, ShowBody.checked)
+        body = await read_json(request, partial(checked, ShowBody))
         return to_json(await asyncio.to_thread(show, own_name(body.model or body.name, options)))
 
     # The next two read files, so they run on a thread.

@@ -24,6 +24,8 @@ from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from runner.models.load import local_context_length
+from runner.script.anthropic_blocks import BILLING, ThinkingChoice, reasoning_arguments, without_billing
+from runner.script.conversation import Checked, Many
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -32,11 +34,9 @@ from runner.serve.request import (
     MAX_TOOLS,
     NO_MODEL,
     ApiError,
-    Checked,
     Constraint,
     Count,
     LikelyToken,
-    Many,
     ModelNames,
     PrefillProgress,
     Request,
@@ -46,6 +46,7 @@ from runner.serve.request import (
     Token,
     Tokens,
     body_schema,
+    checked,
 )
 from runner.serve.service import (
     EVENTS,
@@ -122,8 +123,6 @@ Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
 SYSTEM = ("system", "developer")
-# Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
-_BILLING = "x-anthropic-billing-header:"
 
 #: Parts of agents' system texts that change with the folder, the day or the model: how the first and the last line of
 #: each begin. Without a last line, the part goes to the end of the text. All are as the agents were seen to send them.
@@ -194,7 +193,7 @@ class OpenAIBody(Checked):
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
         # A null draft model means none; any other null means the default.
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
-        return cls.checked({**defaults, **given})
+        return checked(cls, {**defaults, **given})
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
@@ -245,12 +244,6 @@ class CompletionBody(OpenAIBody):
     @property
     def has_counted_logprobs(self) -> bool:
         return not isinstance(self.logprobs, bool)
-
-
-class ThinkingChoice(Checked):
-    """Whether the chat template asks for reasoning; adaptive leaves it to the template. A budget is ignored."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class JsonSchema(Checked):
@@ -316,14 +309,8 @@ class ChatBody(OpenAIBody):
         return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None, constraint=constraint)
 
     def _reasoning_args(self) -> dict[str, Any]:
-        """Arguments of the chat template that say whether to reason, by each name that templates have for it."""
-        effort, thinking = self.reasoning_effort, self.thinking
-        if isinstance(thinking, ThinkingChoice):
-            thinking = None if thinking.type == "adaptive" else thinking.type == "enabled"
-        said = (self.enable_thinking, thinking, False if effort == "none" else None)
-        is_thinking = next((each for each in said if each is not None), None)
-        named = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
-        return {name: value for name, value in named.items() if value is not None}
+        thinking = self.thinking.is_on if isinstance(self.thinking, ThinkingChoice) else self.thinking
+        return reasoning_arguments(self.reasoning_effort, self.enable_thinking, thinking)
 
     def _constraint(self, format_field: str) -> Constraint | None:
         """What the reply must be. ApiError: a schema, a tool or a function is missing."""
@@ -355,10 +342,6 @@ class ChatBody(OpenAIBody):
         return None if constraint == Constraint(has_tools=bool(names), at=format_field) else constraint
 
 
-def without_billing(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING)) if _BILLING in text else text
-
-
 def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its refusals as text: clients send back what OpenAI's models have said."""
     content = message.get("content")
@@ -377,7 +360,7 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"text": content or ""}]
-        is_billed = any(_BILLING in part["text"] for part in parts if isinstance(part.get("text"), str))
+        is_billed = any(BILLING in part["text"] for part in parts if isinstance(part.get("text"), str))
         if message["role"] not in SYSTEM or not is_billed:
             yield message
         elif isinstance(content, str):

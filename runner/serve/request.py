@@ -29,11 +29,12 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from radixcache.errors import CacheFullError, RequestTooLargeError
+from runner.script.conversation import first_finding
 
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
@@ -440,10 +441,8 @@ class ApiError(Exception):
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
         """The first of pydantic's findings, with the name of the field."""
-        first = errors[0]
-        # Pydantic also names types, such as literal['auto','none'], and [key].
-        field = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
-        return cls(400, first["msg"].removeprefix("Value error, "), param=field or None)
+        field, message = first_finding(errors)
+        return cls(400, message, param=field or None)
 
 
 STARTS = ("the prompt's", "prompt is too long:")  # of such a message in OpenAI's and Anthropic's form
@@ -455,9 +454,6 @@ ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 5
 MAX_MESSAGES = 10_000  # templates take time for each
 MAX_TOOLS = 4096
 
-T = TypeVar("T")
-#: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
-Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -465,18 +461,15 @@ Temperature = Annotated[float, Field(ge=0, le=10_000)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Checked(BaseModel):
-    """A body or a part of one. Values are not converted between types, and unknown fields are ignored."""
+Body = TypeVar("Body", bound=BaseModel)
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    @classmethod
-    def checked(cls, fields: Mapping[str, Any]) -> Self:
-        """Check all fields. ApiError: one is missing or wrong."""
-        try:
-            return cls.model_validate(fields)
-        except ValidationError as error:
-            raise ApiError.of_validation(error.errors()) from error
+def checked(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """Check all fields of a body. ApiError: one is missing or wrong."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise ApiError.of_validation(error.errors()) from error
 
 
 @cache

@@ -5,16 +5,8 @@
     ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
     responses_routes  POST /v1/responses
 
-`messages_of` turns items into messages in the form of chats, which chat templates take:
-
-    message                           ->  a message of its role
-    reasoning                         ->  reasoning_content of the assistant's message
-    function_call, custom_tool_call   ->  tool_calls of the assistant's message
-    their outputs                     ->  a message of its own, role "tool"
-
-Successive items of the assistant become one message, because one reply wrote them. The prompt of the next turn then
-begins with the tokens of this turn and its reply. Tools and items that only OpenAI's own servers can run or read are
-left out of the prompt, with a line in the log. `null` means the same as no field.
+`runner/script/response_items.py` turns items into messages. Tools and items that only OpenAI's own servers can run or
+read are left out of the prompt, with a line in the log. `null` means the same as no field.
 """
 
 from __future__ import annotations
@@ -22,32 +14,32 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import groupby
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
+from runner.script.conversation import Checked, Many
+from runner.script.response_items import SEAL, CustomTool, Item, ResponseChat, as_items
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
     DEFAULT,
     MAX_MESSAGES,
     ApiError,
-    Checked,
-    Many,
     PrefillProgress,
     Request,
     Share,
     Temperature,
     Tokens,
     body_schema,
+    checked,
 )
 from runner.serve.service import (
     EVENTS,
@@ -67,219 +59,6 @@ RESPONSES = "/v1/responses"
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
 #: Codex gives up on a stream without events for 300 s, and does not count comments.
 KEEPALIVE_S = 30
-#: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
-_SEAL = "radixcache:"
-
-
-class TextPart(Checked):
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-
-
-class Refusal(Checked):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-class ImagePart(Checked):
-    type: Literal["input_image"]
-    image_url: str
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Part: TypeAlias = Annotated[TextPart | Refusal | ImagePart, Field(discriminator="type")]
-Parts: TypeAlias = Annotated[Many[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
-
-
-class MessageItem(Checked):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
-
-
-class ReasoningItem(Checked):
-    """Reasoning as this server or another one wrote it. What another one has encrypted is left out."""
-
-    type: Literal["reasoning"]
-    summary: Many[TextPart] | None = None
-    content: Many[TextPart] | None = None
-    encrypted_content: str | None = None
-
-    def text(self) -> str:
-        sealed = self.encrypted_content or ""
-        if not self.content and sealed.startswith(_SEAL):
-            return sealed.removeprefix(_SEAL)
-        return "\n".join(part.text for part in self.content or self.summary or ())
-
-
-class FunctionCall(Checked):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CustomToolCall(Checked):
-    """A call of a custom tool, which takes text."""
-
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    input: str
-
-    @property
-    def arguments(self) -> str:
-        return json.dumps({"input": self.input})
-
-
-class CallOutput(Checked):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: Parts
-
-
-#: Types of the items and tools below.
-_ITEM_KINDS = (
-    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-)  # fmt: skip
-_TOOL_KINDS = ("function", "custom")
-
-
-class Foreign(Checked):
-    """An item or a tool that only OpenAI's own servers have, such as a web search."""
-
-    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS]}})]
-    name: Any = None
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.name}" if isinstance(self.name, str) else self.type
-
-
-class ForeignTool(Foreign):
-    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
-
-
-def _item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _ITEM_KINDS else "foreign"
-
-
-Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[CustomToolCall, Tag("custom_tool_call")]
-    | Annotated[CallOutput, Tag("custom_tool_call_output")]
-    | Annotated[Foreign, Tag("foreign")],
-    Discriminator(_item_kind),
-]
-
-
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Many[Item])
-
-
-def _as_items(content: Any) -> Any:
-    return [{"role": "user", "content": content}] if isinstance(content, str) else content
-
-
-def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
-    """Messages in the form of chats, without foreign items."""
-    known = [item for item in items if not isinstance(item, Foreign)]
-    for is_reply, run in groupby(known, key=_is_of_reply):
-        if is_reply:
-            yield _assistant_message([*run])
-            continue
-        for item in run:
-            if isinstance(item, CallOutput):
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content_of(item.output)}
-            elif isinstance(item, MessageItem):
-                yield {"role": item.role, "content": _content_of(item.content)}
-
-
-def _is_of_reply(item: Item) -> bool:
-    if isinstance(item, MessageItem):
-        return item.role == "assistant"
-    return isinstance(item, ReasoningItem | FunctionCall | CustomToolCall)
-
-
-def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
-    parts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
-    message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts)}
-    thoughts = [item.text() for item in items if isinstance(item, ReasoningItem)]
-    if thought := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = thought
-    if calls := [item for item in items if isinstance(item, FunctionCall | CustomToolCall)]:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    return message
-
-
-def _content_of(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    texts = [part.text for part in parts if not isinstance(part, ImagePart)]
-    if len(texts) == len(parts):
-        return "\n".join(texts)
-    return [
-        {"type": "image_url", "image_url": {"url": part.image_url}}
-        if isinstance(part, ImagePart)
-        else {"type": "text", "text": part.text}
-        for part in parts
-    ]
-
-
-class FunctionTool(Checked):
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    def as_function(self) -> dict[str, Any]:
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        return {"name": self.name, "description": self.description or "", "parameters": parameters}
-
-
-class CustomFormat(Checked):
-    type: Literal["text", "grammar"]
-    syntax: str = ""
-    definition: str = ""
-
-
-class CustomTool(Checked):
-    """A tool that takes text. The model sees a function with one string argument."""
-
-    type: Literal["custom"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    format: CustomFormat | None = None
-
-    def as_function(self) -> dict[str, Any]:
-        text: dict[str, Any] = {"type": "string"}
-        if self.format is not None and self.format.type == "grammar":
-            text["description"] = f"Text of this {self.format.syntax} grammar:\n{self.format.definition}"
-        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        return {"name": self.name, "description": self.description or "", "parameters": parameters}
-
-
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in _TOOL_KINDS else "foreign"
-
-
-Tool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[ForeignTool, Tag("foreign")],
-    Discriminator(_tool_kind),
-]
 
 
 class ChosenTool(Checked):
@@ -310,18 +89,16 @@ class TextConfig(Checked):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Checked):
-    effort: Annotated[str, Field(max_length=100)] | None = None
-    summary: str | None = None
-
-
 def _foreground(background: bool) -> bool:
     if background:
         raise ValueError("wanted false: replies are not made in the background")
     return background
 
 
-class ResponsesBody(Checked):
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Many[Item])
+
+
+class ResponsesBody(ResponseChat):
     """The body of POST /v1/responses. Fields that it does not name are those of a chat: `top_k`, `seed` and so on."""
 
     model_config = ConfigDict(extra="allow")
@@ -329,18 +106,15 @@ class ResponsesBody(Checked):
     model: str = DEFAULT
     input: Annotated[
         Many[Item], Field(min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
+        BeforeValidator(as_items, json_schema_input_type=str | list[Item]),
     ]  # fmt: skip
     previous_response_id: str | None = None
-    instructions: str | None = None
-    tools: Many[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | ChosenTools = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     text: TextConfig = TextConfig()
-    reasoning: Reasoning = Reasoning()
     stream: bool = False
     store: bool = True
     include: Many[str] = Field(default_factory=list)
@@ -354,25 +128,21 @@ class ResponsesBody(Checked):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        return cls.checked({name: value for name, value in body.items() if value is not None})
+        return checked(cls, {name: value for name, value in body.items() if value is not None})
 
     def request(self, options: ServeOptions, namespace: str, past: Sequence[Item] = ()) -> Request:
         """The Request for a reply to the items of `past` and of this body. ApiError: a field is wrong."""
-        if foreign := sorted({str(part) for part in (*self.tools, *self.input) if isinstance(part, Foreign)}):
+        if foreign := sorted(set(self.foreign())):
             logger.info(
                 "left out of a prompt, because only OpenAI's servers have it: %s", shortened(", ".join(foreign), 200)
             )
-        turns = [*past, *self.input]
-        if self.instructions:
-            turns.insert(0, MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
-        functions = [tool.as_function() for tool in self.tools if not isinstance(tool, Foreign)]
         chat = {
             **(self.model_extra or {}),
             **self.model_dump(include={"model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key"}),
-            "messages": [*messages_of(turns)],
+            "messages": self.messages(past),
             "n": None,
             "max_tokens": self.max_output_tokens,
-            "tools": [{"type": "function", "function": function} for function in functions],
+            "tools": self.functions(),
             "tool_choice": self._tool_choice(),
             "response_format": self._response_format(),
             "reasoning_effort": self.reasoning.effort,
@@ -585,7 +355,7 @@ class ResponseDraft:
             yield self._item_event(f"{part['type']}.done", content_index=0, **text)
             yield self._item_event("content_part.done", content_index=0, part=part)
             if item["type"] == "reasoning" and self._is_sealed:
-                item["encrypted_content"] = _SEAL + part["text"]
+                item["encrypted_content"] = SEAL + part["text"]
         item["status"] = status
         yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
 
@@ -647,7 +417,7 @@ class ResponseMemory:
             return body
         owner = next((each for each, its in self._conversations if its == id), owner)
         past = [item for piece in self.get(owner, id) for item in json.loads(piece)]
-        own = self.resolved(owner, _as_items(body.get("input")), lambda more_bytes: None)
+        own = self.resolved(owner, as_items(body.get("input")), lambda more_bytes: None)
         return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
 
     def resolved(self, owner: str, items: Any, hold: Callable[[int], None]) -> Any:
@@ -706,7 +476,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
 
         def remember(response: dict[str, Any]) -> None:
             if body.store:
-                fresh = json.dumps([*_as_items(given["input"]), *response["output"]]).encode()
+                fresh = json.dumps([*as_items(given["input"]), *response["output"]]).encode()
                 memory.put(owner, response["id"], (*past, fresh))
 
         def writer(reply: ServedReply) -> ResponseDraft:

@@ -1,0 +1,396 @@
+"""Bodies of Anthropic's Messages API, and the chat messages that they become. Never imports MLX.
+
+The server and the reader of recorded conversations share this file. `messages_of` turns blocks into messages in
+OpenAI's form, which chat templates take:
+
+    text, text    ->  content, a line each
+    thinking      ->  reasoning_content
+    tool_use      ->  tool_calls
+    tool_result   ->  a message of its own, role "tool", the tool's answer as content
+    image         ->  content is a list: texts, and images as data URLs
+    document, search_result, tool_reference  ->  text
+
+Successive turns of one role become one turn, as in Anthropic's API. Tools that Anthropic's servers run, and what they
+did in past turns, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from runner.script.conversation import Checked, Many, with_text
+
+# Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
+BILLING = "x-anthropic-billing-header:"
+#: Fields and blocks that only Anthropic's API has.
+_FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
+_BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+_TEXT_BLOCKS = frozenset(("document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use"))
+
+
+class CacheControl(Checked):
+    """A mark. Its `ttl` is ignored: the eviction policy decides how long state stays."""
+
+    type: Literal["ephemeral"]
+
+
+class Markable(Checked):
+    cache_control: CacheControl | None = None
+
+
+class Text(Markable):
+    type: Literal["text"]
+    text: str
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _or_str(blocks: Any) -> BeforeValidator:
+    return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
+
+
+Texts: TypeAlias = Annotated[Many[Text], _or_str(list[Text])]
+
+
+class TextSource(Checked):
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class BlocksSource(Checked):
+    type: Literal["content"]
+    content: Texts
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.content)
+
+
+class Document(Markable):
+    type: Literal["document"]
+    source: Annotated[TextSource | BlocksSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResult(Markable):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Many[Text]
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.source, _text_of(self.content)))
+
+
+class ToolReference(Markable):
+    """A tool that a search for tools has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+class ImageSource(Checked):
+    type: Literal["base64"]
+    media_type: Literal["image/gif", "image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class Image(Markable):
+    type: Literal["image"]
+    source: ImageSource
+
+
+class Thinking(Checked):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinking(Checked):
+    """Reasoning that another server encrypted; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ServerBlock(Checked):
+    """What a tool of Anthropic's servers was asked or found; it is left out."""
+
+    type: Literal[
+        "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+        "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+        "mcp_tool_use", "mcp_tool_result", "container_upload",
+    ]  # fmt: skip
+
+
+class ToolUse(Markable):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference, Field(discriminator="type")]
+
+
+class ToolResult(Markable):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Many[Shown], _or_str(list[Shown])] = Field(default_factory=list)
+    is_error: bool = False
+
+
+UserBlock: TypeAlias = Annotated[
+    Text | Image | Document | SearchResult | ToolResult | ServerBlock, Field(discriminator="type")
+]
+AssistantBlock: TypeAlias = Annotated[
+    Text | Thinking | RedactedThinking | ToolUse | ServerBlock, Field(discriminator="type")
+]
+#: Blocks that are text in a prompt.
+TEXTUAL = (Text, Document, SearchResult, ToolReference)
+
+
+class SystemTurn(Checked):
+    role: Literal["system"]
+    content: Texts
+
+
+class UserTurn(Checked):
+    role: Literal["user"]
+    content: Annotated[Many[UserBlock], _or_str(list[UserBlock])]
+
+
+class AssistantTurn(Checked):
+    role: Literal["assistant"]
+    content: Annotated[Many[AssistantBlock], _or_str(list[AssistantBlock])]
+
+
+Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
+
+
+def _without_billing(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """The turns without billing lines in system texts. A turn that had nothing else is left out."""
+    for turn in turns:
+        if isinstance(turn, SystemTurn):
+            kept = [block.model_copy(update={"text": without_billing(block.text)}) for block in turn.content]
+            blocks = [block for block, given in zip(kept, turn.content, strict=True) if block.text or not given.text]
+            if turn.content and not blocks:
+                continue
+            turn = SystemTurn(role="system", content=blocks)
+        yield turn
+
+
+def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Messages in OpenAI's form, each with the ends of its marked texts, in characters of its content."""
+    for role, run in groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in run for block in turn.content if not isinstance(block, ServerBlock)]
+        if role == "assistant":
+            yield _assistant_message(blocks), _marked_ends(blocks)
+            continue
+        for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
+            if is_result:
+                yield from ((_tool_message(result), []) for result in group)
+            else:
+                shown = list(group)
+                content = _content_of(shown)
+                yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
+        if not blocks:
+            yield {"role": role, "content": ""}, []
+
+
+def _tool_message(result: Any) -> dict[str, Any]:
+    # OpenAI's form has no field for a failure, only the text.
+    content = _content_of(result.content, "Error: " if result.is_error else "")
+    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+
+
+def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": _text_of(blocks)}
+    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls := [block for block in blocks if isinstance(block, ToolUse)]:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+            for call in calls
+        ]
+    return message
+
+
+def _content_of(blocks: Sequence[Any], prefix: str = "") -> str | list[dict[str, Any]]:
+    if not any(isinstance(block, Image) for block in blocks):
+        return prefix + _text_of(blocks)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": prefix}] if prefix else []
+    for block in blocks:
+        if isinstance(block, Image):
+            url = f"data:{block.source.media_type};base64,{block.source.data}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append({"type": "text", "text": block.text})
+    return parts
+
+
+def _text_of(blocks: Iterable[Any]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TEXTUAL))
+
+
+def _marked_ends(blocks: Iterable[Any]) -> list[int]:
+    texts = [block for block in blocks if isinstance(block, TEXTUAL)]
+    ends = accumulate((len(text.text) for text in texts), lambda end, length: end + 1 + length)  # 1: the line's end
+    return [end for end, text in zip(ends, texts[:-1], strict=False) if text.cache_control]
+
+
+class Tool(Markable):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    input_schema: dict[str, Any]
+
+
+class ServerTool(Checked):
+    """A tool that only Anthropic's servers run; it is left out."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"const": "custom"}})]
+
+
+def foreign_tools(tools: Any) -> list[str]:
+    """The types of tools that only Anthropic's models know by their type, such as web_search_20250305."""
+    known = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return [kind for tool in known if isinstance(kind := tool.get("type"), str) and kind != "custom"]
+
+
+def _own_tools(tools: Any) -> Any:
+    if not (foreign := foreign_tools(tools)):
+        return tools
+    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in foreign)]
+
+
+class ThinkingChoice(Checked):
+    """Whether the chat template asks for reasoning; adaptive leaves it to the template. A budget is ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+    @property
+    def is_on(self) -> bool | None:
+        return None if self.type == "adaptive" else self.type == "enabled"
+
+
+def reasoning_arguments(effort: str | None, *said: bool | None) -> dict[str, Any]:
+    """Arguments of the chat template that say whether to reason, by each name that templates have for it.
+
+    The first of `said` that is not None counts.
+    """
+    is_thinking = next((each for each in (*said, False if effort == "none" else None) if each is not None), None)
+    named = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+class OutputFormat(Checked):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Checked):
+    effort: Annotated[str, Field(max_length=100)] | None = None
+    format: OutputFormat | None = None
+
+
+def without_billing(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if not line.startswith(BILLING)) if BILLING in text else text
+
+
+class AnthropicChat(Checked):
+    """What becomes the prompt."""
+
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    system: Texts = Field(default_factory=list)
+    tools: Annotated[Many[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool | ServerTool])] = Field(
+        default_factory=list
+    )
+    thinking: ThinkingChoice = ThinkingChoice(type="adaptive")
+    output_config: OutputConfig = OutputConfig()
+
+    def marked_messages(self) -> list[tuple[dict[str, Any], list[int]]]:
+        """As `messages_of`, with the system prompt, without billing lines."""
+        turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
+        return [*messages_of(_without_billing(turns))]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form."""
+        return [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            }
+            for tool in self.tools
+        ]
+
+
+def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Messages, tools and arguments of the template of a body from a log. ValidationError: a field is wrong.
+
+    `left_out` counts the parts that no template has text for, by type. The server gives images to models that take
+    them, and refuses files.
+    """
+    left_out = Counter(f"tool {kind}" for kind in foreign_tools(body.get("tools")))
+    given = {name: value for name, value in body.items() if value is not None}
+    chat = AnthropicChat.model_validate({**given, "messages": _with_texts(body["messages"], left_out)})
+    metadata = body.get("metadata")
+    return {
+        "user": metadata.get("user_id") if isinstance(metadata, dict) else None,
+        "messages": [message for message, _ in chat.marked_messages()],
+        "tools": chat.functions(),
+        "chat_template_kwargs": reasoning_arguments(chat.output_config.effort, chat.thinking.is_on),
+        "left_out": left_out,
+    }
+
+
+def _with_texts(holders: Any, left_out: Counter[str]) -> Any:
+    """Turns or results of tools without the blocks that no template has text for, and without nulls."""
+    if not isinstance(holders, list) or not all(isinstance(holder, dict) for holder in holders):
+        return holders
+    return [_with_text(holder, left_out) for holder in holders]
+
+
+def _with_text(holder: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
+    given = {name: value for name, value in holder.items() if value is not None}
+    if isinstance(blocks := given.get("content"), list):
+        given["content"] = _with_texts(with_text(blocks, _has_text, left_out), left_out)
+    return given
+
+
+def _has_text(block: Mapping[str, Any]) -> bool:
+    source = block.get("source")
+    is_file = block["type"] == "document" and isinstance(source, dict) and source.get("type") not in ("text", "content")
+    return block["type"] in _TEXT_BLOCKS and not is_file
+
+
+def is_anthropic(body: Mapping[str, Any]) -> bool:
+    """Whether a body has what only Anthropic's API has. Any other body makes the same prompt in both APIs."""
+
+    def dicts(values: Any) -> Iterator[Mapping[str, Any]]:
+        yield from (value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict))
+
+    kinds = {str(block.get("type")) for turn in dicts(body["messages"]) for block in dicts(turn.get("content"))}
+    tools = [tool for tool in dicts(body.get("tools")) if "function" not in tool]
+    has_tools = any("input_schema" in tool or tool.get("type", "function") != "function" for tool in tools)
+    return has_tools or not _FIELDS.isdisjoint(body) or not _BLOCKS.isdisjoint(kinds)

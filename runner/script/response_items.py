@@ -1,0 +1,300 @@
+"""Bodies of OpenAI's Responses API, and the chat messages that they become. Never imports MLX.
+
+The server and the reader of recorded conversations share this file. `messages_of` turns items into messages in the form
+of chats, which chat templates take:
+
+    message                           ->  a message of its role
+    reasoning                         ->  reasoning_content of the assistant's message
+    function_call, custom_tool_call   ->  tool_calls of the assistant's message
+    their outputs                     ->  a message of its own, role "tool"
+
+Successive items of the assistant become one message, because one reply wrote them. The prompt of the next turn then
+begins with the tokens of this turn and its reply. Tools and items that only OpenAI's own servers can run or read are
+left out of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from runner.script.anthropic_blocks import reasoning_arguments
+from runner.script.conversation import Checked, Many, with_text
+
+#: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
+SEAL = "radixcache:"
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "refusal", "summary_text", "text")
+
+
+class TextPart(Checked):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class Refusal(Checked):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ImagePart(Checked):
+    type: Literal["input_image"]
+    image_url: str
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Part: TypeAlias = Annotated[TextPart | Refusal | ImagePart, Field(discriminator="type")]
+Parts: TypeAlias = Annotated[Many[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
+
+
+class MessageItem(Checked):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class ReasoningItem(Checked):
+    """Reasoning as this server or another one wrote it. What another one has encrypted is left out."""
+
+    type: Literal["reasoning"]
+    summary: Many[TextPart] | None = None
+    content: Many[TextPart] | None = None
+    encrypted_content: str | None = None
+
+    def text(self) -> str:
+        sealed = self.encrypted_content or ""
+        if not self.content and sealed.startswith(SEAL):
+            return sealed.removeprefix(SEAL)
+        return "\n".join(part.text for part in self.content or self.summary or ())
+
+
+class FunctionCall(Checked):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CustomToolCall(Checked):
+    """A call of a custom tool, which takes text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input})
+
+
+class CallOutput(Checked):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Parts
+
+
+#: Types of the items and tools below.
+_ITEM_KINDS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+_TOOL_KINDS = ("function", "custom")
+
+
+class Foreign(Checked):
+    """An item or a tool that only OpenAI's own servers have, such as a web search."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS]}})]
+    name: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}" if isinstance(self.name, str) else self.type
+
+
+class ForeignTool(Foreign):
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in _ITEM_KINDS else "foreign"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CustomToolCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_item_kind),
+]
+
+
+def as_items(content: Any) -> Any:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
+    """Messages in the form of chats, without foreign items."""
+    known = [item for item in items if not isinstance(item, Foreign)]
+    for is_reply, run in groupby(known, key=_is_of_reply):
+        if is_reply:
+            yield _assistant_message([*run])
+            continue
+        for item in run:
+            if isinstance(item, CallOutput):
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content_of(item.output)}
+            elif isinstance(item, MessageItem):
+                yield {"role": item.role, "content": _content_of(item.content)}
+
+
+def _is_of_reply(item: Item) -> bool:
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return isinstance(item, ReasoningItem | FunctionCall | CustomToolCall)
+
+
+def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
+    parts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
+    message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts)}
+    thoughts = [item.text() for item in items if isinstance(item, ReasoningItem)]
+    if thought := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = thought
+    if calls := [item for item in items if isinstance(item, FunctionCall | CustomToolCall)]:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _content_of(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    texts = [part.text for part in parts if not isinstance(part, ImagePart)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": part.text}
+        for part in parts
+    ]
+
+
+class FunctionTool(Checked):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {"name": self.name, "description": self.description or "", "parameters": parameters}
+
+
+class CustomFormat(Checked):
+    type: Literal["text", "grammar"]
+    syntax: str = ""
+    definition: str = ""
+
+
+class CustomTool(Checked):
+    """A tool that takes text. The model sees a function with one string argument."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        text: dict[str, Any] = {"type": "string"}
+        if self.format is not None and self.format.type == "grammar":
+            text["description"] = f"Text of this {self.format.syntax} grammar:\n{self.format.definition}"
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return {"name": self.name, "description": self.description or "", "parameters": parameters}
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return kind if kind in _TOOL_KINDS else "foreign"
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[ForeignTool, Tag("foreign")],
+    Discriminator(_tool_kind),
+]
+
+
+class Reasoning(Checked):
+    effort: Annotated[str, Field(max_length=100)] | None = None
+    summary: str | None = None
+
+
+class ResponseChat(Checked):
+    """What becomes the prompt."""
+
+    input: Annotated[Many[Item], BeforeValidator(as_items, json_schema_input_type=str | list[Item])]
+    instructions: str | None = None
+    tools: Many[Tool] = Field(default_factory=list)
+    reasoning: Reasoning = Reasoning()
+
+    def messages(self, past: Sequence[Item] = ()) -> list[dict[str, Any]]:
+        """As `messages_of`, with the instructions before the items of `past` and of this body."""
+        turns = [*past, *self.input]
+        if self.instructions:
+            turns.insert(0, MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
+        return [*messages_of(turns)]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools in the form of chats."""
+        own = (tool.as_function() for tool in self.tools if not isinstance(tool, Foreign))
+        return [{"type": "function", "function": function} for function in own]
+
+    def foreign(self) -> list[str]:
+        """The tools and items that only OpenAI's servers have."""
+        return [str(part) for part in (*self.tools, *self.input) if isinstance(part, Foreign)]
+
+
+def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Messages, tools and arguments of the template of a body from a log. ValidationError: a field is wrong.
+
+    `left_out` counts the parts that no template has text for, by type, and earlier turns that the body only names.
+    """
+    left_out = Counter(name for name in ("previous_response_id", "conversation", "prompt") if body.get(name))
+    given = {name: value for name, value in body.items() if value is not None}
+    items = as_items(body["input"])
+    items = [_with_texts(item, left_out) for item in items] if isinstance(items, list) else items
+    chat = ResponseChat.model_validate({**given, "input": items})
+    left_out.update(chat.foreign())
+    left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.text())
+    return {
+        "messages": chat.messages(),
+        "tools": chat.functions(),
+        "chat_template_kwargs": reasoning_arguments(chat.reasoning.effort),
+        "left_out": left_out,
+    }
+
+
+def _with_texts(item: Any, left_out: Counter[str]) -> Any:
+    """An item without the parts that no template has text for."""
+    if not isinstance(item, dict):
+        return item
+    given = dict(item)
+    for field in ("content", "output"):
+        if isinstance(parts := given.get(field), list):
+            given[field] = with_text(parts, lambda part: part["type"] in _TEXT_PARTS, left_out)
+    return given

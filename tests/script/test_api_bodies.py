@@ -1,0 +1,252 @@
+"""Bodies of APIs from logs: the reader makes the messages of the server, and asks each request once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation_formats import parse_record
+from runner.script.conversation_reader import Origin, read_conversations
+from runner.script.schedule import requests_of
+from runner.serve.anthropic import MessagesBody
+from runner.serve.options import ServeOptions
+from runner.serve.request import Request
+from runner.serve.responses import ResponsesBody
+
+OPTIONS = ServeOptions()
+ORIGIN = Origin(Path("log.jsonl"), 1, "log#0")
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+names = st.text("abc_", min_size=1, max_size=6)
+text_blocks = st.builds(lambda text: {"type": "text", "text": text}, texts)
+documents = st.builds(
+    lambda text, title: {"type": "document", "title": title, "source": {"type": "text", "data": text}}, texts, texts
+)
+results = st.builds(
+    lambda content, is_error: {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": is_error},
+    texts | st.lists(text_blocks, max_size=2),
+    st.booleans(),
+)
+user_turns = st.builds(
+    lambda content: {"role": "user", "content": content},
+    texts | st.lists(text_blocks | documents | results, min_size=1, max_size=4),
+)
+uses = st.builds(lambda name, text: {"type": "tool_use", "id": "t", "name": name, "input": {"a": text}}, names, texts)
+thoughts = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, texts)
+searches = st.just({"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}})
+replies = st.builds(
+    lambda content: {"role": "assistant", "content": content},
+    texts | st.lists(text_blocks | uses | thoughts | searches, max_size=4),
+)
+anthropic_tools = st.builds(lambda name: {"name": name, "description": "d", "input_schema": {"type": "object"}}, names)
+anthropic_bodies = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "max_tokens": st.just(9),
+        "system": texts | st.lists(text_blocks, max_size=2),
+        "messages": st.lists(user_turns | replies, max_size=4).flatmap(
+            lambda turns: user_turns.map(lambda turn: [turn, *turns])
+        ),
+        "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 99}, {"type": "disabled"}, None]),
+    },
+    optional={"tools": st.lists(anthropic_tools, max_size=2)},
+)
+
+
+def prompts_are_equal(request: Request, conversation: Conversation) -> None:
+    """Compare what becomes the prompt. The reader drops keys with no value, and joins parts."""
+    served = [{key: value for key, value in message.items() if value is not None} for message in request.messages]
+    assert list(conversation.messages) == served
+    assert list(conversation.tools or ()) == list(request.tools or ())
+    assert dict(conversation.arguments) == dict(request.chat_template_kwargs or {})
+
+
+def read_one(body: Any) -> Conversation:
+    (conversation,) = parse_record(json.loads(json.dumps(body)), ORIGIN)
+    return conversation
+
+
+def has_user_turn(request: Request) -> bool:
+    return any(message["role"] == "user" for message in request.messages)
+
+
+@settings(max_examples=100, deadline=None)
+@given(anthropic_bodies)
+def test_a_body_of_anthropic_s_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
+    request = MessagesBody.read(body).request(OPTIONS, "")
+    if has_user_turn(request):
+        prompts_are_equal(request, read_one(body))
+
+
+items = st.lists(
+    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), texts)
+    | st.builds(
+        lambda text: {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}, texts
+    )
+    | st.builds(
+        lambda text: {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": text}]}, texts
+    )
+    | st.builds(lambda name: {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}, names)
+    | st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "n", "input": text}, texts)
+    | st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, texts)
+    | st.just({"type": "web_search_call", "id": "w"}),
+    max_size=6,
+)
+responses_bodies = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "input": texts.filter(bool) | items.map(lambda each: [{"role": "user", "content": "Go"}, *each]),
+    },
+    optional={
+        "instructions": texts,
+        "reasoning": st.sampled_from([{"effort": "low"}, {"effort": "none"}, None]),
+        "tools": st.just([{"type": "function", "name": "f", "parameters": {}}, {"type": "web_search"}]),
+    },
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(responses_bodies)
+def test_a_body_of_the_responses_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
+    prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+
+
+def test_what_no_template_has_text_for_is_left_out_and_named() -> None:
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE, {"type": "text", "text": "42"}]}
+    thought = {"type": "redacted_thinking", "data": "x"}
+    found = read_one(
+        {
+            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Look", "citations": None}, IMAGE, pdf]},
+                {"role": "assistant", "content": [thought, {"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+                {"role": "user", "content": [result]},
+            ],
+        }
+    )
+    assert [message["content"] for message in found.messages] == ["Look", "", "42"]
+    assert found.left_out == {"tool web_search_20250305": 1, "image": 2, "document": 1, "redacted_thinking": 1}
+    image = {"type": "input_image", "file_id": "f"}
+    found = read_one(
+        {
+            "model": "m",
+            "previous_response_id": "resp_1",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Look"}, image]},
+                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+                {"type": "computer_call", "id": "c"},
+            ],
+        }
+    )
+    assert found.messages[0] == {"role": "user", "content": "Look"}
+    assert found.left_out == {"previous_response_id": 1, "input_image": 1, "reasoning": 1, "computer_call": 1}
+
+
+def test_a_wrong_field_of_a_body_is_named() -> None:
+    with pytest.raises(ConversationError, match=r"log.jsonl:1: messages\.0\.user\.content\.0\.text\.text: Field requ"):
+        read_one({"system": "s", "messages": [{"role": "user", "content": [{"type": "text"}]}]})
+
+
+def test_conversations_in_openai_s_form_may_have_a_system_prompt_beside_them() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+    ]
+    found = read_one({"system": "Be brief.", "messages": messages})
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool"]
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def asked(path: Path) -> list[list[int]]:
+    """For each conversation the lengths of the prompts that it asks for, in messages."""
+    conversations = read_conversations(path).conversations
+    return [[len(request.messages) for request in requests_of(each)] for each in conversations]
+
+
+def test_each_request_of_a_log_is_asked_once_and_in_its_order(tmp_path: Path) -> None:
+    def body(*contents: str) -> dict[str, Any]:
+        roles = ["user", "assistant"] * len(contents)
+        return {
+            "model": "m",
+            "system": "s",
+            "messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)],
+        }
+
+    path = write(
+        tmp_path / "log.jsonl",
+        body("a", "b", "c"),  # begins in the middle of a conversation: its first turn was never asked
+        body("a", "b", "c", "d", "e"),
+        body("a", "b", "c", "d", "e"),  # the same request again
+        body("x"),
+    )
+    assert asked(path) == [[2, 4], [6], [6], [2]]
+    assert {each.user for each in read_conversations(path).conversations} == {"log"}
+    whole = {"model": "m", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert asked(write(tmp_path / "talks.jsonl", whole, whole)) == [[1], [1]]
+
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
+REPLY = {"role": "assistant", "content": "42"}
+
+
+@pytest.mark.parametrize(
+    ("record", "roles"),
+    [
+        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
+        (
+            {"custom_id": "a", "body": BODY, "response": {"body": {"choices": [{"message": REPLY}]}}},
+            ["user", "assistant"],
+        ),
+        (
+            {"id": "a", "request": json.dumps(BODY), "response": {"choices": [{"message": REPLY}]}},
+            ["user", "assistant"],
+        ),
+        (
+            {
+                "id": "a",
+                "request": {"url": "/v1/messages", "body": {**BODY, "system": "s"}},
+                "response": {"role": "assistant", "content": [{"type": "text", "text": "42"}]},
+            },
+            ["system", "user", "assistant"],
+        ),
+        (
+            {
+                "custom_id": "a",
+                "url": "/v1/responses",
+                "body": {"model": "m", "input": "Go"},
+                "response": {
+                    "body": {
+                        "output": [
+                            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42"}]}
+                        ]
+                    }
+                },
+            },
+            ["user", "assistant"],
+        ),
+    ],
+    ids=["batch", "stored completion", "proxy", "proxy with a body", "responses"],
+)
+def test_a_body_may_be_inside_another_record_with_its_response(record: Any, roles: list[str]) -> None:
+    found = read_one(record)
+    assert found.conversation_id == "a"
+    assert [message["role"] for message in found.messages] == roles
+    assert found.messages[-1]["content"] == ("42" if roles[-1] == "assistant" else "Go")
+    assert len([*requests_of(found)]) == 1
+
+
+def test_a_batch_of_no_chats_is_refused() -> None:
+    with pytest.raises(ConversationError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
+        read_one({"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "Go"}})
