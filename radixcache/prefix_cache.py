@@ -148,6 +148,9 @@ class PrefixCache:
         live_slots: how many sessions may be open at a time. Each slot has its own buffers.
         kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
         kv_group_size: elements per group of quantized keys and values.
+        stored_bits: 8 or 4: bits of keys and values that are not live, in memory and in the store, rounded in groups of
+            64 or 32; layers that `kv_bits` quantizes, head sizes that are no multiple of 32 and recurrent state stay as
+            they are. What is live is never rounded. Default: stored as it is. Not with `exact`.
         trace: a file that gets a record of each request when it closes: salted digests of its prefix, for `radixcache
             simulate`. Or a TraceWriter.
         on_event: called with an Event for everything that happens to stored state, after the call that caused it.
@@ -183,6 +186,7 @@ class PrefixCache:
         live_slots: int = 1,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
+        stored_bits: int | None = None,
         cost: CostModel | None = None,
         trace: TraceFile | None = None,
         on_event: OnEvent | None = None,
@@ -196,19 +200,19 @@ class PrefixCache:
         identity: Identity | bytes | str | None = None,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        require_caches(model, caches, kv_bits, kv_group_size)
+        require_caches(model, caches, kv_bits, kv_group_size, stored_bits, exact)
         require_about(tokenizer, cost)
         sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
         vocab_size = vocabulary_size(model)
         limits = (vocab_size, on_event, max_request_bytes)
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
         settings = replace(settings, suffix_index_bytes=suffix_index_bytes)
-        layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size)
+        layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size, stored_bits)
         self._parts: Parts | None
         disk = None
         if store is not None:
             leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
-            about = state_identity(leaves, model, identity, exact=exact)
+            about = state_identity(leaves, model, identity, exact=exact, stored_bits=stored_bits)
             disk = Disk(joined(store), about, step_size if exact else 0, takes=store_if)
         self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 

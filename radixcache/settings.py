@@ -86,8 +86,8 @@ class Settings:
         return -(-(self.trim_tokens or TRIM_TOKENS) // self.grid_tokens) * self.grid_tokens
 
 
-def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) -> None:
-    """Raise ValueError unless these name the caches of a model and their quantization."""
+def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any, stored_bits: Any, exact: Any) -> None:
+    """Raise ValueError unless these name the caches of a model and their quantization, live and stored."""
     if caches is None and not (hasattr(model, "layers") or hasattr(model, "make_cache")):
         found = "" if model is None else f"; model is {model!r:.80}"
         raise ValueError(
@@ -98,6 +98,12 @@ def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any) ->
     require_count("kv_group_size", kv_group_size, "elements")
     if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
         raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
+    if stored_bits not in (None, 4, 8):
+        raise ValueError(f"stored_bits is {stored_bits!r}; wanted None, 4 or 8.")
+    if stored_bits is not None and exact:
+        raise ValueError(
+            f"stored_bits={stored_bits} rounds stored state, so exact=True is impossible; omit one of them."
+        )
 
 
 def require_about(tokenizer: Any, cost: Any) -> None:

@@ -96,8 +96,8 @@ class Spans:
 
     @property
     def pieces(self) -> int:
-        """Segments of each leaf that has any."""
-        return next((len(leaf.segments) for leaf in self.leaves if leaf is not None), 0)
+        """Segments that are read in place, of each leaf that has any."""
+        return next((len(leaf.readable) for leaf in self.leaves if leaf is not None), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +146,10 @@ class WindowSnapshot:
         if self._ranges is None:
             self._ranges = union((piece.start, piece.end) for piece in self.pieces)
         return self._ranges
+
+    def quantized(self, bits: int | None) -> WindowSnapshot:
+        """The same tokens with so many bits a value (None: plain), unevaluated."""
+        return WindowSnapshot(self.start, self.end, [piece.quantized(bits) for piece in self.pieces])
 
     def within(self, ranges: Sequence[Range]) -> WindowSnapshot:
         """The part that lies in these ranges, which are in order."""

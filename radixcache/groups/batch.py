@@ -203,10 +203,19 @@ class Batch:
         pairs = zip(leaves(caches), own, strict=True)
         return _replaced(caches, [cache if isinstance(leaf, TailLayer) else leaf for cache, leaf in pairs])
 
-    def copied(self, at: int, bounds: Sequence[tuple[int, int]], copying: Copying, *, emptying: bool) -> list[Any]:
+    def copied(
+        self,
+        at: int,
+        bounds: Sequence[tuple[int, int]],
+        copying: Copying,
+        stored: Callable[[SpanSnapshot], SpanSnapshot],
+        *,
+        emptying: bool,
+    ) -> list[Any]:
         """Copies of a row's tokens in the tails, a SpanSnapshot or None by leaf, evaluated.
 
-        `bounds` are consecutive pieces. `emptying` releases each layer once it is copied: at most one is held twice.
+        `bounds` are consecutive pieces; `stored` gives a copy its form. `emptying` releases each layer once it is
+        copied: at most one is held twice.
         """
         away = self.columns.in_place[at]
 
@@ -214,8 +223,9 @@ class Batch:
             if not bounds or leaf.empty():
                 return None
             pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
-            mx.eval(pieces)
-            return SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces])
+            found = stored(SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces]))
+            mx.eval(found.arrays())
+            return found
 
         return self._copies(copy_of, copying, of_tails=True, emptying=emptying)
 

@@ -375,7 +375,7 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
     if ours:
         ends = len(SHARED), len(SHARED) + len(MORE)
         shared, more = (
-            Spans(low, high, first.copied(0, [(low, high)], lambda make: make(), emptying=False), 0)
+            Spans(low, high, first.copied(0, [(low, high)], lambda make: make(), lambda its: its, emptying=False), 0)
             for low, high in ((0, ends[0]), ends)
         )
         parts = [(None, shared), ((0,), more)]

@@ -1,7 +1,8 @@
 """Sharing: what the rows of one group take from the tree, and what they give to it. Callers hold the cache's lock.
 
 restore    a new row guards the path of the tree that has its prompt; before, the tree gets what open rows have of it
-place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail
+place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail; what
+           is read in place and stored in fewer bits is in the tree in both forms until its last reader leaves
 close      the tree gets all tokens of a row that are known, clean and not quarantined
 """
 
@@ -93,9 +94,13 @@ class Sharing:
         columns = Columns([row.position - away], [away])
         token_bytes = self._layout.token_bytes
         least = columns.end + 1
-        columns.capacity = least + self._room.ask(lambda more: (least + more) * token_bytes, row.prompt_left)
+        plain = [(spans, (node.end - node.start) * token_bytes) for node in long if (spans := node.payload.spans)]
+        plain_bytes = sum(nbytes for spans, nbytes in plain if spans.nbytes < nbytes)
+        columns.capacity = least + self._room.ask(
+            lambda more: (least + more) * token_bytes + plain_bytes, row.prompt_left
+        )
         for node in long:
-            self._pager.allocating(partial(_join, node))
+            self._pager.allocating(partial(self._open, node))
         pieces = [spans for node in short if (spans := node.payload.spans) is not None]
         row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
         row.in_place = [(node.start, node.end) for node in long]
@@ -237,7 +242,9 @@ class Sharing:
         # Other checkpoints stay with the row, which can drop them; those of windows alone cost nothing.
         offsets = (end,) if self._layout.has_states else range(end + 1)
         given = [each for each in row.own.checkpoints if each.offset in offsets]
-        if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch"):
+        # The row goes on with its own values, not with rounded ones.
+        plain = row.in_segments and self.is_long(end - row.path_end) and not row.orphans
+        if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch", plain=plain):
             return
         ids = set(map(id, given))
         row.own.drop(lambda each: id(each) in ids)
@@ -258,10 +265,12 @@ class Sharing:
         kind: str,
         *,
         closing: bool = False,
+        plain: bool = False,
     ) -> bool:
         """Give the tree what it lacks of a row's first keys, with checkpoints of the row; False: nothing, or no room.
 
         `kind` is of the checkpoint at the end, if point layers need one. `closing` releases the row's own state.
+        `plain`: it will be read in place.
         """
         core, layout, batch = self._core, self._layout, row.batch
         match = self._states.match(keys, row.request.namespace)
@@ -274,12 +283,13 @@ class Sharing:
         held = batch.nbytes
         freed_bytes = held if is_alone else 0  # a batch with other rows frees nothing
         with self._states.guarded(match.node):
-            need = (end - start) * layout.token_bytes - freed_bytes
+            token_bytes = layout.stored_token_bytes + (layout.token_bytes if plain and layout.stored_bits else 0)
+            need = (end - start) * token_bytes - freed_bytes
             need += self._room.point_bytes(end) if takes else 0
             if need > 0 and not has_room(need):
                 if layout.has_points:
                     return False
-                end = max(start, end - -(-self._evictor.over_bytes(need) // max(1, layout.token_bytes)))
+                end = max(start, end - -(-self._evictor.over_bytes(need) // max(1, token_bytes)))
                 if start == end:
                     return False
             stored = [*checkpoints]
@@ -288,7 +298,8 @@ class Sharing:
                 leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)
-            spans = batch.copied(row.at, bounds, self._pager.allocating, emptying=is_alone)
+            form = layout.at_rest_beside if plain else layout.at_rest
+            spans = batch.copied(row.at, bounds, self._pager.allocating, form, emptying=is_alone)
             if is_alone:
                 self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
             found = layout.spans_of(spans, start, end) if start < end else None
@@ -311,19 +322,21 @@ class Sharing:
 
         for node in row.path():
             if start <= node.start:
-                _join(node)
+                self._open(node)
         row.batch = batch.refilled(columns, pieces)
         row.in_place.append((start, end))
 
-
-def _join(node: StateNode) -> None:
-    """Make one segment of the spans of each leaf, one leaf at a time so that at most one is held twice."""
-    for snapshot in [] if node.payload.spans is None else node.payload.spans.leaves:
-        if snapshot is not None:
-            snapshot.join()
+    def _open(self, node: StateNode) -> None:
+        """Make one plain segment of the spans of each leaf, one leaf at a time so that at most one is held twice."""
+        if node.payload.spans is not None:
+            spans = self._layout.with_plain(node.payload.spans)
+            self._states.set_spans(node, spans)
+            for snapshot in spans.leaves:
+                if snapshot is not None:
+                    snapshot.join()
 
 
 def _pieces(spans: Sequence[Spans], leaf: int) -> list[Pair]:
-    """One layer's arrays of these spans, in order."""
-    snapshots = [each.leaves[leaf] for each in spans]
-    return [segment for snapshot in snapshots if snapshot is not None for segment in snapshot.segments]
+    """One layer's keys and values of these spans, in order."""
+    snapshots = [(each, each.leaves[leaf]) for each in spans]
+    return [pair for each, its in snapshots if its is not None for _, _, pair in its.parts(each.start, each.end)]

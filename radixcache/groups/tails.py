@@ -216,7 +216,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     def _segments(self, current: Pass) -> list[Pair]:
         snapshots = [spans.leaves[self.leaf] for _, spans in current.parts]
-        return [arrays for snapshot in snapshots if snapshot is not None for arrays in snapshot.segments]
+        return [arrays for snapshot in snapshots if snapshot is not None for arrays in snapshot.readable]
 
     @property
     def _running(self) -> Pass:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dis
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot, tokens_in
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
+from radixcache.adapters.span import KeysAndValues, SpanSnapshot, stored_nbytes
 from radixcache.adapters.window import WindowAdapter, is_windowed
 from radixcache.errors import RadixCacheError, SnapshotError
 from radixcache.layers import stored
@@ -51,7 +53,9 @@ class Layout:
 
     Attributes:
         is_quantized: KVCache layers are quantized from offset 0, as `kv_bits` and `kv_group_size` say.
-        token_bytes: bytes of a token over all span leaves; 0 before a forward pass was seen.
+        stored_bits: bits of a value of spans and windows in snapshots; None: as in the live caches.
+        token_bytes: bytes of a live token over all span leaves; 0 before a forward pass was seen.
+        stored_token_bytes: the same in snapshots.
         shapes: of each leaf its adapter's `shapes`; None before the leaf was written.
         state_bytes: bytes of the state of all recurrent layers.
         windows: the different windows of leaves in use.
@@ -61,11 +65,18 @@ class Layout:
         UnsupportedCacheError: a cache class has no adapter.
     """
 
-    def __init__(self, factory: Callable[[], Sequence[Any]], kv_bits: int | None, kv_group_size: int) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], Sequence[Any]],
+        kv_bits: int | None,
+        kv_group_size: int,
+        stored_bits: int | None = None,
+    ) -> None:
         self._factory = factory
         self._kv_bits = kv_bits
         self._kv_group_size = kv_group_size
         self.is_quantized = kv_bits is not None
+        self.stored_bits = stored_bits
         self._leaf_classes: list[type] = []
         self._leaf_adapters: list[Adapter] = []
         self._flat_classes: list[type] | None = None  # the classes if each cache is a leaf
@@ -74,7 +85,7 @@ class Layout:
         self._adapters = [adapter for _, adapter in pairs]
         self._windows = [adapter.window(cache) if is_windowed(adapter) else None for cache, adapter in pairs]
         self._stacks: list[Stack] = []
-        self.token_bytes = 0
+        self.token_bytes = self.stored_token_bytes = 0
         self.shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None before one was seen. A model may leave some unused.
         self._in_use: list[bool] | None = None
@@ -111,6 +122,11 @@ class Layout:
         shapes = self.shapes[leaf] or ()
         return sum(math.prod(shape) * dtype.size for *shape, dtype in shapes if isinstance(dtype, mx.Dtype))
 
+    def stored_leaf_bytes(self, leaf: int) -> int:
+        """Bytes of a token in a leaf's snapshots; 0 before it is known."""
+        its = isinstance(self._adapters[leaf], KeysAndValues)
+        return stored_nbytes(self.shapes[leaf] or (), self.stored_bits) if its else self.leaf_bytes(leaf)
+
     def request_bytes(self, tokens: int) -> int:
         """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
         windows = sum(tokens_in(window.needs(tokens)) * self.window_bytes(window) for window in self.windows)
@@ -131,6 +147,10 @@ class Layout:
         """Bytes of a token in all leaves with this window; 0 before it is known."""
         return self._window_bytes.get(window, 0)
 
+    def stored_window_bytes(self, window: Window) -> int:
+        """The same in snapshots."""
+        return self._stored_window_bytes.get(window, 0)
+
     def layers_of(self, window: Window) -> int:
         """How many leaves in use have this window."""
         return sum(len(stack.leaves) for stack in self._stacks if stack.window == window)
@@ -150,6 +170,7 @@ class Layout:
             self._note_use(in_use)
         spans = self._span_leaves(caches)
         self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
+        self.stored_token_bytes = self._sum_of_spans(self.stored_leaf_bytes)
 
     def take_over(self, shapes: Sequence[Any]) -> None:
         """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already."""
@@ -157,8 +178,11 @@ class Layout:
             self.shapes = list(shapes)
             self._in_use = [its is not None for its in shapes]
             self._note_use(self._in_use)
-            spans = [leaf for leaf, adapter in enumerate(self._adapters) if not adapter.is_point]
-            self.token_bytes = sum(map(self.leaf_bytes, spans))
+            self.token_bytes = self._sum_of_spans(self.leaf_bytes)
+            self.stored_token_bytes = self._sum_of_spans(self.stored_leaf_bytes)
+
+    def _sum_of_spans(self, nbytes: Callable[[int], int]) -> int:
+        return sum(nbytes(leaf) for leaf, adapter in enumerate(self._adapters) if not adapter.is_point)
 
     def _note_use(self, in_use: Sequence[bool]) -> None:
         """Derive the kinds of state and the stacks from the leaves in use. Older stacks stay as they are."""
@@ -180,10 +204,13 @@ class Layout:
         # The first stack of a window speaks for all of them.
         self._first_stack = {stack.window: stack for stack in reversed(self._stacks)}
         self._first_leaf = {window: stack.leaves[0] for window, stack in self._first_stack.items()}
-        self._window_bytes = {
-            window: sum(self.leaf_bytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
-            for window in self.windows
-        }
+        self._window_bytes, self._stored_window_bytes = (
+            {
+                window: sum(nbytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
+                for window in self.windows
+            }
+            for nbytes in (self.leaf_bytes, self.stored_leaf_bytes)
+        )
 
     # The live caches
 
@@ -331,16 +358,24 @@ class Layout:
 
     # Spans
 
+    def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans:
+        """Copy the tokens [start, end) of all span leaves, as they are, out of the live buffers."""
+        return _spans(self._snapshots(caches, start, end), start, end)
+
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        """Copy the tokens [start, end) of all span leaves out of the live buffers."""
-        snapshots = [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
-        return self.spans_of(snapshots, start, end)
+        """The same in the form in which it is stored."""
+        return self.spans_of(self._snapshots(caches, start, end), start, end)
+
+    def _snapshots(self, caches: Sequence[Any], start: int, end: int) -> list[Any]:
+        return [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
         """`page_out` of each [start, end), which empties the span leaves one at a time."""
         rows: list[list[Any]] = [[] for _ in cuts]
         for cache, adapter in self.leaves(caches):
-            found = [None if adapter.is_point else adapter.snapshot(cache, start, end) for start, end in cuts]
+            found = [
+                None if adapter.is_point else self.at_rest(adapter.snapshot(cache, start, end)) for start, end in cuts
+            ]
             mx.eval([array for snapshot in found if snapshot is not None for array in snapshot.arrays()])
             for row, snapshot in zip(rows, found, strict=True):
                 row.append(snapshot)
@@ -349,8 +384,30 @@ class Layout:
         return [self.spans_of(row, start, end) for row, (start, end) in zip(rows, cuts, strict=True)]
 
     def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
-        """Evaluate the snapshots of [start, end), one per leaf or None, and return them as one."""
-        return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
+        """Evaluate the snapshots of [start, end), one per leaf or None, and return them as one in the stored form."""
+        return _spans([*map(self.at_rest, snapshots)], start, end)
+
+    def at_rest(self, snapshot: Any) -> Any:
+        """A snapshot or None in the form in which it is stored, unevaluated. Point state has one form."""
+        is_cut = isinstance(snapshot, SpanSnapshot | WindowSnapshot)
+        return snapshot.quantized(self.stored_bits) if is_cut else snapshot
+
+    def at_rest_beside(self, snapshot: SpanSnapshot) -> SpanSnapshot:
+        """A plain snapshot in the form in which it is stored, with itself for readers in place."""
+        stored = snapshot.quantized(self.stored_bits)
+        return replace(stored, plain=snapshot) if stored.forms else stored
+
+    def without_plain(self, spans: Spans) -> Spans:
+        """Spans in the form in which they are stored, without their plain copy; themselves if they have none."""
+        found = [each.without_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
+        return _spans(found, spans.start, spans.end) if any(map(is_not, found, spans.leaves)) else spans
+
+    def with_plain(self, spans: Spans) -> Spans:
+        """Spans that can be read in place, evaluated a leaf at a time."""
+        found = [each.with_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
+        for each in found:
+            mx.eval([] if each is None else each.arrays())
+        return _spans(found, spans.start, spans.end)
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
         """Write the tokens up to `target` that span leaves lack into the live buffers. Returns the bytes written."""
@@ -362,7 +419,7 @@ class Layout:
                 assert restored, (type(cache).__name__, spans.start, spans.end, target)
                 written += adapter.buffers(cache) if wait else []
         _evaluate_written(written)
-        return spans.nbytes * (target - begin) // (spans.end - spans.start) if target > begin else 0
+        return max(0, target - begin) * self.token_bytes
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
         """Cut at offset `at`, inside the spans. Also returns the bytes copied."""
@@ -370,13 +427,13 @@ class Layout:
         halves = [(None, None) if snapshot is None else adapter.split(snapshot, at) for adapter, snapshot in pairs]
         uppers, lowers = [upper for upper, _ in halves], [lower for _, lower in halves]
         copied = _new_nbytes([*uppers, *lowers], spans)
-        return self.spans_of(uppers, spans.start, at), self.spans_of(lowers, at, spans.end), copied
+        return _spans(uppers, spans.start, at), _spans(lowers, at, spans.end), copied
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         """Join two spans that touch. Also returns the bytes copied."""
         sides = zip(self._adapters, upper.leaves, lower.leaves, strict=True)
         joined = [adapter.merge(up, low) for adapter, up, low in sides]
-        spans = self.spans_of(joined, upper.start, lower.end)
+        spans = _spans(joined, upper.start, lower.end)
         return spans, _new_nbytes(joined, upper, lower)
 
     # Windows
@@ -467,7 +524,10 @@ class Layout:
 
     def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> Buffers:
         """Serialize the state of the tokens [start, end) from these. TypeError: a snapshot cannot be stored."""
-        return stored.block_buffers(spans, windows, start, end, None if start else self.shapes)
+        parts, more = (
+            [replace(each, leaves=[*map(self.at_rest, each.leaves)]) for each in its] for its in (spans, windows)
+        )
+        return stored.block_buffers(parts, more, start, end, None if start else self.shapes)
 
     def point_buffers(self, checkpoint: Checkpoint) -> Buffers:
         """Serialize a checkpoint. TypeError: a snapshot cannot be stored."""
@@ -565,6 +625,10 @@ def _evaluate_written(arrays: list[mx.array]) -> None:
         mx.eval(arrays)
     except NATIVE_ERRORS as error:
         raise LiveStateError(f"restoring the live state failed: {error}") from error
+
+
+def _spans(snapshots: list[Any], start: int, end: int) -> Spans:
+    return Spans(start, end, snapshots, _evaluated_nbytes(snapshots))
 
 
 def _evaluated_nbytes(snapshots: list[Any]) -> int:

@@ -26,12 +26,19 @@ class SizedLayout(Layout):
         checkpoint_bytes: bytes of point state that do not depend on the offset.
         windows: the sliding windows, as (keys, bytes per key).
         grow_keys: step in which live span buffers grow; 0: they hold exactly the keys in them.
+        stored_token_bytes: bytes of a key in the snapshots of all span layers; None: `token_bytes`. Windows have one
+            size, live and stored.
     """
 
     def __init__(
-        self, token_bytes: int, checkpoint_bytes: int = 0, windows: Sequence[tuple[int, int]] = (), grow_keys: int = 0
+        self,
+        token_bytes: int,
+        checkpoint_bytes: int = 0,
+        windows: Sequence[tuple[int, int]] = (),
+        grow_keys: int = 0,
+        stored_token_bytes: int | None = None,
     ) -> None:
-        if min(token_bytes, checkpoint_bytes, *(min(window) for window in windows), 0) < 0:
+        if min(token_bytes, checkpoint_bytes, *(min(window) for window in windows), stored_token_bytes or 0) < 0:
             raise ValueError(f"sizes are {token_bytes}, {checkpoint_bytes} and {list(windows)}; wanted 0 or more.")
         points = checkpoint_bytes + sum(keys * nbytes for keys, nbytes in windows)
         if token_bytes + points == 0:
@@ -41,12 +48,14 @@ class SizedLayout(Layout):
         self._in_use = []
         self.leaf_count = 1
         self.token_bytes = token_bytes
+        self.stored_token_bytes = token_bytes if stored_token_bytes is None else stored_token_bytes
         self.has_points = points > 0
         self.has_states = checkpoint_bytes > 0
         self._checkpoint_bytes = self.state_bytes = checkpoint_bytes
         for keys, nbytes in windows:
             if keys and nbytes:
                 self._window_bytes[Window(keys)] = self.window_bytes(Window(keys)) + nbytes
+        self._stored_window_bytes = self._window_bytes
         self.windows = tuple(self._window_bytes)
         self._first_leaf = {window: leaf for leaf, window in enumerate(self.windows)}
 
@@ -134,8 +143,12 @@ class SizedLayout(Layout):
     def empty(self, caches: Sequence[Any]) -> None:
         caches[0].spans = caches[0].points = caches[0].capacity = 0
 
-    def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
+    def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans:
         nbytes = (end - start) * self.token_bytes
+        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
+
+    def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
+        nbytes = (end - start) * self.stored_token_bytes
         return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
@@ -187,7 +200,7 @@ class SizedLayout(Layout):
         caches[0].points, caches[0].passed = target, 0
 
     def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> dict[str, Any]:
-        buffers: dict[str, Any] = {"span": SizedPiece(start, end, (end - start) * self.token_bytes)}
+        buffers: dict[str, Any] = {"span": SizedPiece(start, end, (end - start) * self.stored_token_bytes)}
         for leaf in range(len(self.windows)):
             found = (piece for its in windows for piece in its.leaves[leaf].within([(start, end)]).pieces)
             buffers[f"window.{leaf}"] = WindowSnapshot(start, end, [*found])

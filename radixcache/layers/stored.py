@@ -4,11 +4,12 @@
     window.LEAF.START.I     the same of a stack of windows, of some tokens from START on
     point.LEAF.I            array I of a point layer's state; point.LEAF is JSON: the nest that the arrays belong to
     shapes                  JSON: `Layout.shapes`
+    forms                   JSON: `SpanSnapshot.forms` by leaf, if any is quantized
 
 A store holds arrays that are contiguous in memory without a copy. The thread that reads a block makes its arrays,
 unevaluated.
 
-An identity names the weights, cache classes and versions that state depends on. A digest of weights covers names,
+An identity names the weights, cache classes, versions and bits that state depends on. A digest of weights covers names,
 shapes, dtypes and `SAMPLES` elements spread over each array. Fine-tuning, merging, quantization and LoRA adapters
 change it; reading all bytes would take seconds.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any, cast
@@ -28,7 +29,7 @@ from mlx.utils import tree_flatten
 
 from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
-from radixcache.adapters.span import SpanSnapshot
+from radixcache.adapters.span import Forms, Segment, SpanSnapshot, StoredForm
 from radixcache.stores.block import DTYPES, Buffer, Identity
 
 #: Format of the buffers. With another number, all stored state is a miss.
@@ -58,7 +59,12 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
 
 
 def state_identity(
-    leaves: Iterable[Any], model: Any, given: Identity | bytes | str | None, *, exact: bool = False
+    leaves: Iterable[Any],
+    model: Any,
+    given: Identity | bytes | str | None,
+    *,
+    exact: bool = False,
+    stored_bits: int | None = None,
 ) -> Identity:
     """The identity of a cache's state: its empty leaves, with the `given` identity or that of the model's weights.
 
@@ -74,6 +80,7 @@ def state_identity(
         given = Identity(given, "") if isinstance(given, bytes) else Identity(given.encode(), given)
     # The adapters fit one minor version of mlx-lm: the next may give fields another meaning.
     versions: list[Any] = [STATE_VERSION, version("mlx-lm").split(".")[:2]]
+    versions += [] if stored_bits is None else [f"stored in {stored_bits} bits"]
     versions += [version("mlx"), str(mx.default_device()), mx.device_info()["device_name"]] if exact else []
     caches = []
     for cache in leaves:
@@ -98,20 +105,29 @@ def block_buffers(
     TypeError: a snapshot is of a kind that cannot be stored.
     """
     arrays: dict[str, mx.array] = {}
+    forms: dict[int, Forms] = {}
+
+    def cuts_of(leaf: int, snapshot: Any) -> Iterator[tuple[int, int, Segment]]:
+        forms[leaf] = _required(snapshot, SpanSnapshot).forms
+        return cast(SpanSnapshot, snapshot).cuts(start, end)
+
     for leaf, snapshots in enumerate(zip(*(spans.leaves for spans in parts), strict=True)):
-        found = [_required(each, SpanSnapshot).parts(start, end) for each in snapshots if each is not None]
-        pieces = [segment for parts in found for _, _, segment in parts]
+        found = [cuts_of(leaf, each) for each in snapshots if each is not None]
+        pieces = [segment for cuts in found for _, _, segment in cuts]
         for index, column in enumerate(zip(*pieces, strict=True)):
             arrays[f"span.{leaf}.{index}"] = column[0] if len(column) == 1 else mx.concatenate(list(column), axis=2)
     for spans in windows:
         for leaf, snapshot in enumerate(spans.leaves):
             for piece in [] if snapshot is None else _required(snapshot, WindowSnapshot).pieces:
-                for first, _, segment in _required(piece, SpanSnapshot).parts(start, end):
+                for first, _, segment in cuts_of(leaf, piece):
                     arrays |= {f"window.{leaf}.{first}.{index}": array for index, array in enumerate(segment)}
-    if shapes is None:
-        return _buffers_of(arrays)
-    plain = [None if its is None else [list(map(_plain, each)) for each in its] for its in shapes]
-    return {**_buffers_of(arrays), "shapes": _json(plain)}
+    buffers = _buffers_of(arrays)
+    if any(forms.values()):
+        buffers["forms"] = _json({leaf: its for leaf, its in forms.items() if its})
+    if shapes is not None:
+        plain = [None if its is None else [list(map(_plain, each)) for each in its] for its in shapes]
+        buffers["shapes"] = _json(plain)
+    return buffers
 
 
 def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
@@ -167,15 +183,17 @@ def _packed(tree: Any, arrays: list[mx.array]) -> Any:
 
 def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
     leaves: list[Any] = [None] * leaf_count
+    forms = _forms_in(buffers)
     for (leaf,), segment in _grouped(buffers, "span").items():
-        leaves[leaf] = SpanSnapshot(start, end, [segment])
+        leaves[leaf] = SpanSnapshot(start, end, [segment], forms.get(leaf, ()))
     return leaves
 
 
 def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
     leaves: list[Any] = [None] * leaf_count
+    forms = _forms_in(buffers)
     for (leaf, first), segment in sorted(_grouped(buffers, "window").items(), key=lambda each: each[0]):
-        piece = SpanSnapshot(first, first + segment[0].shape[2], [segment])
+        piece = SpanSnapshot(first, first + segment[0].shape[2], [segment], forms.get(leaf, ()))
         leaves[leaf] = WindowSnapshot(start, end, [*(leaves[leaf].pieces if leaves[leaf] else ()), piece])
     return leaves
 
@@ -193,6 +211,11 @@ def shapes_in(buffer: Buffer) -> list[Any]:
         None if its is None else tuple(tuple(_DTYPE_OF.get(item, item) for item in each) for each in its)
         for its in json.loads(bytes(buffer.data))
     ]
+
+
+def _forms_in(buffers: Buffers) -> dict[int, Forms]:
+    found = json.loads(bytes(buffers["forms"].data)) if "forms" in buffers else {}
+    return {int(leaf): tuple(each and StoredForm(*each) for each in forms) for leaf, forms in found.items()}
 
 
 def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array, ...]]:

@@ -164,7 +164,8 @@ class LivePath:
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
                 # First, so that the policy knows the node's bytes when it hears of the node.
-                self._states.set_leaving(node, self._layout.token_bytes * (node.end - node.start), self.caches)
+                nbytes = self._layout.stored_token_bytes * (node.end - node.start)
+                self._states.set_leaving(node, nbytes, self.caches)
             self._states.set_live(node, self.slot, False)
             left.append(node)
         self.tip = tip

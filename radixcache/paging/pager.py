@@ -189,7 +189,7 @@ class Pager:
         match = self._states.match(keys[:end], namespace)
         try:
             with self._states.guarded(match.node):
-                start, token_bytes = match.offset, self._layout.token_bytes
+                start, token_bytes = match.offset, self._layout.stored_token_bytes
                 need = (end - start) * token_bytes
                 if not self._evictor.make_room(need) and not self._layout.has_points:
                     # Span layers alone: store as much as fits.
@@ -258,7 +258,7 @@ class Pager:
         if node.payload.spans is not None:
             return node.payload.spans
         source = self._slots.source(node)
-        return self._layout.page_out(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
+        return self._layout.copy(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
     def _split_at(self, plan: ResumePlan) -> list[StateNode]:
         """Cut the path at the resume offset; returns its nodes up to there."""

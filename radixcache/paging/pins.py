@@ -303,7 +303,7 @@ class Pins:
         match = self._states.match(keys, namespace)
         wanted = sum(self._cost(node, node.end) for node in held.values())
         wanted += sum(self._cost(node, match.offset) for node in match.node.path() if id(node) not in held)
-        wanted += (len(keys) - match.offset) * self._layout.token_bytes + checkpoint_bytes
+        wanted += (len(keys) - match.offset) * self._layout.stored_token_bytes + checkpoint_bytes
         account = self._states.account
         elsewhere = account.ledger.pinned_bytes - account.pinned_bytes
         if wanted + elsewhere > self.budget_bytes:
@@ -332,7 +332,7 @@ class Pins:
     def _cost(self, node: StateNode, end: int) -> int:
         checkpoint = node.payload.checkpoint if node.end <= end else None
         tokens = min(node.end, end) - node.start
-        nbytes = tokens * self._layout.token_bytes + self._states.windows.needed_bytes(node)
+        nbytes = tokens * self._layout.stored_token_bytes + self._states.windows.needed_bytes(node)
         return nbytes + (0 if checkpoint is None else checkpoint.nbytes)
 
     def _book(self) -> None:

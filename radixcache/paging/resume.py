@@ -349,7 +349,7 @@ class OwnState:
     def bytes_at(self, offset: int) -> int:
         """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
         windows = self._layout.windows
-        needed = sum(tokens_in(window.needs(offset)) * self._layout.window_bytes(window) for window in windows)
+        needed = sum(tokens_in(window.needs(offset)) * self._layout.stored_window_bytes(window) for window in windows)
         return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:

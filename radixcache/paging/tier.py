@@ -312,7 +312,7 @@ class StoreReader:
             whole = None if its[0] is None else reduce(lambda upper, lower: upper.merged(lower), its)
             leaves.append(None if whole is None else whole.split(start)[1].split(end)[0])
         spans = self._layout.spans_of(leaves, start, end)
-        wanted = (end - start) * self._layout.token_bytes
+        wanted = (end - start) * self._layout.stored_token_bytes
         if spans.nbytes != wanted:
             raise ValueError(f"the store has {spans.nbytes} bytes of {end - start} tokens; wanted {wanted} bytes.")
         return spans
@@ -414,7 +414,8 @@ class StoreWriter:
         store, is_block = self._store, head.kind == "block"
         if store.holds(head.key, head.kind):
             return True
-        token_bytes = self._layout.token_bytes + sum(map(self._layout.window_bytes, self._layout.windows))
+        token_bytes = self._layout.stored_token_bytes
+        token_bytes += sum(map(self._layout.stored_window_bytes, self._layout.windows))
         nbytes = len(head.tokens) * token_bytes if is_block else 0
         if wait and not store.accepts(nbytes):
             store.flush()

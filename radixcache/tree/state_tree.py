@@ -304,6 +304,8 @@ class StateTree:
         for each in node.path():
             each.payload.readers += change
             assert each.payload.readers >= 0, each
+            if not each.payload.readers and each.payload.spans is not None:
+                self.set_spans(each, self.layout.without_plain(each.payload.spans))
             self._refresh(each)
 
     def pin(self, node: StateNode, change: int) -> None:
@@ -379,7 +381,9 @@ class StateTree:
     def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
         """Report that the tokens [start, leaf.end) are about to go."""
         state = leaf.payload
-        nbytes = self.layout.token_bytes * (leaf.end - start)
+        spans, length = state.spans, leaf.end - leaf.start
+        token_bytes = self.layout.token_bytes if spans is None else spans.nbytes // length
+        nbytes = token_bytes * (leaf.end - start)
         nbytes += sum(part.nbytes for part in (state.checkpoint, state.windows) if part is not None)
         self.events.evicted(leaf, start, nbytes, was_wrong)
 

@@ -163,7 +163,7 @@ class Windows:
         if spans is not None and nearest != NEVER:
             for window in layout.windows:
                 needed = common(layout.stored(spans, window), window.needs(nearest))
-                nbytes += tokens_in(needed) * layout.window_bytes(window)
+                nbytes += tokens_in(needed) * layout.stored_window_bytes(window)
         return nbytes
 
     def _file(self, node: StateNode) -> None:

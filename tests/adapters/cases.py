@@ -31,6 +31,10 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 from numpy.typing import NDArray
 
+from radixcache import register_adapter
+from radixcache.adapters.span import SpanAdapter
+from radixcache.adapters.window import ChunkedKVAdapter
+
 HEADS = 2
 BITS = 32
 WINDOW_LENGTH = 16
@@ -137,7 +141,8 @@ def spelled_pieces(snapshot: Any) -> list[tuple[int, int]]:
     """(position, id) of every token in a snapshot of a window; each piece must have those that it says it has."""
     found: list[tuple[int, int]] = []
     for piece in snapshot.pieces:
-        rows = [row for keys, values in piece.segments for row in spelled_rows(keys, values).tolist()]
+        parts = piece.parts(piece.start, piece.end)
+        rows = [row for _, _, pair in parts for row in spelled_rows(*pair).tolist()]
         assert [position for position, _ in rows] == list(range(piece.start, piece.end)), (piece.start, piece.end)
         found += [(position, token) for position, token in rows]
     return found
@@ -391,8 +396,43 @@ DIGEST = Kind(
     lambda ids, lengths: (len(ids), digests(ids)[-1].tolist()) if ids else None,
     _part(lambda cache, ids, break_off: cache.update(ids, break_off)),
 )
-SPAN_KINDS = (KV, KV_BFLOAT16, CONCATENATE, QUANTIZED_8)
-KINDS = (*SPAN_KINDS, ROTATING_0, ROTATING_4, CHUNKED, ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)
+
+
+class KeptInEight(SpanAdapter):
+    """SpanAdapter whose snapshots are quantized, as a tree with stored_bits has them."""
+
+    def snapshot(self, cache: Any, start: int, end: int) -> Any:
+        snapshot = super().snapshot(cache, start, end)
+        return None if snapshot is None else snapshot.quantized(8)
+
+
+class KeptInFour(ChunkedKVAdapter):
+    """The same of a window."""
+
+    def snapshot(self, cache: Any, start: int, end: int) -> Any:
+        snapshot = super().snapshot(cache, start, end)
+        return None if snapshot is None else snapshot.quantized(4)
+
+
+class KVCacheInEight(KVCache):  # type: ignore[misc]
+    """A class of its own, for its own adapter."""
+
+
+class ChunkedKVCacheInFour(ChunkedKVCache):  # type: ignore[misc]
+    """A class of its own, for its own adapter."""
+
+
+register_adapter(KVCacheInEight, KeptInEight())
+register_adapter(ChunkedKVCacheInFour, KeptInFour())
+KV_IN_8 = _attention("KVCache-stored-in-8", KVCacheInEight, all_tokens, mx.bfloat16, is_point=False)
+CHUNKED_IN_4 = _attention(
+    "ChunkedKVCache-stored-in-4",
+    lambda: ChunkedKVCacheInFour(CHUNK_LENGTH),
+    window_of(0),
+    held=functools.partial(chunked_positions, size=CHUNK_LENGTH),
+)
+SPAN_KINDS = (KV, KV_BFLOAT16, KV_IN_8, CONCATENATE, QUANTIZED_8)
+KINDS = (*SPAN_KINDS, ROTATING_0, ROTATING_4, CHUNKED, CHUNKED_IN_4, ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)
 
 
 @dataclass(frozen=True)
@@ -464,7 +504,7 @@ def _rotating_cases(kind: Kind) -> list[Case]:
 
 
 CASES = [
-    *(case for kind in (KV, CONCATENATE, QUANTIZED_8) for case in _span_cases(kind)),
+    *(case for kind in (KV, KV_IN_8, CONCATENATE, QUANTIZED_8) for case in _span_cases(kind)),
     Case(KV_BFLOAT16, "across-segments", (700, 1, 599), True),
     *(case for kind in (ROTATING_0, ROTATING_4) for case in _rotating_cases(kind)),
     Case(CHUNKED, "untrimmed-batch", (10,), True),
@@ -472,6 +512,8 @@ CASES = [
     Case(CHUNKED, "untrimmed-too-long", (40,), True),
     Case(CHUNKED, "trimmed-by-a-token", (40, 1), False),
     Case(CHUNKED, "trimmed-by-batches", (12, 9, 20), False),
+    Case(CHUNKED_IN_4, "untrimmed-too-long", (40,), True),
+    Case(CHUNKED_IN_4, "trimmed-by-batches", (12, 9, 20), False),
     *(Case(k, "batch", (30,), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
     *(Case(k, "mixed", (6, 1, 12, 1, 1), False) for k in (ARRAYS, PADDED_ARRAYS, LAYER, DIGEST)),
 ]

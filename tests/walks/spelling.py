@@ -68,8 +68,10 @@ class LayerError(RuntimeError):
 class SpellingModel:
     """Callable like an mlx-lm model: model(tokens (1, T), cache=caches) -> logits (1, T, 8)."""
 
-    def __init__(self, kinds: Sequence[str]) -> None:
+    def __init__(self, kinds: Sequence[str], width: int = 2) -> None:
         self.kinds = list(kinds)
+        #: Elements of a key and of a value, all equal: with 32 they are a group, which fewer bits do not change.
+        self.width = width
         self.fail_in_layer: int | None = None
         self.forward_passes = 0
 
@@ -83,7 +85,7 @@ class SpellingModel:
             if self.fail_in_layer == layer:
                 raise LayerError(f"layer {layer}")
             if kind not in ("unused", "none"):
-                _write(one, ids)
+                _write(one, ids, self.width)
         return mx.zeros((1, len(ids), 8))
 
 
@@ -96,10 +98,10 @@ def spells(caches: list[Any], tokens: Sequence[int], kinds: Sequence[str]) -> No
             _read(cache, list(tokens))
 
 
-def _write(cache: Any, ids: np.ndarray) -> None:
+def _write(cache: Any, ids: np.ndarray, width: int) -> None:
     if isinstance(cache, CacheList):
         for inner in cache.caches:
-            _write(inner, ids)
+            _write(inner, ids, width)
     elif isinstance(cache, ArraysCache):
         _write_arrays(cache, ids)
     elif isinstance(cache, LayerCache):
@@ -113,12 +115,12 @@ def _write(cache: Any, ids: np.ndarray) -> None:
     else:
         if isinstance(cache, ChunkedKVCache):
             cache.maybe_trim_front()
-        _write_keys(cache, ids)
+        _write_keys(cache, ids, width)
 
 
-def _write_keys(cache: Any, ids: np.ndarray) -> None:
+def _write_keys(cache: Any, ids: np.ndarray, width: int) -> None:
     positions = np.arange(cache.offset, cache.offset + len(ids))
-    width = 32 if isinstance(cache, QuantizedKVCache) else 2
+    width = 32 if isinstance(cache, QuantizedKVCache) else width
     keys = np.repeat(ids.astype(np.float32)[None, None, :, None], width, axis=3)
     values = np.repeat(positions.astype(np.float32)[None, None, :, None], width, axis=3)
     # Views of one larger array, as a fused projection makes them.

@@ -30,14 +30,16 @@ from hypothesis.stateful import (
 from radixcache import CacheFullError, Group, PrefixCache, Row
 from radixcache.errors import ShiftError
 from radixcache.groups.batch import LostStateError
+from radixcache.layers.trials import STORED_TOLERANCES
 from runner.engine.generator import ParallelGenerator
 from tests import inside
 from tests.engine.test_parallel_generate import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.sessions.test_failures import Fuse, fused, raising
 
-KINDS = ("llama", "gemma3_text", "mamba")
-SLOW_KINDS = ("llama_sliding", "qwen3_next", "recurrent_gemma")
+#: With bits: what is not live is stored in so many.
+KINDS = ("llama", "gemma3_text", "mamba", "llama in 8 bits")
+SLOW_KINDS = ("llama_sliding", "qwen3_next", "recurrent_gemma", "gemma3_text in 8 bits")
 BLOCKS = [[block * 8 + place % 5 for place in range(11)] for block in range(3)]
 NAMESPACES = ("", "b")
 #: Cells of a group: a handful of prompts, so that they run out at times.
@@ -52,6 +54,7 @@ class Groups(RuleBasedStateMachine):
     """A cache with sessions and at most two groups open on it."""
 
     kind = "llama"
+    stored_bits: int | None = None
 
     @initialize(budget=st.sampled_from([0, 20, 200, 500, 10_000]), interval=st.sampled_from([13, 4096]))
     def make(self, budget: int, interval: int) -> None:
@@ -59,7 +62,8 @@ class Groups(RuleBasedStateMachine):
         token_bytes = 3072
         gc.collect()
         gc.disable()
-        self.cache = PrefixCache(self.model, budget_bytes=max(1, budget * token_bytes), checkpoint_interval=interval)
+        sizes: Any = {"budget_bytes": max(1, budget * token_bytes), "checkpoint_interval": interval}
+        self.cache = PrefixCache(self.model, stored_bits=self.stored_bits, **sizes)
         self.loaded = load(self.kind)
         inside.try_ways(self.loaded.model)
         self.other_bytes = active_bytes()  # the models, and what cold runs answered
@@ -263,7 +267,7 @@ class Groups(RuleBasedStateMachine):
         before = active_bytes()
         wanted = cold(self.model, prompt)
         self.other_bytes += active_bytes() - before
-        assert error(found, wanted) < ROUNDING
+        assert error(found, wanted) < (STORED_TOLERANCES[self.stored_bits] if self.stored_bits else ROUNDING)
 
     def evaluated(self, row: Row) -> tuple[int, ...]:
         return tuple(row.known_keys().tolist()[: row.position])
@@ -307,5 +311,6 @@ def test_groups_of_rows_keep_to_their_invariants_and_answer_as_cold_runs_do(kind
     class OfKind(Groups):
         pass
 
-    OfKind.kind = kind
+    OfKind.kind, _, bits = kind.partition(" in ")
+    OfKind.stored_bits = int(bits.removesuffix(" bits")) if bits else None
     run_state_machine_as_test(OfKind, settings=settings(max_examples=4, stateful_step_count=25, deadline=None))

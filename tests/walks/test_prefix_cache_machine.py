@@ -33,6 +33,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     kinds_of: Any = st.lists(st.sampled_from(SPANS + POINTS), min_size=1, max_size=4)
     cache_class: Any = PrefixCache
     more: Any = {}  # noqa: RUF012  further arguments of the cache
+    width = 2  # of keys and values
 
     @initialize(
         data=st.data(),
@@ -46,7 +47,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.told = Told()
         # What the tree was ever seen to hold, as one path per leaf and look.
         self.held: dict[str, set[tuple[int, ...]]] = {name: set() for name in NAMESPACES}
-        self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"])
+        self.model = SpellingModel(kinds if set(kinds) - {"unused", "none"} else [*kinds, "kv"], self.width)
         self.cache = self.cache_class(
             self.model,
             budget_bytes=budget,
@@ -559,8 +560,23 @@ class ExactMachine(PrefixCacheMachine):
         return len(tokens) // 3 * 3
 
 
+class StoredBitsMachine(PrefixCacheMachine):
+    """Everything above with fewer bits at rest. A group of equal values comes back as it was, so it still spells."""
+
+    more: Any = {"stored_bits": 4}  # noqa: RUF012
+    width = 32
+
+    @invariant()
+    def stores_codes(self) -> None:
+        for node in inside.nodes(self.cache) if hasattr(self, "cache") else ():
+            for spans in (node.payload.spans, node.payload.windows):
+                arrays = [leaf.arrays()[0] for leaf in ([] if spans is None else spans.leaves) if leaf is not None]
+                assert {array.dtype for array in arrays} <= {mx.uint32}, node
+
+
 TestAnyLayers = walking(PrefixCacheMachine, examples=12)
 TestExact = walking(ExactMachine, examples=12)
+TestStoredBits = walking(StoredBitsMachine, examples=12)
 TestAnyLayersLonger = pytest.mark.slow(walking(PrefixCacheMachine, examples=20, steps=30))
 TestPureSpans = pytest.mark.slow(walking(PureSpanMachine, examples=15))
 TestHybrids = pytest.mark.slow(walking(HybridMachine, examples=15))

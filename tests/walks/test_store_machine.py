@@ -89,5 +89,14 @@ class StoreMachine(PrefixCacheMachine):
             self.folder.cleanup()
 
 
+class StoredBitsMachine(StoreMachine):
+    """The same in fewer bits, which spell as before."""
+
+    more: Any = {"stored_bits": 8}  # noqa: RUF012
+    width = 32
+
+
 TestStores = StoreMachine.TestCase
 TestStores.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
+TestStoredBits = StoredBitsMachine.TestCase
+TestStoredBits.settings = TestStores.settings

@@ -1,0 +1,268 @@
+"""A cache whose state at rest has fewer bits: what is live is not touched, and what is rounded is near and counted."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from radixcache import PrefixCache
+from radixcache.layers.trials import STORED_TOLERANCES
+from runner.models.tiny import TINY_KINDS, tiny_model
+from tests import inside
+from tests.groups.cold import cold, error, shared_model
+from tests.prompts import tokens
+from tests.restarts import Open, opened, reading  # noqa: F401
+from tests.whole.test_bytes import active_bytes
+
+FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
+SECOND = [*FIRST[:60], *tokens(3, 60)]
+#: Every layer that is rounded, one beside recurrent layers, and two kinds of window.
+FAST = ("llama", "qwen3_next", "gemma3_text", "llama4")
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in TINY_KINDS]
+
+
+def serve(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> tuple[int, mx.array]:
+    """Answer a prompt; returns the cached tokens and the logits (V,) of its last token."""
+    with cache.begin(prompt, marks=[60]) as session:
+        session.prefill(model, step_size=32)
+        logits = session.step(model, prompt[-1:])[0, -1]
+        mx.eval(logits)
+    cache.check()
+    return session.cached_tokens, logits
+
+
+def in_bfloat16(kind: str) -> Any:
+    model = tiny_model(kind)
+    model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
+    return model
+
+
+def forms_held(cache: PrefixCache) -> set[int | None]:
+    """The bits of all spans and windows in the tree; None: not rounded."""
+    held = [part for node in inside.nodes(cache) for part in (node.payload.spans, node.payload.windows)]
+    leaves = [leaf for spans in held if spans is not None for leaf in spans.leaves if leaf is not None]
+    pieces = [piece for leaf in leaves for piece in getattr(leaf, "pieces", [leaf])]
+    return {form.bits for piece in pieces for form in piece.forms if form} | {
+        None for piece in pieces if not piece.forms
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_tokens_are_cached_and_the_answers_are_near(kind: str) -> None:
+    model, found = shared_model(kind), {}
+    for bits in (None, 8, 4):
+        cache = PrefixCache(model, budget_bytes=1 << 30, stored_bits=bits)
+        answers = [serve(cache, model, prompt) for prompt in (FIRST, OTHER, SECOND, [*OTHER, 5], [*FIRST, 3])]
+        found[bits] = [cached for cached, _ in answers]
+        for (_, logits), prompt, most in zip(answers, (FIRST, OTHER, SECOND), (0, 0, bits), strict=False):
+            assert error(logits, cold(model, prompt)) < STORED_TOLERANCES.get(most or 0, 1e-3)
+    assert found[8] == found[4] == found[None]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_request_that_goes_on_from_live_state_is_the_same_to_the_bit(kind: str) -> None:
+    model, answers = shared_model(kind), []
+    for bits in (None, 4):
+        cache = PrefixCache(model, stored_bits=bits)
+        prompt, logits = [*FIRST], []
+        for turn in range(3):
+            logits.append(np.array(serve(cache, model, prompt)[1]))
+            prompt += tokens(50 + turn, 20)
+        answers.append(logits)
+        assert cache.stats.paged_in_bytes == 0
+    assert all(np.array_equal(*each) for each in zip(*answers, strict=True))
+
+
+def test_what_is_live_in_one_slot_is_copied_to_another_to_the_bit() -> None:
+    model, answers = shared_model("llama"), []
+    for bits in (None, 4):
+        cache = PrefixCache(model, stored_bits=bits, live_slots=2)
+        serve(cache, model, FIRST)
+        with cache.begin([*FIRST, 3]) as session:
+            session.prefill(model)
+            found, logits = serve(cache, model, SECOND)
+            assert found == 60
+            answers.append(np.array(logits))
+    assert np.array_equal(*answers)
+
+
+@pytest.mark.parametrize(("bits", "times"), [(8, 1.88), (4, 3.55)])
+def test_a_budget_holds_more_tokens_of_bfloat16(bits: int, times: float) -> None:
+    model, tokens_held = in_bfloat16("llama"), []
+    live_bytes = 200 * 3 * 2 * 2 * 64 * 2
+    for stored_bits in (None, bits):
+        cache = PrefixCache(model, budget_bytes=30 * live_bytes, stored_bits=stored_bits)
+        caches = make_prompt_cache(model)
+        model(mx.array([FIRST + FIRST[:80]]), cache=caches)
+        for number in range(120):
+            cache.insert(tokens(number, 200, first=number), caches)
+        stats = cache.stats
+        paged_tokens = stats.tokens
+        assert stats.paged_bytes == pytest.approx(paged_tokens * inside.layout(cache).stored_token_bytes, rel=0.01)
+        tokens_held.append(stats.tokens)
+    assert tokens_held[1] / tokens_held[0] == pytest.approx(times, rel=0.05)
+
+
+def test_stats_and_the_view_count_the_bytes_that_are_held(exact_allocations: None) -> None:
+    model = shared_model("gemma3_text")
+    cold(model, FIRST)
+    before = active_bytes()
+    cache = PrefixCache(model, stored_bits=8)
+    for prompt in (FIRST, OTHER, SECOND):
+        serve(cache, model, prompt)
+    held = cache.stats.live_bytes + cache.stats.paged_bytes
+    assert active_bytes() - before == pytest.approx(held, rel=0.02)
+    assert 0 < cache.stats.copied_bytes < held
+    assert sum(node.span_bytes for node in cache.view().nodes if not node.is_live) <= cache.stats.paged_bytes
+    layout = inside.layout(cache)
+    paged = [node for node in inside.nodes(cache) if node.payload.spans is not None]
+    assert all(n.payload.spans.nbytes == (n.end - n.start) * layout.stored_token_bytes for n in paged)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
+def test_a_store_has_the_same_form_and_another_setting_is_a_miss(opened: Open, kind: str) -> None:
+    model, sizes = shared_model(kind), {}
+    for bits in (None, 8, 4):
+        for cached in (0, 100):
+            with opened() as store, PrefixCache(model, store=store, stored_bits=bits) as cache:
+                before = store.stats.stored_bytes
+                found, logits = serve(cache, model, [*OTHER, 5])
+                assert found == cached
+                assert error(logits, cold(model, [*OTHER, 5])) < STORED_TOLERANCES.get(bits or 0, 1e-4)
+                assert forms_held(cache) <= {bits}
+                cache.flush()
+                sizes.setdefault(bits, store.stats.stored_bytes - before)
+    assert sizes[None] > 2.5 * sizes[8] > 3.5 * sizes[4]  # each file has a head besides
+
+
+def test_after_a_change_of_setting_a_tree_holds_both_forms() -> None:
+    model = shared_model("llama")
+    cache = PrefixCache(model)
+    serve(cache, model, FIRST)
+    serve(cache, model, OTHER)
+    for bits in (8, None, 4):
+        inside.layout(cache).stored_bits = bits
+        serve(cache, model, [*FIRST[:90], bits or 1])
+        found, logits = serve(cache, model, [*OTHER, bits or 1])
+        assert found == 100
+        assert error(logits, cold(model, [*OTHER, bits or 1])) < 0.8
+    assert len(forms_held(cache)) > 1
+    cache.reclaim(0)
+    assert cache.stats.paged_bytes == 0
+
+
+@pytest.mark.parametrize("segment_bytes", [0, 1 << 30])
+def test_rows_read_one_plain_copy_that_goes_with_the_last_of_them(segment_bytes: int) -> None:
+    model = shared_model("llama")
+    cache = PrefixCache(model, stored_bits=8)
+    for prompt in (FIRST, OTHER):
+        serve(cache, model, prompt)
+    stored = cache.stats.paged_bytes
+    plain = len(FIRST) * inside.layout(cache).token_bytes
+    prompts = [[*FIRST, 9], [*FIRST, 11]]
+    with cache.begin_many(prompts, capacity=1000, segment_bytes=segment_bytes) as group:
+        for row in group.rows:
+            while row.prompt_left:
+                found = group.prefill(model, row)
+            assert row.cached_tokens == 120
+            assert error(found, cold(model, row.prompt.tolist())) < STORED_TOLERANCES[8]
+            group.check()
+            cache.check()
+            assert cache.stats.paged_bytes == stored + (0 if segment_bytes else plain)
+        group.rows[0].close()
+        assert cache.stats.paged_bytes >= stored + (0 if segment_bytes else plain)
+    assert forms_held(cache) == {8}
+    tail = 2 * inside.layout(cache).stored_token_bytes
+    assert cache.stats.paged_bytes == stored + tail
+
+
+def test_a_row_that_gives_its_prefix_away_goes_on_with_its_own_values() -> None:
+    """The tree stores it rounded, and the row reads it there as it evaluated it."""
+    model = shared_model("llama")
+    answers = []
+    for bits in (None, 4):
+        cache = PrefixCache(model, stored_bits=bits)
+        with cache.begin_many(capacity=1000, segment_bytes=0) as group:
+            one = group.admit([*FIRST, 9])
+            while one.prompt_left:
+                group.prefill(model, one)
+            two = group.admit([*FIRST, 11])
+            while two.prompt_left:
+                group.prefill(model, two)
+            assert two.cached_tokens == 120
+            logits = group.step(model, [one], [3])
+            mx.eval(logits)
+            answers.append(np.array(logits))
+        assert forms_held(cache) == {bits}
+    assert np.array_equal(*answers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_verify_takes_rounding_for_rounding_and_wrong_state_for_wrong(kind: str, bits: int) -> None:
+    model = shared_model(kind)
+    cache = PrefixCache(model, stored_bits=bits, verify=1.0)
+    for prompt in (FIRST, OTHER, SECOND, [*OTHER, 5], [*FIRST, 3]):
+        serve(cache, model, prompt)
+    stats = cache.stats
+    assert stats.verified_requests > 0
+    assert stats.verify_mismatches == 0
+    assert 1e-3 < stats.verify_largest_error < STORED_TOLERANCES[bits]
+
+
+def test_wrong_state_in_few_bits_is_found() -> None:
+    model = shared_model("llama")
+    cache = PrefixCache(model, stored_bits=8, verify=1.0)
+    serve(cache, model, FIRST)
+    serve(cache, model, OTHER)
+    (node,) = inside.path_of(cache, FIRST)
+    codes = node.payload.spans.leaves[1].segments[0][0]
+    codes[..., 40, :] = mx.bitwise_invert(codes[..., 40, :])
+    with pytest.warns(RuntimeWarning, match="differs from a cold prefill"):
+        _, logits = serve(cache, model, [*FIRST, 3])
+    assert error(logits, cold(model, [*FIRST, 3])) < 1e-4
+    assert cache.mismatches[0].row == 40
+
+
+def test_many_switches_do_not_add_up() -> None:
+    """Two conversations take turns in one slot under a budget without room for duplicates."""
+    model = in_bfloat16("llama")
+    cache = PrefixCache(model, stored_bits=8, budget_bytes=1_000_000)
+    prompts = {name: tokens(seed, 100, first=seed) for seed, name in enumerate("ab")}
+    errors = []
+    for turn in range(20):
+        for seed, name in enumerate(prompts):
+            _, logits = serve(cache, model, prompts[name])
+            fresh = model(mx.array(prompts[name])[None], cache=make_prompt_cache(model))[0, -1]
+            errors.append(error(logits.astype(mx.float32), fresh.astype(mx.float32)))
+            prompts[name] = [*prompts[name], *tokens(100 * turn + seed, 3)]
+    assert cache.stats.paged_in_bytes > 30 * 100 * inside.layout(cache).token_bytes
+    assert max(errors[-8:]) < 0.1
+
+
+def test_wrong_settings_are_refused_by_name() -> None:
+    model = shared_model("llama")
+    for wrong in (2, 16, "8", True):
+        with pytest.raises(ValueError, match="wanted None, 4 or 8"):
+            PrefixCache(model, stored_bits=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stored_bits=8 rounds stored state, so exact=True is impossible"):
+        PrefixCache(model, stored_bits=8, exact=True)
+
+
+def test_layers_that_are_quantized_already_are_stored_as_they_are() -> None:
+    model = shared_model("llama")
+    bytes_held = []
+    for bits in (None, 4):
+        cache = PrefixCache(model, kv_bits=8, stored_bits=bits)
+        for prompt in (FIRST, OTHER, [*FIRST, 3]):
+            serve(cache, model, prompt)
+        bytes_held.append(cache.stats.paged_bytes)
+    assert bytes_held[0] == bytes_held[1] > 0
