@@ -5,6 +5,13 @@ have mlx-lm's batched windows, recurrent states with a row for each, and tails o
 
 A row joins a batch by `take_in` if there is room, which copies only the tails of this row. Otherwise `gathered` makes a
 new batch, which copies all tails and states. What rows read in place is not copied.
+
+A check is a pass over a next token of each row and drafted ones behind it. `keep` then takes the rejected ones off:
+
+    tails       forget columns, which the next pass overwrites; nothing is copied
+    windows     a check is written into new arrays, with all that it pushes out; rejected tokens are rolled to the front
+    recurrent   have mixed all tokens of the check. A row with a rejected token goes back in front of the check, in all
+                layers, and evaluates the tokens that it keeps again in its next pass
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache, dynamic_roll
 
 from radixcache.adapters.registry import adapter_for, leaves, with_leaves
 from radixcache.adapters.span import SpanSnapshot, owned
@@ -32,8 +39,8 @@ class LostStateError(RuntimeError):
 Place = tuple["Batch", int]
 #: Runs a copy, and may run it again when its allocation fails.
 Copying = Callable[[Callable[[], Any]], Any]
-#: What undoes a forward pass: lengths and end of the columns, and a function for each leaf.
-Held = tuple[list[int], int, list[Callable[[], bool]]]
+#: What undoes a forward pass: lengths and stops of the columns, and a function for each leaf.
+Held = tuple[list[int], list[int], list[Callable[[], bool]]]
 
 
 class Batch:
@@ -90,7 +97,7 @@ class Batch:
         coming = {at: (row.batch, row.at) for at, row in zip(free, rows, strict=True)}
         runs = _runs([coming.get(at, (self, at)) for at in range(max(len(self.rows), free[-1] + 1))])
         leaves_of = {id(batch): batch.leaves for batch, _, _ in runs}
-        made = []
+        made, end = [], columns.end
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, TailLayer):
                 for at, (batch, its) in coming.items():
@@ -104,6 +111,7 @@ class Batch:
             batch, its = row.batch, row.at
             own = slice(at, at + 1)
             columns.lengths[own], columns.in_place[own] = [batch.columns.lengths[its]], [batch.columns.in_place[its]]
+            columns.stops[own] = [end]
             batch.rows[its], self.rows[own] = None, [row]
             row.batch, row.at = self, at
         self._idle_tokens = 0
@@ -112,11 +120,12 @@ class Batch:
     def goes_on(self, tokens: int) -> bool:
         """Whether so many tokens should go into this batch, not into a new one.
 
-        Not if holes have cost a step since the last row joined, or tails would grow with columns that no row uses.
+        Not if holes, or rows that are not aligned and draft nothing, have cost a step since the last row joined, or
+        tails would grow with columns that no row uses.
         """
         columns = self.columns
-        self._idle_tokens += self.rows.count(None) * tokens
-        is_full = columns.end + tokens >= columns.capacity and columns.end - columns.width >= GROWTH_COLUMNS
+        self._idle_tokens += self.rows.count(None) * tokens + (tokens == 1 and not columns.is_aligned)
+        is_full = columns.end + tokens >= columns.capacity and columns.end - max(columns.lengths) >= GROWTH_COLUMNS
         return self._idle_tokens <= len(self.rows) and not is_full
 
     @property
@@ -136,29 +145,65 @@ class Batch:
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def forward(
-        self, model: Any, ids: mx.array, parts: Sequence[Part] = (), *, ours: bool = False, is_prompt: bool = False
+        self,
+        model: Any,
+        ids: mx.array,
+        parts: Sequence[Part] = (),
+        *,
+        ours: bool = False,
+        is_prompt: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> mx.array:
         """Run the model on ids (R, T); logits (R, T, V), not evaluated. If the model raises, rows stay as they were.
 
         Rows read `parts` in place; with any, `ours` is set: attention may be cascade attention. `is_prompt` copies
-        wrapped windows, so that the pass can always be undone. LostStateError: it could not be.
+        wrapped windows, so that the pass can always be undone. LostStateError: it could not be. With `counts`, this is
+        a check: behind so many tokens a row has padding, and `keep` must follow.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
+        lengths = mx.array([*counts]) if counts and len(set(counts)) > 1 else None
+        recurrent = [leaf for leaf in self.leaves if lengths is not None and isinstance(leaf, ArraysCache)]
         try:
-            with self.columns.running(ids.shape[1], parts, ours):
+            for leaf in recurrent:
+                leaf.lengths = lengths
+            with self.columns.running(ids.shape[1], parts, ours, is_check=counts is not None):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:
             self.roll_back(held, error)
             raise
+        for leaf in recurrent:
+            leaf.lengths = None
         return logits
+
+    def keep(self, held: Held, given: Sequence[int], counts: Sequence[int]) -> list[bool]:
+        """Keep the first `counts` of the `given` tokens of each row of a check, which `held` undoes.
+
+        Returns which rows are in front of the check again: recurrent state cannot forget the rejected tokens.
+        """
+        tokens = self.columns.lengths[0] - held[0][0]
+        blind = [isinstance(leaf, ArraysCache) and not leaf.empty() for leaf in self.leaves]
+        is_back = [any(blind) and count < its for count, its in zip(counts, given, strict=True)]
+        if all(back or row is None for back, row in zip(is_back, self.rows, strict=True)):
+            self.roll_back(held, None)
+            return is_back
+        kept = [0 if back else count for back, count in zip(is_back, counts, strict=True)]
+        self.columns.move([count - tokens for count in kept])
+        for leaf, is_blind, undo in zip(self.leaves, blind, held[2], strict=True):
+            if is_blind and any(is_back):
+                checked = leaf.cache
+                undo()
+                leaf.cache = [_mixed(is_back, *slots) for slots in zip(leaf.cache, checked, strict=True)]
+            elif not isinstance(leaf, ArraysCache | TailLayer):
+                _roll(leaf, [tokens - count for count in kept])
+        return is_back
 
     def hold(self, tokens: int, *, is_prompt: bool = False) -> Held:
         columns = self.columns
-        return columns.lengths, columns.end, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
+        return columns.lengths, columns.stops, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 
-    def roll_back(self, held: Held, error: BaseException) -> None:
+    def roll_back(self, held: Held, error: BaseException | None) -> None:
         """Undo a forward pass, perhaps one that raised `error`. LostStateError: it cannot be undone."""
-        self.columns.lengths, self.columns.end, undo = held
+        self.columns.lengths, self.columns.stops, undo = held
         undone = [each() for each in undo]
         if not all(undone):
             raise LostStateError(f"the model raised after it had overwritten wrapped windows: {error!r}") from error
@@ -323,6 +368,28 @@ def _empty(leaf: Any) -> None:
         leaf.cache = [None] * len(leaf.cache)
     else:
         leaf.keys = leaf.values = None
+
+
+def _mixed(is_back: Sequence[bool], before: mx.array | None, after: mx.array | None) -> mx.array | None:
+    """Recurrent state of each row: in front of a check where `is_back`, else behind it."""
+    if before is None or after is None:
+        return None
+    which = mx.array([*is_back]).reshape(-1, *[1] * (after.ndim - 1))
+    return mx.where(which, before, after)
+
+
+def _roll(leaf: Any, surplus: Sequence[int]) -> None:
+    """Take the last tokens of a check off the rows of a window, which still has all that the check pushed out."""
+    if not any(surplus):
+        return
+    if isinstance(leaf, RotatingKVCache):
+        leaf.keys, leaf.values = leaf.keys[..., : -surplus[0], :], leaf.values[..., : -surplus[0], :]
+        leaf.offset, leaf._idx = leaf.offset - surplus[0], leaf._idx - surplus[0]
+        return
+    by = mx.array([*surplus])
+    leaf.keys, leaf.values = (dynamic_roll(array, by[:, None], axis=2) for array in (leaf.keys, leaf.values))
+    # Below 0 it counts tokens that are gone; the rolled ones are hidden from the first column on.
+    leaf.left_padding, leaf.offset = mx.maximum(leaf.left_padding, 0) + by, leaf.offset - by
 
 
 def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:

@@ -3,6 +3,7 @@
     admit           a row stands on the path of the tree that has its prompt; no tokens are copied
     prefill_many    rows evaluate their next prompt tokens, a chunk at a time; several share a pass if that is faster
     step            rows evaluate one token each, in one pass if the model can: see passes.py
+    check_drafts    rows evaluate drafted tokens behind the next one, and keep as many as the caller accepts
     close           copy into the tree what rows evaluated and the tree lacks: see sharing.py
 
 Invariants, asserted by `check`:
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import add
 from typing import Any
 from weakref import WeakMethod
 
@@ -32,8 +34,9 @@ import numpy as np
 
 from radixcache.adapters.span import owned
 from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
+from radixcache.groups.attention import BLOCK_TOKENS
 from radixcache.groups.batch import Batch
-from radixcache.groups.passes import Passes, Removal, Way, WayTrial, way_of
+from radixcache.groups.passes import Accept, Passes, Removal, Way, WayTrial, way_of
 from radixcache.groups.row import Room, Row
 from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import CASCADE_TOKENS
@@ -42,7 +45,7 @@ from radixcache.layers.sizes import SizedLayout
 from radixcache.lock import FORKED
 from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
 from radixcache.settings import require_count
-from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace
+from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace, token_ids
 
 #: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
 LOGITS_TOKENS = 32
@@ -265,14 +268,18 @@ class Group:
             RequestTooLargeError: no memory for N tokens; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
-        if not rows:
-            raise ValueError("no rows to step; wanted at least one.")
-        for row in rows:
-            self._require_row(row)
+        self._require_rows(rows)
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
+        if any(row.owed_tokens for row in rows):
+            found: list[mx.array] = []
+
+            def keep(logits: mx.array) -> list[int]:
+                found.append(logits)
+                return [1] * len(rows)
+
+            self.check_drafts(model, rows, np.asarray(array).tolist(), keep)
+            return found[0]
         self._start(model, rows)
         self._room.require_tokens(len(rows))
         side_by_side = self._way(model).way is not Way.SINGLE
@@ -282,6 +289,69 @@ class Group:
                 row.known.report(array, index, index + 1)
         self._room.measure()
         return logits
+
+    def check_drafts(
+        self, model: Any, rows: Sequence[Row], tokens: Sequence[Sequence[int]], accept: Accept
+    ) -> list[int]:
+        """Evaluate the next token of each of some rows and drafted ones behind it, in one pass where the model can.
+
+        Rejected tokens leave nothing in the rows. With recurrent layers, the kept tokens of a row that has rejected any
+        are evaluated again in the row's next pass (`Row.owed_tokens`).
+
+        Args:
+            model: as in `prefill`.
+            rows: N >= 1 of the open rows, which have begun and have at most the last token of their prompt left.
+            tokens: for each row its next token, then any number of drafted ones; T is the most that a row has.
+            accept: called with logits (N, T, V), not evaluated; those behind a row's tokens mean nothing. Returns how
+                many of its tokens each row keeps, one at least.
+
+        Returns:
+            What `accept` returned.
+
+        Raises:
+            ValueError: as `step`; a row without tokens, or with more than 64 and those that it owes; drafted tokens for
+                a row whose prompt is not evaluated; `accept` keeps none of a row's tokens, or more than there are.
+            CacheFullError: no room for N * T tokens; nothing was evaluated.
+            RequestTooLargeError: no memory for them; nothing was evaluated.
+            SessionClosedError: a row or the group is closed, or its state was lost.
+            Exception: what `accept` raised; the rows are in front of the check again.
+        """
+        self._require_rows(rows)
+        given = [token_ids(its, self._core.settings.vocab_size) for its in tokens]
+        if len(given) != len(rows):
+            raise ValueError(f"tokens of {len(given)} rows; wanted those of {len(rows)}.")
+        for row, its in zip(rows, given, strict=True):
+            if not row.position or row.prompt_left > (len(its) == 1):
+                raise ValueError(
+                    f"row {row.id}: {row.prompt_left} tokens of its prompt are left, and {len(its)} are to be checked."
+                )
+        self._require_prompts(rows, mx.array(np.stack([its[:1] for its in given])))
+        owed = [row.owed_tokens for row in rows]
+        ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
+        longest = max(map(len, ids))
+        if longest > BLOCK_TOKENS:
+            raise ValueError(f"a check of {longest} tokens of a row; wanted at most {BLOCK_TOKENS}.")
+        self._start(model, rows)
+        self._room.require_tokens(len(rows) * longest)
+        counts: list[int] = []
+
+        def kept(logits: mx.array) -> list[int]:
+            counts.extend(accept(_behind(logits, owed, max(map(len, given)))))
+            pairs = zip(counts, given, strict=False)
+            if len(counts) != len(given) or any(not 1 <= count <= len(its) for count, its in pairs):
+                raise ValueError(
+                    f"accept keeps {counts} of {[*map(len, given)]} tokens; wanted at least one of each row."
+                )
+            return list(map(add, counts, owed))
+
+        array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
+        lengths, is_ragged = [*map(len, ids)], self._way(model).is_ragged
+        in_prompt = [row.prompt_left for row in rows]
+        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=is_ragged))
+        for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
+            row.known.report(its, known, count)
+        self._room.measure()
+        return counts
 
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
         """Take the tokens [begin, end), all evaluated, out of a row; later tokens move up (context shift).
@@ -377,6 +447,15 @@ class Group:
         if self._tried is None or self._tried[0] is not tried:
             self._tried = tried, way_of(tried, self._layout.fresh)
         return self._tried[1]
+
+    def _require_rows(self, rows: Sequence[Row]) -> None:
+        """Raise unless these are open rows of this group, at least one, and none twice."""
+        if not rows:
+            raise ValueError("no rows to step; wanted at least one.")
+        for row in rows:
+            self._require_row(row)
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
 
     def _start(self, model: Any, rows: Sequence[Row]) -> None:
         """Before the first pass of a row, let it resume after what other rows have of its prompt now."""
@@ -514,6 +593,14 @@ class Group:
             warnings.warn(
                 f"a group was not closed, and its state could not be stored: {error}", ResourceWarning, stacklevel=1
             )
+
+
+def _behind(logits: mx.array, owed: Sequence[int], tokens: int) -> mx.array:
+    """Logits (N, tokens, V) of each row behind its first `owed` tokens; what a row lacks is padded."""
+    if not any(owed):
+        return logits
+    rows = [logits[at : at + 1, count : count + tokens] for at, count in enumerate(owed)]
+    return mx.concatenate([mx.pad(each, [(0, 0), (0, tokens - each.shape[1]), (0, 0)]) for each in rows])
 
 
 def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None) -> Group:

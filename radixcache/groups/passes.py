@@ -7,6 +7,8 @@
                     row that leaves leaves a hole, until another row joins or holes have cost as much as a step
     one by one      rows that do not fit the budget side by side, padded to the longest; a row in prefill by itself
 
+`Passes.check` evaluates drafted tokens in the same ways. Each row has its own number; side by side they are padded.
+
 Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
     in place    tails                              in place    tails
@@ -45,8 +47,18 @@ from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_al
 #: Without segments, cascade attention is faster from this many scores of a head on.
 FEWEST_SCORES = 2048
 
+#: From logits (N, T, V) of a check, how many tokens of each row to keep.
+Accept = Callable[[mx.array], Sequence[int]]
 #: Keys and values of the tokens [start, start + T).
 Piece = tuple[int, Pair]
+
+
+class DonePass(NamedTuple):
+    """A batch whose last pass can still be undone, and how many tokens of each row that pass had."""
+
+    batch: Batch
+    held: Held
+    given: Sequence[int]
 
 
 class Passes:
@@ -66,7 +78,35 @@ class Passes:
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
         """Run one more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
         logits = self._side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
-        return self._one_by_one(model, rows, ids) if logits is None else logits
+        return self._one_by_one(model, rows, ids, [1] * len(rows), []) if logits is None else logits
+
+    def check(
+        self,
+        model: Any,
+        rows: Sequence[Row],
+        ids: mx.array,
+        counts: Sequence[int],
+        accept: Accept,
+        *,
+        side_by_side: bool,
+    ) -> None:
+        """Run the first `counts` of the next tokens (N, T) of each row, and keep as many of these as `accept` says.
+
+        If `accept` raises, all rows are in front of the check again. LostStateError: some cannot be.
+        """
+        done: list[DonePass] = []
+        logits = None
+        if side_by_side and len(rows) > 1:
+            logits = self._side_by_side(model, rows, ids, counts=counts, done=done)
+        if logits is None:
+            logits = self._one_by_one(model, rows, ids, counts, done)
+        try:
+            kept = dict(zip(rows, accept(logits), strict=True))
+        except BaseException as error:
+            _undo(done, error)
+            raise
+        for batch, held, given in done:
+            batch.keep(held, given, [kept.get(row, 1) for row in batch.rows])
 
     def settle(self, spared: Batch | None = None) -> None:
         """Free the spare columns and holes of all batches except one."""
@@ -77,18 +117,29 @@ class Passes:
                 Batch.gathered(left).take_over()
         self._room.book()
 
-    def _side_by_side(self, model: Any, rows: Sequence[Row], ids: mx.array, is_prompt: bool = False) -> mx.array | None:
+    def _side_by_side(
+        self,
+        model: Any,
+        rows: Sequence[Row],
+        ids: mx.array,
+        is_prompt: bool = False,
+        counts: Sequence[int] | None = None,
+        done: list[DonePass] | None = None,
+    ) -> mx.array | None:
         try:
             with self._lock:
                 batch = self._joined(rows, ids.shape[1]) or self._gathered(rows, ids.shape[1], is_prompt)
         except OverBudgetError:
             return None
         places = [row.at for row in rows]
-        if places == list(range(len(batch.rows))):
-            return self._forward(model, batch, ids, is_prompt=is_prompt)
-        numbers = {row.at: number for number, row in enumerate(rows)}
-        in_order = ids[mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])]  # a hole gets any row's
-        return self._forward(model, batch, in_order, is_prompt=is_prompt)[mx.array(places)]
+        numbers = {at: number for number, at in enumerate(places)}
+        order = [numbers.get(at, 0) for at in range(len(batch.rows))]  # a hole gets any row's
+        if done is not None and counts is not None:
+            counts = [counts[number] if at in numbers else 1 for at, number in enumerate(order)]
+            done.append(DonePass(batch, batch.hold(ids.shape[1]), counts))
+        if places == [*range(len(order))]:
+            return self._forward(model, batch, ids, is_prompt=is_prompt, counts=counts)
+        return self._forward(model, batch, ids[mx.array(order)], is_prompt=is_prompt, counts=counts)[mx.array(places)]
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
         """Let all join the batch of most of these rows, and grow it; None: they need a new one. OverBudgetError."""
@@ -137,35 +188,38 @@ class Passes:
         room.book()
         return together
 
-    def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array:
+    def _one_by_one(
+        self, model: Any, rows: Sequence[Row], ids: mx.array, counts: Sequence[int], done: list[DonePass]
+    ) -> mx.array:
         with self._lock:
             if any(len(row.batch.rows) > 1 for row in rows):
                 for row in rows:
                     row.leave_others()
                 self.settle()
-            for row in rows:
-                self._grow(row.batch, 1)
+            for row, count in zip(rows, counts, strict=True):
+                self._grow(row.batch, count)
         logits: list[mx.array] = []
-        done: list[tuple[Batch, Held]] = []
         try:
-            for index, row in enumerate(rows):
-                held = row.batch.hold(1)
-                logits.append(self._forward(model, row.batch, ids[index : index + 1]))
-                done.append((row.batch, held))
+            for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                held = row.batch.hold(count)
+                its = self._forward(model, row.batch, ids[index : index + 1, :count])
+                logits.append(mx.pad(its, [(0, 0), (0, ids.shape[1] - count), (0, 0)]) if count < ids.shape[1] else its)
+                done.append(DonePass(row.batch, held, [count]))
         except BaseException as error:
-            for batch, held in done:
-                batch.roll_back(held, error)
+            _undo(done, error)
             raise
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _forward(self, model: Any, batch: Batch, ids: mx.array, *, is_prompt: bool = False) -> mx.array:
+    def _forward(
+        self, model: Any, batch: Batch, ids: mx.array, *, is_prompt: bool = False, counts: Sequence[int] | None = None
+    ) -> mx.array:
         with self._lock:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
         rows = batch.open_rows
         ours = rows[0].in_segments and (bool(parts) or ids.size * (batch.columns.width + ids.shape[1]) >= FEWEST_SCORES)
         try:
-            return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt)
+            return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt, counts=counts)
         except BaseException as error:
             for row in rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)
@@ -199,6 +253,20 @@ class Passes:
             if not room.evictor.over_bytes():  # else the others have no more than they need
                 self.settle(spared=batch)
             columns.capacity = size + ask(is_strict)
+
+
+def _undo(done: Sequence[DonePass], error: BaseException) -> None:
+    """Undo passes after an error. LostStateError: the rows of one are lost, and say so."""
+    lost: LostStateError | None = None
+    for batch, held, _ in done:
+        try:
+            batch.roll_back(held, error)
+        except LostStateError as found:
+            lost = found
+            for row in batch.open_rows:
+                row.lost = str(found)
+    if lost is not None:
+        raise lost from error
 
 
 def _parts(batch: Batch) -> list[Part]:
@@ -323,11 +391,17 @@ class Way(StrEnum):
 
 
 class WayTrial(NamedTuple):
-    """The fastest way that is right, why no faster one is, and whether a pass may have several tokens per row."""
+    """The fastest way that is right, and why no faster one is.
+
+    Attributes:
+        is_wide: whether a pass may have several tokens per row.
+        is_ragged: whether rows may then have different numbers of tokens, and keep different numbers.
+    """
 
     way: Way
     reason: str
     is_wide: bool
+    is_ragged: bool
 
 
 _found: dict[int, WayTrial] = {}
@@ -347,13 +421,13 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
         serve(model)
     for way in (Way.SINGLE,) if reasons else Way:
         try:
-            error = error_of(_rows(model, fresh, way), wanted)
+            error = error_of(_rows(model, fresh, way, _single), wanted)
             if error <= allowed:
-                is_wide = False
-                if way is not Way.SINGLE:
+                found = {_wide: False, _ragged: False}
+                for steps in found if way is not Way.SINGLE else ():
                     with suppress(Exception):  # a model may raise anything on shapes it was not made for
-                        is_wide = error_of(_rows(model, fresh, way, is_wide=True), wanted) <= allowed
-                return WayTrial(way, "; ".join(reasons), is_wide)
+                        found[steps] = error_of(_rows(model, fresh, way, steps), wanted) <= allowed
+                return WayTrial(way, "; ".join(reasons), *found.values())
             why = f"logits differ by {error:.1e} of the largest"
         except UnsupportedCacheError:
             raise
@@ -364,8 +438,30 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     raise UnsupportedCacheError(f"{name} cannot be decoded in a batch: {'; '.join(reasons)}.")
 
 
-def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: bool = False) -> mx.array:
-    """Logits (2, steps, V) of both rows; `is_wide`: all steps in one pass."""
+#: Runs STEPS of a batch of rows, by a forward pass over ids (N, T) and the tokens (N) that count; logits (N, steps, V).
+Steps = Callable[[Batch, Callable[..., mx.array]], mx.array]
+
+
+def _single(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
+    return mx.concatenate([forward([[token] for token in step]) for step in STEPS], axis=1)
+
+
+def _wide(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
+    return forward([list(row) for row in zip(*STEPS, strict=True)])
+
+
+def _ragged(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
+    """The first row drafts two wrong tokens, and the second row none; then both go on."""
+    held = batch.hold(3)
+    (first, second), (third, fourth) = STEPS
+    drafted = forward([[first, fourth, fourth], [second, 0, 0]], counts=[3, 1])
+    again = [first] if batch.keep(held, [3, 1], [1, 1])[0] else []
+    rest = forward([[*again, third], [fourth, 0][: len(again) + 1]], counts=[len(again) + 1, 1])
+    return mx.stack([drafted[:, 0], mx.stack([rest[0, -1], rest[1, 0]])], axis=1)
+
+
+def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, steps: Steps) -> mx.array:
+    """Logits (2, steps, V) of both rows."""
     first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
     ours = way is Way.SEGMENTS
     for batch in (first, second):
@@ -386,11 +482,13 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, *, is_wide: 
     own = [[(None, spans) for _, spans in its] for its in (parts, parts[:1])]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
         batch.forward(model, mx.array([chunk]), its, ours=ours)
-    steps = mx.array(STEPS).T
-    passes = [steps] if is_wide else mx.split(steps, len(STEPS), axis=1)
-    if way is Way.SINGLE:
-        batches = [(first, slice(0, 1)), (second, slice(1, 2))]
-    else:
-        batches = [(Batch.gathered([(first, 0), (second, 0)]), slice(0, 2))]
-    found = [[batch.forward(model, ids[rows], parts, ours=ours) for ids in passes] for batch, rows in batches]
-    return mx.concatenate([mx.concatenate(logits, axis=1) for logits in found])
+    together = [] if way is Way.SINGLE else [Batch.gathered([(first, 0), (second, 0)])]
+
+    def forward(ids: list[list[int]], **more: Any) -> mx.array:
+        rows = mx.array(ids)
+        if together:
+            return together[0].forward(model, rows, parts, ours=ours, **more)
+        pairs = zip((first, second), mx.split(rows, 2), strict=True)
+        return mx.concatenate([batch.forward(model, its, ours=ours) for batch, its in pairs])
+
+    return steps(together[0] if together else first, forward)

@@ -91,6 +91,11 @@ class Row:
         return self.known.count
 
     @property
+    def owed_tokens(self) -> int:
+        """Known tokens behind the prompt that its next pass evaluates again, in front of the next one."""
+        return 0 if self.is_closed or self.prompt_left else self.known.count - self.position
+
+    @property
     def clean_tokens(self) -> int:
         """How many tokens, from the first on, have the state of a cold run."""
         limits = (self.position, self._tainted, self.right_tokens)
@@ -134,7 +139,7 @@ class Row:
 
     def next_ids(self, count: int) -> TokenIds:
         position = self.position
-        return self.known.read_ids[position : position + count]
+        return self.known.ids()[position : position + count]
 
     def known_keys(self) -> Keys:
         """Keys of all known tokens, up to the first that is no token id. Waits for evaluation."""

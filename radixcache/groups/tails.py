@@ -6,6 +6,11 @@
     -                                 . . . . . .     room for a row that is still to come
 
 A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes nothing.
+In a check of drafted tokens, each row has its own number of tokens, padded at the end, and keeps those that are right.
+Then rows end in different columns, and later passes write there, until `Batch.gathered` aligns the rows again:
+
+    row 0   x x x x a b .             columns: row 0 has kept two of three tokens, row 1 one of one. What is behind a
+    row 1   . . x x c . .             row's last token is overwritten by the next pass
 
 Up to CASCADE_TOKENS tokens attend to segments in place. For more tokens, of one row alone, keys and values of segments
 and tail are copied side by side and released after the layer: MLX's own attention is faster and worth the copy. Where
@@ -19,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -49,7 +54,7 @@ class Columns:
     def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0, spare_rows: int = 0) -> None:
         self.lengths = list(lengths)  # columns of each row
         self.in_place = list(in_place)  # tokens of each row that are in segments instead
-        self.end = max(self.lengths)  # columns in use; a row has the last of them
+        self.stops = [max(self.lengths)] * len(self.lengths)  # the column behind the last token of each row
         self.capacity = capacity  # columns of a buffer when it is made or grows
         self.row_capacity = len(self.lengths) + spare_rows  # rows of a buffer; the first ones are in use
         self.current: Pass | None = None  # the forward pass that is running
@@ -59,46 +64,86 @@ class Columns:
         return [length + in_place for length, in_place in zip(self.lengths, self.in_place, strict=True)]
 
     @property
+    def end(self) -> int:
+        """Columns in use; a row has the last of them."""
+        return max(self.stops)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all rows end in the same column."""
+        return min(self.stops) == max(self.stops)
+
+    @property
     def width(self) -> int:
         """Columns up to `end` that are not empty in all rows."""
-        return max(self.lengths)
+        return self.end - min(stop - length for stop, length in zip(self.stops, self.lengths, strict=True))
 
     @contextmanager
-    def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
+    def running(self, tokens: int, parts: Sequence[Part], ours: bool, *, is_check: bool = False) -> Iterator[None]:
         """Run a forward pass of so many tokens per row; they count if the block ends without an error."""
-        self.current = current = Pass(self, tokens, parts, ours)
+        self.current = current = Pass(self, tokens, parts, ours, is_check=is_check)
         try:
             yield
             if current.unattended:
                 raise PassError("the layer reads keys outside the module's scaled_dot_product_attention.")
-            self.lengths = [length + tokens for length in self.lengths]
-            self.end += tokens
+            self.move([tokens] * len(self.lengths))
         finally:
             handed_out.by_keys.clear()
             self.current = None
+
+    def alike(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Runs [low, high) of the rows [first, last) that end in the same column."""
+        if self.is_aligned:
+            return [(first, last)]
+        cuts = [at for at in range(first + 1, last) if self.stops[at] != self.stops[at - 1]]
+        return list(pairwise([first, *cuts, last]))
+
+    def move(self, counts: Sequence[int]) -> None:
+        """Add so many columns to the end of each row; below 0: take them off."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.stops = [stop + count for stop, count in zip(self.stops, counts, strict=True)]
 
 
 class Pass:
     """One forward pass: how many tokens per row, where they stand, and what they read in place."""
 
-    def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
+    def __init__(
+        self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool, *, is_check: bool = False
+    ) -> None:
         self.tokens = tokens
         self.parts = parts
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
-        self.is_dispatched_early = tokens == 1 and is_on_cpu()
+        self.is_dispatched_early = (tokens == 1 or is_check) and is_on_cpu()
         self.masks: list[mx.array] = []
         self.fetched: dict[int, Pair] = {}  # by leaf the keys and values that its layer returned
         self.unattended: set[int] = set()  # ids of keys that were handed out and not attended yet
         rows, positions, width = len(columns.lengths), columns.positions, columns.width
         # Tokens in front of the pass: an int for one row, an int32 array (R,) for several.
         self.before: Any = positions[0] if rows == 1 else mx.array(positions, dtype=mx.int32)
-        starts = [width - length for length in columns.lengths]
-        is_ragged = any(starts)
-        # Which columns belong to a row, bool (R, 1, 1, C), those of the pass included; None: all.
-        self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if is_ragged else None
-        if self.is_cascade:  # which columns each token sees, bool (T, C) or (R, 1, T, C); None: all
-            self.seen = self.padding if tokens == 1 else _under(create_causal_mask(tokens, width), self.padding)
+        first = columns.end - width
+        starts = [stop - length - first for stop, length in zip(columns.stops, columns.lengths, strict=True)]
+        # Which columns are not in front of a row, bool (R, 1, 1, C), those of the pass included; None: all.
+        self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if any(starts) else None
+        #: The column of a row's first token in this pass, int32 (R, 1, 1, 1), counted from `first`; None: all alike.
+        self.at = (
+            None if columns.is_aligned else mx.array([stop - first for stop in columns.stops])[:, None, None, None]
+        )
+        if self.is_cascade:
+            self.seen = self.mask(width)
             self.readers = Readers(rows, [its for its, spans in parts for _ in range(spans.pieces)])
+
+    def mask(self, offset: int, window: int | None = None) -> mx.array | None:
+        """Which columns each token sees, bool (T, C) or (R, 1, T, C); None: all.
+
+        The pass is behind `offset` columns, of rows that are aligned; it sees the last `window` of them.
+        """
+        if self.at is None:
+            if self.tokens == 1 and window is None:
+                return self.padding
+            return _under(create_causal_mask(self.tokens, offset, window), self.padding)
+        columns, own = mx.arange(offset + self.tokens), self.at + mx.arange(self.tokens)[:, None]
+        seen = columns <= own if window is None else (columns <= own) & (columns > own - window)
+        return _under(seen, self.padding)
 
 
 class TailLayer(_BaseCache):  # type: ignore[misc]
@@ -123,29 +168,29 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         current = self._running
         if current.parts and window_size is not None:
             raise PassError("the model asks for a mask with a window; segments have none.")
-        width, padding, positions = self.columns.width, current.padding, self.columns.positions
-        if N == 1 and (window_size is None or width < window_size):
-            if padding is None:
-                return None
-            mask = padding
-        elif padding is None and not return_array and (window_size is None or max(positions) + N <= window_size):
+        width, positions = self.columns.width, self.columns.positions
+        is_plain = current.padding is None and current.at is None and not return_array
+        if N > 1 and is_plain and (window_size is None or max(positions) + N <= window_size):
             return "causal"
-        else:
-            # In a pass of one row, its segments are in front of its tail.
-            mask = create_causal_mask(N, positions[0] if len(positions) == 1 else width, window_size)
-            mask = _under(mask, padding)
-        current.masks.append(mask)
+        if window_size is not None and N == 1 and width < window_size:
+            window_size = None
+        # In a pass of one row, its segments are in front of its tail.
+        mask = current.mask(positions[0] if len(positions) == 1 else width, window_size)
+        if mask is not None:
+            current.masks.append(mask)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Write keys and values of the pass, (R, H, T, D), and return what its tokens read; in a cascade the tails."""
         current, columns = self._running, self.columns
-        end, stop = columns.end, columns.end + keys.shape[2]
-        rows, first = len(columns.lengths), end - columns.width
+        stop = columns.end + keys.shape[2]
+        rows, first = len(columns.lengths), columns.end - columns.width
         self.keys = _with_room(self.keys, keys, columns, stop)
         self.values = _with_room(self.values, values, columns, stop)
-        self.keys[:rows, :, end:stop] = keys
-        self.values[:rows, :, end:stop] = values
+        for low, high in columns.alike(0, rows):
+            at = slice(columns.stops[low], columns.stops[low] + keys.shape[2])
+            self.keys[low:high, :, at] = keys[low:high]
+            self.values[low:high, :, at] = values[low:high]
         found = self.keys[:rows, :, first:stop], self.values[:rows, :, first:stop]
         if current.is_cascade:
             current.unattended.add(id(found[0]))
@@ -192,25 +237,25 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     def copied_columns(self, row: int, start: int, stop: int) -> Pair:
         """Copies of columns [start, stop) of a row, counted from its first."""
-        first = self.columns.end - self.columns.lengths[row]
+        first = self.columns.stops[row] - self.columns.lengths[row]
         its = slice(row, row + 1)
         return tuple(owned_span(array[its], first + start, first + stop) for array in self.state)  # type: ignore[return-value]
 
     def columns_of(self, row: int, start: int, stop: int) -> Pair:
         """Views of columns [start, stop) of a row, counted from its first."""
-        first = self.columns.end - self.columns.lengths[row]
+        first = self.columns.stops[row] - self.columns.lengths[row]
         at = slice(first + start, first + stop)
         return tuple(array[row : row + 1, :, at, :] for array in self.state)  # type: ignore[return-value]
 
     def take_row(self, at: int, source: TailLayer, source_at: int) -> None:
         """Copy a row of another layer to the last columns of a row here that is a hole, or new.
 
-        The columns in front become 0: a NaN of an earlier row would pass through a weight of 0.
+        All other columns become 0: a NaN of an earlier row would pass through a weight of 0.
         """
         width = source.columns.lengths[source_at]
-        there, here = source.columns.end, self.columns.end
+        there, here = source.columns.stops[source_at], self.columns.end
         for buffer in self.state:
-            buffer[at : at + 1, :, : here - width] = 0
+            buffer[at : at + 1] = 0
         for buffer, array in zip(self.state, source.state if width else (), strict=False):
             buffer[at : at + 1, :, here - width : here] = array[source_at : source_at + 1, :, there - width : there]
 
@@ -240,12 +285,12 @@ def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int
     """A layer of the rows [first, last) of each of these layers."""
     blocks, row = [], 0
     for layer, first, last in runs:
-        width = max(layer.columns.lengths[first:last])
-        its = slice(layer.columns.end - width, layer.columns.end)
-        if not layer.empty():
-            keys, values = (array[first:last, :, its] for array in layer.state)
-            blocks.append((row, columns.end - width, (keys, values)))
-        row += last - first
+        for low, high in layer.columns.alike(first, last):
+            width, stop = max(layer.columns.lengths[low:high]), layer.columns.stops[low]
+            if not layer.empty():
+                keys, values = (array[low:high, :, stop - width : stop] for array in layer.state)
+                blocks.append((row, columns.end - width, (keys, values)))
+            row += high - low
     return _laid_out(columns, leaf, blocks)
 
 

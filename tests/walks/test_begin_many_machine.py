@@ -152,6 +152,40 @@ class Groups(RuleBasedStateMachine):
                 self.agree(found[0], self.evaluated(row))
 
     @precondition(lambda self: self.rows())
+    @rule(
+        data=st.data(),
+        drafts=st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=3, max_size=3),
+        rejected=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+        fails=st.sampled_from([False, False, False, True]),
+    )
+    def check_drafts(self, data: st.DataObject, drafts: list[list[int]], rejected: list[int], fails: bool) -> None:
+        """Any rows keep any part of what was drafted for them; or the caller fails, and all stays as it was."""
+        group = drawn(data, [group for group in self.groups if group.rows])
+        rows = [row for row in group.rows if not row.prompt_left][:3]
+        if not rows:
+            return
+        drafts, before = drafts[: len(rows)], [self.known(row) for row in rows]
+        kept = [max(1, len(each) - count) for each, count in zip(drafts, rejected, strict=False)]
+        found: list[mx.array] = []
+
+        def accept(logits: mx.array) -> list[int]:
+            found.append(logits)
+            mx.eval(logits)
+            if fails:
+                raise ValueError("refused")
+            return kept
+
+        try:
+            group.check_drafts(self.model, rows, drafts, accept)
+        except (CacheFullError, ValueError):
+            assert [self.known(row) for row in rows] == before
+            return
+        for row, known, its, count, logits in zip(rows, before, drafts, kept, found[0], strict=True):
+            assert self.known(row) == (*known, *its[:count])
+            for at in range(count if row.clean_tokens == row.position else 0):
+                self.agree(logits[at], (*known, *its[: at + 1]))
+
+    @precondition(lambda self: self.rows())
     @rule(data=st.data(), begin=st.integers(0, 60), count=st.integers(0, 20), from_end=st.booleans())
     def remove(self, data: st.DataObject, begin: int, count: int, from_end: bool) -> None:
         group, row = drawn(data, self.rows())
@@ -268,6 +302,9 @@ class Groups(RuleBasedStateMachine):
         wanted = cold(self.model, prompt)
         self.other_bytes += active_bytes() - before
         assert error(found, wanted) < (STORED_TOLERANCES[self.stored_bits] if self.stored_bits else ROUNDING)
+
+    def known(self, row: Row) -> tuple[int, ...]:
+        return tuple(row.known_keys().tolist())
 
     def evaluated(self, row: Row) -> tuple[int, ...]:
         return tuple(row.known_keys().tolist()[: row.position])

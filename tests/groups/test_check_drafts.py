@@ -1,0 +1,175 @@
+"""Checks: drafted tokens of several rows in one pass, of which each row keeps as many as are right."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from radixcache import CacheFullError, Group, PrefixCache, Row
+from runner.models.tiny import TINY_KINDS
+from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
+from tests.groups.test_begin_many import prefilled, stored
+from tests.whole.test_exact import tokens
+
+#: Tails, windows beside tails, recurrent states beside tails, and a kind whose rows go one by one.
+FAST = ("llama", "gemma3_text", "qwen3_next", "gpt_bigcode")
+#: All kinds that groups take.
+KINDS = [
+    kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in TINY_KINDS
+    if kind not in ("llama4", "deepseek_v41")
+]
+
+
+class Said:
+    """What each row has said, and what it drafts: right, wrong or both, and differently long in each row."""
+
+    def __init__(self, model: Any, group: Group, prompts: list[list[int]], seed: int = 0) -> None:
+        self.model, self.group, self.random = model, group, random.Random(seed)
+        self.texts = {row: [*prompt] for row, prompt in zip(group.rows, prompts, strict=True)}
+        self.next = {row: int(mx.argmax(prefilled(group, model, row))) for row in group.rows}
+
+    def plain(self, rows: list[Row]) -> None:
+        logits = self.group.step(self.model, rows, [self.next[row] for row in rows])
+        for row, its in zip(rows, logits, strict=True):
+            self.say(row, [self.next[row]], its)
+
+    def check(self, rows: list[Row], most: int = 4) -> None:
+        drafts = [self.drafted(row, self.random.randint(0, most)) for row in rows]
+        answers: list[mx.array] = []
+
+        def accept(logits: mx.array) -> list[int]:
+            choices = np.array(mx.argmax(logits, axis=-1))
+            counts = []
+            for its, chosen in zip(drafts, choices, strict=True):
+                count = 1
+                while count < len(its) and its[count] == chosen[count - 1]:
+                    count += 1
+                counts.append(count)
+                answers.append(logits[len(counts) - 1, :count])
+            return counts
+
+        counts = self.group.check_drafts(self.model, rows, drafts, accept)
+        for row, its, count, logits in zip(rows, drafts, counts, answers, strict=True):
+            self.say(row, its[:count], logits)
+
+    def drafted(self, row: Row, count: int) -> list[int]:
+        """The next token and so many more: what the model will say, up to a random place, then something else."""
+        text, right = [*self.texts[row], self.next[row]], self.random.randint(0, count)
+        for at in range(count):
+            likeliest = int(mx.argmax(cold(self.model, text)))
+            text.append(likeliest if at < right else (likeliest + 1 + self.random.randint(0, 200)) % 250)
+        return text[len(self.texts[row]) :]
+
+    def say(self, row: Row, its: list[int], logits: mx.array) -> None:
+        for token, own in zip(its, logits, strict=True):
+            self.texts[row].append(token)
+            assert error(own, cold(self.model, self.texts[row])) < ROUNDING, (row.id, len(self.texts[row]))
+        self.next[row] = int(mx.argmax(logits[-1]))
+        assert row.known_tokens == len(self.texts[row])
+        assert row.known.ids().tolist() == self.texts[row]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("segment_bytes", [0, None])
+def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_alone(
+    kind: str, segment_bytes: int | None
+) -> None:
+    model, system = shared_model(kind), tokens(1, 40)
+    cache = PrefixCache(model)
+    prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]
+    stored(cache, model, system)
+    with cache.begin_many(prompts, capacity=500, segment_bytes=segment_bytes) as group:
+        said = Said(model, group, prompts)
+        for most in (4, 1, 6, 4):
+            said.check(group.rows, most)
+            group.check()
+        said.plain(group.rows)
+        group.rows[1].close()
+        for _ in range(3):
+            said.check(group.rows)
+        said.plain(group.rows)
+        said.check(group.rows[:1])
+        texts = [*said.texts.values()]
+    cache.check()
+    for text in texts:
+        resumed(cache, model, [*text, 7])
+
+
+def test_rows_that_draft_nothing_are_aligned_again() -> None:
+    """Rows that end in different columns write one by one and need a mask; after some plain steps they need neither."""
+    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 20)]
+    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
+        said = Said(model, group, prompts)
+        keeping(group, model, said, [[1, 2, 3], [4]], [3, 1])
+        assert not group.rows[0].batch.columns.is_aligned
+        for _ in range(4):
+            said.plain(group.rows)
+        assert group.rows[0].batch.columns.is_aligned
+
+
+def test_a_check_copies_no_tail() -> None:
+    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 20)]
+    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
+        said = Said(model, group, prompts)
+        said.plain(group.rows)
+        batch = group.rows[0].batch
+        for drafts, kept in (([[1, 2, 3], [4]], [1, 1]), ([[1, 2], [4, 5]], [2, 1]), ([[1], [4, 5, 6]], [1, 3])):
+            keeping(group, model, said, drafts, kept)
+            assert [row.batch for row in group.rows] == [batch, batch]
+            assert batch.columns.end <= 20 + 1 + 2 + 3 + 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_caller_that_fails_leaves_the_rows_in_front_of_the_check(kind: str) -> None:
+    model, prompts = shared_model(kind), [tokens(1, 20), tokens(2, 23)]
+    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
+        said = Said(model, group, prompts)
+        said.check(group.rows)
+        positions = [(row.position, row.known_tokens) for row in group.rows]
+
+        def fail(logits: mx.array) -> list[int]:
+            raise LookupError("refused")
+
+        with pytest.raises(LookupError, match="refused"):
+            group.check_drafts(model, group.rows, [[3, 4], [5, 6, 7]], fail)
+        assert [(row.position, row.known_tokens) for row in group.rows] == positions
+        said.plain(group.rows)
+        said.check(group.rows)
+
+
+def test_what_cannot_be_checked_is_refused_and_changes_nothing() -> None:
+    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 23)]
+    with PrefixCache(model).begin_many(prompts, capacity=120) as group:
+        first, second = group.rows
+        whole: dict[str, Any] = {"accept": lambda logits: [1] * len(logits)}
+        with pytest.raises(ValueError, match="20 tokens of its prompt are left"):
+            group.check_drafts(model, [first], [[1, 2]], **whole)
+        said = Said(model, group, prompts)
+        for drafts, found in (
+            ([[1]], "tokens of 1 rows; wanted those of 2"),
+            ([[1], []], "tokens is empty"),
+            ([[1], [256]], "wanted a token id"),
+            ([[1] * 65, [2]], "a check of 65 tokens of a row; wanted at most 64"),
+        ):
+            with pytest.raises(ValueError, match=found):
+                group.check_drafts(model, [first, second], drafts, **whole)
+        for counts in ([0, 1], [1, 3], [1]):
+            with pytest.raises(ValueError, match="accept keeps"):
+                group.check_drafts(model, [first, second], [[1, 2], [3, 4]], lambda _, its=counts: its)
+        with pytest.raises(CacheFullError):
+            group.check_drafts(model, [first, second], [[1] * 60, [2] * 60], **whole)
+        assert (first.position, second.position) == (20, 23)
+        said.check(group.rows)
+
+
+def keeping(group: Group, model: Any, said: Said, drafts: list[list[int]], kept: list[int]) -> None:
+    """Check these drafts, and keep so many of each row, whatever the model says."""
+    found: list[mx.array] = []
+    group.check_drafts(model, group.rows, drafts, lambda logits: found.append(logits) or kept)  # type: ignore[func-returns-value]
+    for row, its, count, logits in zip(group.rows, drafts, kept, found[0], strict=True):
+        said.say(row, its[:count], logits[:count])
