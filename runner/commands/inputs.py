@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 from typer import Argument, Option
 
 from runner.commands.outputs import require, require_counts, say, usage_errors
-from runner.text import plural, shortened
+from runner.text import plural
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
@@ -77,9 +77,8 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conver
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
     if result.skipped:
         say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
-    if result.left_out:
-        parts = ", ".join(f"{count:,} {shortened(kind, 40)}" for kind, count in result.left_out.most_common(12))
-        say(f"note: left out of the prompts, since chat templates have no text for them: {parts}.")
+    for note in result.notes:
+        say(f"note: {note}")
     return result.conversations
 
 

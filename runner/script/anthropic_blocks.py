@@ -31,6 +31,8 @@ BILLING = "x-anthropic-billing-header:"
 #: Fields and blocks that only Anthropic's API has.
 _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
 _BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+# Roles and fields of messages that only OpenAI's API has.
+_OPENAI_ROLES, _OPENAI_FIELDS = ("developer", "function", "tool"), frozenset(("function_call", "tool_calls"))
 _TEXT_BLOCKS = frozenset(("document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use"))
 
 
@@ -390,7 +392,10 @@ def is_anthropic(body: Mapping[str, Any]) -> bool:
     def dicts(values: Any) -> Iterator[Mapping[str, Any]]:
         yield from (value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict))
 
-    kinds = {str(block.get("type")) for turn in dicts(body["messages"]) for block in dicts(turn.get("content"))}
+    turns = [*dicts(body["messages"])]
+    if any(turn.get("role") in _OPENAI_ROLES or not _OPENAI_FIELDS.isdisjoint(turn) for turn in turns):
+        return False
+    kinds = {str(block.get("type")) for turn in turns for block in dicts(turn.get("content"))}
     tools = [tool for tool in dicts(body.get("tools")) if "function" not in tool]
     has_tools = any("input_schema" in tool or tool.get("type", "function") != "function" for tool in tools)
     return has_tools or not _FIELDS.isdisjoint(body) or not _BLOCKS.isdisjoint(kinds)

@@ -25,6 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
+MOST_LEVELS = 100  # of a message or a tool: later code calls itself for each
 T = TypeVar("T")
 #: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
 Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
@@ -158,7 +159,7 @@ def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: C
 
 def require_unicode(value: Any, where: str) -> None:
     """Raise ConversationError where any text inside a value cannot be written as UTF-8."""
-    for text in _texts(value):
+    for text in _texts(value, where):
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -202,11 +203,11 @@ def _has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _texts(value: Any) -> Iterable[str]:
+def _texts(value: Any, where: str, levels: int = MOST_LEVELS) -> Iterable[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*map(str, value), *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    elif isinstance(value, (Mapping, list)):
+        if not levels:
+            raise ConversationError(f"{where} is nested too deeply; wanted at most {MOST_LEVELS} levels.")
+        for item in value if isinstance(value, list) else [*map(str, value), *value.values()]:
+            yield from _texts(item, where, levels - 1)

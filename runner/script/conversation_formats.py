@@ -45,15 +45,16 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
+_SPOKEN: Any = {"role": ("role", "from"), "content": ("content", "value", "text"), "roles": _SPEAKERS}
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
-_CALL_KEYS = {"function_call", "tool_calls"}
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
+MOST_REPEATS = 100  # times that the messages of a tree may stand on its paths, at most
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Form:
     """A form of conversations: a row of `FORMS`. Of several keys for one thing, the first that is there counts.
 
@@ -73,7 +74,6 @@ class Form:
     name: str
     about: str
     keys: tuple[str, ...]
-    tells: Callable[[dict[str, Any]], bool] = lambda record: True
     turns: str = "messages"
     role: tuple[str, ...] = ("role",)
     content: tuple[str, ...] = ("content",)
@@ -81,6 +81,7 @@ class Form:
     id: tuple[str, ...] = ("id",)
     user: tuple[str, ...] = ("user",)
     is_body: bool = False
+    tells: Callable[[dict[str, Any]], bool] = lambda record: True
     read: Read | None = None
     join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
 
@@ -90,7 +91,7 @@ class Form:
 
 def is_message(value: Any) -> bool:
     """Whether a value looks like a chat message rather than like a conversation."""
-    return isinstance(value, dict) and "role" in value
+    return isinstance(value, dict) and "role" in value and joining_form([value]) is None
 
 
 def expanded(value: Any) -> list[Any]:
@@ -135,7 +136,9 @@ def _unknown(record: Any, origin: Origin) -> ConversationError:
 
 def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Conversation:
     """The conversation of a record, from its turns and the fields beside them."""
-    turns, left_out = record[form.turns], Counter(record.get("left_out", {}))
+    turns, left_out = record[form.turns], Counter[str]()
+    if isinstance(record.get("left_out"), Counter):  # JSON has no counters
+        left_out.update(record["left_out"])
     expect(isinstance(turns, list), f"{origin.where}: {form.turns} is", turns, "a list of messages")
     messages = [_message(turn, form, f"{origin.where}: message {at}", left_out) for at, turn in enumerate(turns)]
     if isinstance(system := record.get("system"), str) and system and (not turns or messages[0]["role"] != "system"):
@@ -229,15 +232,6 @@ def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
 
 
 # What no row can say
-
-
-def _is_openai(turns: Any) -> bool:
-    """Whether turns have what only OpenAI's API has."""
-    return isinstance(turns, list) and any(
-        isinstance(turn, dict)
-        and (turn.get("role") in ("developer", "function", "tool") or not _CALL_KEYS.isdisjoint(turn))
-        for turn in turns
-    )
 
 
 def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
@@ -350,6 +344,92 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _read_chatgpt(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+    nodes = {name: (_object_of(node).get("parent"), _chatgpt_turn(node)) for name, node in record["mapping"].items()}
+    for path in _paths(nodes, origin.where, record.get("conversation_id") or record.get("id") or origin.default_id):
+        turns = path["conversations"]
+        left_out = Counter(turn["left_out"] for turn in turns if "left_out" in turn)
+        yield {**path, "conversations": [turn for turn in turns if "left_out" not in turn], "left_out": left_out}
+
+
+def _chatgpt_turn(node: Any) -> dict[str, Any] | None:
+    """The message of a node of ChatGPT's export; None: it is a root, or empty."""
+    message = _object_of(_object_of(node).get("message"))
+    content, role = _object_of(message.get("content")), _object_of(message.get("author")).get("role")
+    parts, kind = content.get("parts"), content.get("content_type")
+    if kind in ("reasoning_recap", "thoughts"):
+        return {"role": role, "left_out": kind}
+    shown = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {**_object_of(part), "type": str(_object_of(part).get("content_type", kind))}
+        for part in (parts if isinstance(parts, list) else [content.get("text")] * bool(content))
+    ]
+    text = "".join(str(part.get("text", "")) for part in shown)
+    if not text and all(part["type"] == "text" for part in shown):
+        return None
+    tool = message.get("recipient")
+    if role == "assistant" and isinstance(tool, str) and tool != "all":
+        return {"role": role, "tool_calls": [{"function": {"name": tool, "arguments": {"input": text}}}]}
+    return {"role": role, "content": shown}
+
+
+def _read_oasst_tree(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+    waiting: list[tuple[str | None, Any]] = [(None, record["prompt"])]
+    nodes: dict[str, tuple[Any, Any]] = {}
+    while waiting:
+        parent, turn = waiting.pop()
+        name, replies = str(len(nodes)), _object_of(turn).get("replies")
+        nodes[name] = (parent, turn)
+        waiting += [(name, reply) for reply in reversed(replies if isinstance(replies, list) else [])]
+    return _paths(nodes, origin.where, record["message_tree_id"])
+
+
+def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
+    rows = {str(record.value.get("message_id")): record for record in records}
+    nodes = {name: (row.value.get("parent_id"), row.value) for name, row in rows.items()}
+    for path in _paths(nodes, records[0].origin.where):
+        yield Record(path, rows[path["user"]].origin)
+
+
+def _paths(nodes: Mapping[str, tuple[Any, Any]], where: str, user: Any = None) -> Iterator[dict[str, Any]]:
+    """A conversation for each path of a tree from a root to a leaf, of a user or of its root. Nodes: parents and turns.
+
+    A path asks only what no path before it has asked.
+    """
+    children: dict[Any, list[str]] = {}
+    for name, (parent, _) in nodes.items():
+        is_known = parent is None or (isinstance(parent, str) and parent in nodes)
+        expect(is_known, f"{where}: the parent of {shortened(name, 40)} is", parent, "a message of the tree")
+        children.setdefault(parent, []).append(name)
+    waiting = [(name, 0) for name in reversed(children.get(None, []))]
+    path: list[str] = []
+    shared = found = total = count = 0  # messages of the last path, of the tree, of all paths; paths of the root
+    while waiting:
+        name, depth = waiting.pop()
+        path[depth:] = [name]
+        shared, found, count = min(shared, depth), found + 1, count if depth else 0
+        waiting += [(child, depth + 1) for child in reversed(children.get(name, ()))]
+        if name in children:
+            continue
+        total += len(path)
+        expect(total <= MOST_REPEATS * len(nodes), f"{where}: messages on all paths are", total, "a smaller tree")
+        turns, before = ([turn for each in part if (turn := nodes[each][1])] for part in (path, path[:shared]))
+        if not before or len(before) < len(turns):
+            roles = [str(_object_of(turn).get("role")).lower() for turn in turns[: len(before) + 1]]
+            first_turn = max(sum(role in ("prompter", "user") for role in roles) - 1, 0) if before else 0
+            base = str(user or path[0])
+            name = f"{base}/{count}" if count else base
+            yield {"id": name, "user": base, "conversations": turns, "first_turn": first_turn}
+            count += 1
+        shared = len(path)
+    expect(found == len(nodes), f"{where}: messages in circles are", len(nodes) - found, "none")
+
+
+def _read_swe_agent(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+    yield {"id": printable(origin.path.stem), "messages": record["history"]}
+
+
 def _has_utterances(record: dict[str, Any]) -> bool:
     turns = record["turns"]
     return isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns)
@@ -357,87 +437,92 @@ def _has_utterances(record: dict[str, Any]) -> bool:
 
 FORMS: tuple[Form, ...] = (
     Form(
-        name="Anthropic's Messages API",
-        about="a body with `system`, or with blocks or tools that only this API has",
-        keys=("messages",),
-        tells=lambda record: anthropic_blocks.is_anthropic(record) and not _is_openai(record["messages"]),
+        "Anthropic's Messages API",
+        "a body with `system`, or with blocks or tools that only this API has",
+        ("messages",),
+        tells=anthropic_blocks.is_anthropic,
         read=_read_api(anthropic_blocks.chat_of_log),
     ),
     Form(
-        name="OpenAI's chat API",
-        about="a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages",
-        keys=("messages",),
+        "OpenAI's chat API",
+        "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages",
+        ("messages",),
         is_body=True,
     ),
     Form(
-        name="OpenAI's Responses API",
-        about="a body; `input` is text or items",
-        keys=("input", "model"),
+        "OpenAI's Responses API",
+        "a body; `input` is text or items",
+        ("input", "model"),
         read=_read_api(response_items.chat_of_log),
     ),
     Form(
-        name="batches and stored completions of OpenAI",
-        about="`body` is a body of an API above; `response` may have its reply",
-        keys=("body",),
+        "batches and stored completions of OpenAI",
+        "`body` is a body of an API above; `response` may have its reply",
+        ("body",),
         tells=lambda record: bool(_object_of(record["body"])),
         read=_read_logged,
     ),
     Form(
-        name="logs of proxies",
-        about="`request` is a body of an API above; `response` may have its reply",
-        keys=("request",),
+        "logs of proxies",
+        "`request` is a body of an API above; `response` may have its reply",
+        ("request",),
         tells=lambda record: bool(_object_of(record["request"])),
         read=_read_logged,
     ),
     Form(
-        name="ShareGPT",
-        about="turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them",
-        keys=("conversations",),
-        turns="conversations",
-        role=("role", "from"),
-        content=("content", "value"),
-        roles=_SPEAKERS,
+        "ShareGPT",
+        "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them",
+        ("conversations",),
+        "conversations",
+        **_SPOKEN,
     ),
     Form(
-        name="LMSYS-Chat-1M, WildChat",
-        about="turns with `role` and `content`",
-        keys=("conversation",),
-        tells=lambda record: isinstance(record["conversation"], list),
-        turns="conversation",
-        role=("role", "from"),
-        content=("content", "value"),
-        roles=_SPEAKERS,
+        "LMSYS-Chat-1M, WildChat",
+        "turns with `role` and `content`",
+        ("conversation",),
+        "conversation",
+        **_SPOKEN,
         id=("conversation_id", "conversation_hash", "id"),
         user=("hashed_ip", "user"),
+        tells=lambda record: isinstance(record["conversation"], list),
     ),
     Form(
-        name="tau-bench",
-        about="the tools come from `airline_tools.json` or `retail_tools.json` beside the file",
-        keys=("traj",),
+        "ChatGPT's export",
+        "a tree of messages; each of its paths is a conversation",
+        ("mapping",),
+        tells=lambda record: isinstance(record["mapping"], dict),
+        read=_read_chatgpt,
+    ),
+    Form(
+        "OpenAssistant's trees",
+        "`prompt` is a message with `replies`; each path is a conversation",
+        ("message_tree_id", "prompt"),
+        read=_read_oasst_tree,
+    ),
+    Form(
+        "OpenAssistant's messages",
+        "a message a line; each path of a tree is a conversation",
+        ("message_id", "parent_id", "role", "text"),
+        join=_join_oasst_rows,
+    ),
+    Form(
+        "tau-bench",
+        "the tools come from `airline_tools.json` or `retail_tools.json` beside the file",
+        ("traj",),
         read=_read_tau_bench,
     ),
     Form(
-        name="SGD",
-        about="turns with `speaker` and `utterance`",
-        keys=("turns",),
-        tells=_has_utterances,
-        turns="turns",
+        "SGD",
+        "turns with `speaker` and `utterance`",
+        ("turns",),
+        "turns",
         role=("speaker",),
         content=("utterance",),
         roles={"user": "user", "system": "assistant"},
         id=("id", "dialogue_id"),
+        tells=_has_utterances,
     ),
-    Form(name="mt-bench", about="a list of the user's texts", keys=("turns",), read=_read_mt_bench),
-    Form(
-        name="SWE-agent",
-        about="a `.traj` file",
-        keys=("history",),
-        read=lambda record, origin: [{"id": printable(origin.path.stem), "messages": record["history"]}],
-    ),
-    Form(
-        name="InterCode",
-        about="`actions` and `observations`",
-        keys=("turn_history",),
-        read=_read_intercode,
-    ),
+    Form("mt-bench", "a list of the user's texts", ("turns",), read=_read_mt_bench),
+    Form("SWE-agent", "a `.traj` file", ("history",), read=_read_swe_agent),
+    Form("InterCode", "`actions` and `observations`", ("turn_history",), read=_read_intercode),
 )

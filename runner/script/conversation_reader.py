@@ -24,11 +24,12 @@ from runner.files import files_below
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
 from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
-from runner.text import printable
+from runner.text import printable, shortened
 
 MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
 MAX_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
+NAMED_KINDS = 12  # kinds of parts that a note names
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
 _BLANK = " \t\r\n"
 
@@ -41,9 +42,13 @@ class ReadResult:
     skipped: list[str]
 
     @property
-    def left_out(self) -> Counter[str]:
-        """How many parts of messages no chat template has text for, by their type."""
-        return sum((Counter(each.left_out) for each in self.conversations), Counter())
+    def notes(self) -> list[str]:
+        """The parts of messages that no chat template has text for, counted by their type, as a sentence."""
+        left_out: Counter[str] = Counter()
+        for each in self.conversations:
+            left_out.update(each.left_out)
+        parts = ", ".join(f"{count:,} {shortened(kind, 40)}" for kind, count in left_out.most_common(NAMED_KINDS))
+        return [f"left out of the prompts, since chat templates have no text for them: {parts}."] * bool(parts)
 
 
 # The line where a JSON value begins, from 1, and the value or a ConversationError in its place.

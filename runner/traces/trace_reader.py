@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -40,6 +42,7 @@ CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
+GZIP = 31  # for zlib: a gzip header, and the largest window
 #: Blanks, and the mark that some editors put before UTF-8.
 _BLANK = b" \t\r\n\xef\xbb\xbf"
 _NOT_JSON = object()
@@ -114,6 +117,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     except ConversationError as error:
         raise TraceError(str(error)) from error
     reading.skipped += read.skipped
+    reading.notes += read.notes
     draw, block_tokens = random.Random(reading.seed), reading.block_tokens or CONVERSATION_BLOCK_TOKENS
     table = KeyTable()
     requests: list[TraceRequest] = []
@@ -159,7 +163,7 @@ def _files(path: Path) -> list[Path]:
     try:
         if not path.is_dir():
             return [path]
-        files = files_below(path, _SUFFIXES)
+        files = files_below(path, [*_SUFFIXES, *(f"{suffix}.gz" for suffix in _SUFFIXES)])
     except OSError as error:
         raise unreadable(path, error) from error
     if not files:
@@ -180,6 +184,10 @@ def _beginning(path: Path) -> bytes:
 def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
+        with suppress(zlib.error):  # the reader of conversations unpacks gzip itself
+            unpacked = zlib.decompressobj(GZIP).decompress(beginning, _PROBE_BYTES)
+            if _format_of(path, unpacked) == "conversations":
+                return "conversations"
         raise TraceError(f"{path}: is compressed; wanted an unpacked file.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")

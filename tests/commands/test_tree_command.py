@@ -128,6 +128,22 @@ def test_conversations_that_cannot_be_read_are_counted(command: Command, talks: 
 
 
 @pytest.mark.parametrize(
+    "before", [("tree",), ("explain",), ("advise",), ("replay", "--cache", "radix", "--conversations")]
+)
+def test_each_command_says_what_of_a_log_no_template_has_text_for(
+    before: tuple[str, ...], command: Command, tmp_path: Path
+) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    content = [image, {"type": "text", "text": "What is it? " * 20}]
+    body = {"model": "m", "max_tokens": 1, "system": "Be brief.", "messages": [{"role": "user", "content": content}]}
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(body) + "\n")
+    code, _, err = command(*before, path, "--model", "tiny")
+    assert code == 0, err
+    assert "note: left out of the prompts, since chat templates have no text for them: 1 image.\n" in err
+
+
+@pytest.mark.parametrize(
     ("content", "found"),
     [
         (b'{"format": "radixcache-tree", "version": 9}', "a saved tree of version 9; wanted version 1."),

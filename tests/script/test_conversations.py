@@ -345,7 +345,7 @@ def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> 
     result = read_conversations(path)
     assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
     assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1}]
-    assert result.left_out == {"image_url": 3}
+    assert result.notes == ["left out of the prompts, since chat templates have no text for them: 3 image_url."]
 
 
 def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: Path) -> None:

@@ -480,6 +480,20 @@ def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> N
     assert_invariants(trace)
 
 
+def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -> None:
+    from runner.models.tiny import tiny_tokenizer
+
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    talked = [{"role": "user", "content": [image, {"type": "text", "text": "What is it? " * 20}]}]
+    (tmp_path / "talks.jsonl.gz").write_bytes(gzip.compress(json.dumps(talked).encode()))
+    (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b broken")
+    trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
+    assert len(trace.requests) == 1
+    assert trace.notes == ("left out of the prompts, since chat templates have no text for them: 1 image_url.",)
+    with pytest.raises(TraceError, match=r"broken\.gz: is compressed"):
+        read_trace(tmp_path / "broken.gz")
+
+
 # Formats, files, joining ---------------------------------------------------------------------------------------------
 
 
@@ -496,7 +510,7 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
         assert str(raised.value) == f"{tmp_path / name}: {message}"
     with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
         read_trace("x" * 5000)
-    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"hash_ids": [1], "timestamp": 0}'))
     with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted an unpacked file"):
         read_trace(tmp_path / "packed.jsonl.gz")
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")

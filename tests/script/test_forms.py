@@ -1,0 +1,422 @@
+"""Forms of conversations: one conversation in each form is read back the same, and any JSON is read or refused."""
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation_formats import FORMS, MOST_REPEATS
+from runner.script.conversation_reader import read_conversations
+from runner.script.schedule import requests_of, schedule
+
+#: A turn: a role and a text; of the role "call", the name of a tool and the text of its argument.
+Turns = list[tuple[str, str]]
+Writer = Callable[[Turns, bool], Any]
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+questions = texts.map(lambda text: [("user", text)])
+calls = st.tuples(texts, texts, texts).map(lambda each: [("call", each[0]), ("tool", each[1]), ("assistant", each[2])])
+replies = texts.map(lambda text: [("assistant", text)])
+
+
+def talks(answers: st.SearchStrategy[Turns], system: bool) -> st.SearchStrategy[Turns]:
+    """Conversations of questions and answers; some end with a question."""
+    rounds = st.lists(st.tuples(questions, answers).map(lambda pair: [*pair[0], *pair[1]]), max_size=3)
+    parts = st.tuples(texts.map(lambda text: [("system", text)] * system), rounds, questions)
+    return parts.map(lambda each: [*each[0], *(turn for one in each[1] for turn in one), *each[2]])
+
+
+def call_of(text: str) -> dict[str, Any]:
+    return {"name": "look_up", "arguments": json.dumps({"input": text})}
+
+
+def in_chats(turns: Turns) -> list[dict[str, Any]]:
+    def message(role: str, text: str) -> dict[str, Any]:
+        if role == "call":
+            call = {"id": "c1", "type": "function", "function": call_of(text)}
+            return {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"role": role, "content": text, **({"tool_call_id": "c1"} if role == "tool" else {})}
+
+    return [message(*turn) for turn in turns]
+
+
+def with_functions(turns: Turns, _: bool) -> Any:
+    def message(role: str, text: str) -> dict[str, Any]:
+        if role == "call":
+            return {"role": "assistant", "content": None, "function_call": call_of(text), "weight": 0}
+        return {"role": "function" if role == "tool" else role, "content": text}
+
+    return {"messages": [message(*turn) for turn in turns], "functions": [{"name": "look_up"}]}
+
+
+def anthropic(turns: Turns, is_short: bool) -> Any:
+    def turn(role: str, text: str) -> dict[str, Any]:
+        if role == "call":
+            block = {"type": "tool_use", "id": "c1", "name": "look_up", "input": {"input": text}}
+        elif role == "tool":
+            block = {"type": "tool_result", "tool_use_id": "c1", "content": text}
+        elif is_short:
+            return {"role": role, "content": text}
+        else:
+            block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        return {"role": "user" if role == "tool" else "assistant" if role == "call" else role, "content": [block]}
+
+    (_, system), *rest = turns
+    shown = system if is_short else [{"type": "text", "text": system}]
+    return {"system": shown, "max_tokens": 9, "messages": [turn(*each) for each in rest]}
+
+
+def responses(turns: Turns, is_short: bool) -> Any:
+    def item(role: str, text: str) -> dict[str, Any]:
+        if role == "call":
+            return {"type": "function_call", "call_id": "c1", **call_of(text)}
+        if role == "tool":
+            return {"type": "function_call_output", "call_id": "c1", "output": text}
+        kind = "output_text" if role == "assistant" else "input_text"
+        return {"type": "message", "role": role, "content": text if is_short else [{"type": kind, "text": text}]}
+
+    (_, system), *rest = turns
+    return {"model": "m", "instructions": system, "input": [item(*each) for each in rest]}
+
+
+def sharegpt(turns: Turns, is_short: bool) -> Any:
+    names = {"user": "human", "assistant": "gpt", "call": "function_call", "tool": "observation"}
+    if is_short:
+        names = {"user": "User", "assistant": "Assistant", "system": "SYSTEM", "call": "tool_call", "tool": "tool"}
+    values = [json.dumps(call_of(text)) if role == "call" else text for role, text in turns]
+    shown = [{"from": names.get(role, role), "value": value} for (role, _), value in zip(turns, values, strict=True)]
+    return {"system": "", "conversations": shown}
+
+
+def lmsys(turns: Turns, is_short: bool) -> Any:
+    key = "conversation_id" if is_short else "conversation_hash"
+    return {key: "a", "model": "m", "conversation": [{"role": role, "content": text} for role, text in turns]}
+
+
+def chatgpt(turns: Turns, is_short: bool) -> Any:
+    mapping: dict[str, Any] = {"root": {"id": "root", "message": None, "parent": None}}
+    for index, (role, text) in enumerate(turns):
+        content = {"content_type": "text", "parts": [text]}
+        if role == "call" or (role == "tool" and is_short):
+            content = {"content_type": "code", "text": text}
+        message = {
+            "author": {"role": "assistant" if role == "call" else role},
+            "content": content,
+            "recipient": "look_up" if role == "call" else "all",
+        }
+        parent = str(index - 1) if index else "root"
+        mapping[str(index)] = {"id": str(index), "message": message, "parent": parent, "children": []}
+    return {"title": "t", "conversation_id": "a", "mapping": mapping, "current_node": str(len(turns) - 1)}
+
+
+def oasst_rows(turns: Turns, _: bool) -> list[Any]:
+    roles = {"user": "prompter"}
+    return [
+        {
+            "message_id": str(index),
+            "parent_id": str(index - 1) if index else None,
+            "message_tree_id": "0",
+            "text": text,
+            "role": roles.get(role, role),
+        }
+        for index, (role, text) in enumerate(turns)
+    ]
+
+
+def oasst_tree(turns: Turns, _: bool) -> Any:
+    tree: list[Any] = []
+    for row in reversed(oasst_rows(turns, True)):
+        tree = [{**row, "replies": tree}]
+    return {"message_tree_id": "0", "tree_state": "ready_for_export", "prompt": tree[0]}
+
+
+def sgd(turns: Turns, _: bool) -> Any:
+    speakers = {"user": "USER", "assistant": "SYSTEM"}
+    return {"dialogue_id": "a", "turns": [{"speaker": speakers[role], "utterance": text} for role, text in turns]}
+
+
+def intercode(turns: Turns, _: bool) -> Any:
+    (_, query), *rest = turns
+    history = {"actions": [text for _, text in rest[::2]], "observations": [text for _, text in rest[1::2]]}
+    return {"query": query, "turn_history": history}
+
+
+with_calls, with_system, plain = talks(calls | replies, True), talks(replies, True), talks(replies, False)
+WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
+    "Anthropic's Messages API": [(anthropic, with_calls)],
+    "OpenAI's chat API": [
+        (lambda turns, is_short: in_chats(turns) if is_short else {"messages": in_chats(turns)}, with_calls),
+        (with_functions, with_calls),
+    ],
+    "OpenAI's Responses API": [(responses, with_calls)],
+    "batches and stored completions of OpenAI": [
+        (
+            lambda turns, is_short: {"custom_id": "a", "body": (anthropic if is_short else responses)(turns, is_short)},
+            with_calls,
+        )
+    ],
+    "logs of proxies": [(lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls)],
+    "ShareGPT": [(sharegpt, with_calls)],
+    "LMSYS-Chat-1M, WildChat": [(lmsys, with_system)],
+    "ChatGPT's export": [(chatgpt, with_calls)],
+    "OpenAssistant's trees": [(oasst_tree, plain)],
+    "OpenAssistant's messages": [(oasst_rows, plain)],
+    "tau-bench": [(lambda turns, _: {"task_id": 1, "traj": in_chats(turns)}, with_calls)],
+    "SGD": [(sgd, plain)],
+    "SWE-agent": [(lambda turns, _: {"history": in_chats(turns), "trajectory": []}, with_system)],
+    "InterCode": [(intercode, plain.map(lambda turns: [*turns, ("assistant", "end")]))],
+}
+#: Only the user's texts are in it; tests/script/test_conversations.py has its test.
+WITHOUT_REPLIES = {"mt-bench"}
+#: tests/script/test_agent_sessions.py has theirs.
+OF_AGENTS = {"Claude Code", "Codex"}
+
+
+def test_each_form_has_a_test() -> None:
+    assert {form.name for form in FORMS} - WITHOUT_REPLIES - OF_AGENTS == WRITERS.keys()
+
+
+def turns_of(conversation: Conversation) -> Turns:
+    """The turns of what was read. A reply may have reasoning, text and calls; here it has text or one call."""
+    turns: Turns = []
+    for message in conversation.messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            turns.append(("call", (json.loads(arguments) if isinstance(arguments, str) else arguments)["input"]))
+        if text := message.get("content"):
+            turns.append((message["role"], text))
+    return turns
+
+
+def write(folder: str, value: Any, *, is_packed: bool, indent: int | None, is_array: bool) -> Path:
+    """One record, in a line, over several lines or in an array."""
+    records = value if isinstance(value, list) and "message_id" in value[0] else [value]
+    text = (
+        json.dumps(records, indent=indent)
+        if is_array
+        else "\n".join(json.dumps(each, indent=indent) for each in records)
+    )
+    path = Path(folder) / ("a.json" + ".gz" * is_packed)
+    path.write_bytes(gzip.compress(text.encode()) if is_packed else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_conversation_in_each_form_is_read_back_the_same(name: str, data: st.DataObject) -> None:
+    for writer, strategy in WRITERS[name]:
+        turns = data.draw(strategy)
+        value = writer(turns, data.draw(st.booleans()))
+        is_array, indent = data.draw(st.booleans()), None
+        if is_array or not isinstance(value, list):
+            indent = data.draw(st.sampled_from([None, 1]))
+        with TemporaryDirectory() as folder:
+            path = write(folder, value, is_packed=data.draw(st.booleans()), indent=indent, is_array=is_array)
+            (found,) = read_conversations(path).conversations
+        assert turns_of(found) == turns
+        assert found.left_out == {}
+        if writer is with_functions:
+            assert found.tools == ({"type": "function", "function": {"name": "look_up"}},)
+
+
+def branches(*parents: int | None) -> list[dict[str, Any]]:
+    """Rows of a tree; the depth of a row says who speaks."""
+    depths: list[int] = []
+    rows = []
+    for index, parent in enumerate(parents):
+        depths.append(0 if parent is None else depths[parent] + 1)
+        role = "assistant" if depths[-1] % 2 else "prompter"
+        rows.append(
+            {
+                "message_id": f"m{index}",
+                "parent_id": None if parent is None else f"m{parent}",
+                "text": str(index),
+                "role": role,
+            }
+        )
+    return rows
+
+
+def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) -> None:
+    #     m0 user - m1 - m2 user - m3          the first path
+    #                  \ m4 user - m5          an edited question: it asks its second turn
+    #             \ m6                         another reply: it asks the first turn again
+    #     m7 user                              another tree
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in branches(None, 0, 1, 2, 1, 4, 0, None)))
+    found = read_conversations(path).conversations
+    assert [(each.conversation_id, each.user, each.first_turn) for each in found] == [
+        ("m0", "m0", 0), ("m0/1", "m0", 1), ("m0/2", "m0", 0), ("m7", "m7", 0),
+    ]  # fmt: skip
+    asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
+    assert asked == [["0"], ["0", "1", "2"], ["0", "1", "4"], ["0"], ["7"]]
+    assert [each.source for each in found] == ["rows.jsonl:1"] * 3 + ["rows.jsonl:8"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([{**branches(None)[0], "parent_id": "gone"}], "the parent of m0 is str 'gone'; wanted a message of the tree."),
+        ([{**branches(None)[0], "parent_id": "m0"}], "messages in circles are int 1; wanted none."),
+        (branches(None, *range(600), *([600] * 600)), "messages on all paths are int "),
+    ],
+    ids=["no parent", "circle", "too many paths"],
+)
+def test_a_tree_that_is_none_or_has_too_many_paths_is_refused(rows: list[Any], wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConversationError, match=f"rows.jsonl:1: {wanted}"):
+        read_conversations(path)
+    assert MOST_REPEATS == 100
+
+
+def test_files_of_openai_messages_are_no_rows_of_a_tree(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(branches(None, 0)))
+    assert len(read_conversations(path).conversations) == 1
+    path.write_text(json.dumps([{"role": "user", "content": "a", "message_id": "m"}]))
+    assert read_conversations(path).conversations[0].messages == ({"role": "user", "content": "a"},)
+
+
+def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> None:
+    image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"}
+    contents = [
+        ("system", {"content_type": "text", "parts": [""]}),
+        ("user", {"content_type": "multimodal_text", "parts": [image, "Look"]}),
+        ("assistant", {"content_type": "thoughts", "thoughts": [{"summary": "s", "content": "Hm."}]}),
+        ("assistant", {"content_type": "text", "parts": ["A cat."]}),
+    ]
+    mapping = {
+        str(at): {"parent": str(at - 1) if at else None, "message": {"author": {"role": role}, "content": content}}
+        for at, (role, content) in enumerate(contents)
+    }
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([{"title": "t", "mapping": mapping}]))
+    result = read_conversations(path)
+    assert [message["content"] for message in result.conversations[0].messages] == ["Look", "A cat."]
+    said = "left out of the prompts, since chat templates have no text for them: 1 thoughts, 1 image_asset_pointer."
+    assert result.notes == [said]
+
+
+KEYS = sorted(
+    {key for form in FORMS for keys in (form.keys, form.role, form.content, form.id, form.user) for key in keys}
+    | {
+        "message",
+        "author",
+        "parts",
+        "content_type",
+        "text",
+        "type",
+        "tools",
+        "functions",
+        "function",
+        "name",
+        "arguments",
+    }
+    | {"tool_calls", "function_call", "system", "first_turn", "replies_recorded", "chat_template_kwargs", "left_out"}
+    | {
+        "actions",
+        "observations",
+        "query",
+        "parent",
+        "recipient",
+        "replies",
+        "response",
+        "choices",
+        "output",
+        "metadata",
+    }
+    | {
+        "source",
+        "thinking",
+        "output_config",
+        "input_schema",
+        "instructions",
+        "reasoning",
+        "previous_response_id",
+        "calls",
+    }
+    | {"info", "task", "task_id", "uuid", "parentUuid", "sessionId", "timestamp", "url", "custom_id", "is_request"}
+)
+words = st.sampled_from(
+    ["", "user", "assistant", "tool", "system", "human", "text", "image", "tool_use", "tool_result", "message", "code"]
+)  # fmt: skip
+leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.just(1e400) | words | st.just("\ud800")
+#: Values of the words that readers look for, in any order and nesting.
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=24,
+)
+
+
+def read_or_refused(text: str) -> None:
+    """Check that a file with this text is read, or refused in one line with the file and a line of it."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.json"
+        path.write_text(text)
+        try:
+            conversations = read_conversations(path).conversations
+        except ConversationError as error:
+            line = str(error)
+            assert "\n" not in line
+            # A file without a record has no line to name.
+            assert re.match(rf"{re.escape(str(path))}:(\d+: | no conversation found\.| the file is empty)", line), line
+        else:
+            assert all(json.dumps(request.messages).encode() for request in schedule(conversations))
+
+
+@settings(max_examples=300, deadline=None)
+@given(values | st.lists(values, max_size=3), st.sampled_from([None, 1]), st.integers(0, 2))
+def test_any_json_is_read_or_refused_in_one_line_with_its_file_and_line(
+    value: Any, indent: int | None, cut: int
+) -> None:
+    text = json.dumps(value, indent=indent)
+    read_or_refused(text[: len(text) - cut])
+
+
+def changed(value: Any, data: st.DataObject) -> Any:
+    """A value in which one place is another value, or is gone."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    if not keys or not data.draw(st.integers(0, 4)):
+        return data.draw(values)
+    key = data.draw(st.sampled_from(keys))
+    copy = value.copy()
+    if data.draw(st.integers(0, 5)):
+        copy[key] = changed(value[key], data)
+    else:
+        del copy[key]
+    return copy
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_conversation_with_one_wrong_place_is_read_or_refused(data: st.DataObject) -> None:
+    writer, strategy = data.draw(st.sampled_from([each for writers in WRITERS.values() for each in writers]))
+    value = writer(data.draw(strategy), data.draw(st.booleans()))
+    read_or_refused(json.dumps(changed(value, data)))
+
+
+@pytest.mark.parametrize(
+    "opening", ['{"messages": [', '{"system": "", "messages": [{"role": "user", "content": [', '{"x":', "["]
+)
+def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for depth in (150, 400, 900, 100_000):
+        path.write_text(opening + '[{"content": ' * depth)
+        with pytest.raises(ConversationError, match=r"a\.json:1: "):
+            read_conversations(path)
+        call = {"function": {"name": "f", "arguments": {}}}
+        message = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}])
+        path.write_text(message.replace('"arguments": {}', '"arguments": ' + '{"a": ' * depth + "1" + "}" * depth))
+        with pytest.raises(ConversationError, match=r"a\.json:1: .*nested too deeply"):
+            read_conversations(path)
