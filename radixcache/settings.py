@@ -15,6 +15,8 @@ MOST_LIVE_SLOTS = 4096
 NEVER_S = 1e12
 #: The suffix index of a cache takes at most so many bytes by default: 1.6 million tokens.
 SUFFIX_INDEX_BYTES = 64 << 20
+#: Bits of keys and values in snapshots; None: those of the live ones.
+STORED_BITS: tuple[int | None, ...] = (None, 4, 8)
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
 TRIM_TOKENS = 256
 
@@ -98,7 +100,7 @@ def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any, st
     require_count("kv_group_size", kv_group_size, "elements")
     if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
         raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
-    if stored_bits not in (None, 4, 8):
+    if isinstance(stored_bits, bool) or stored_bits not in STORED_BITS:
         raise ValueError(f"stored_bits is {stored_bits!r}; wanted None, 4 or 8.")
     if stored_bits is not None and exact:
         raise ValueError(

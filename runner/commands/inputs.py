@@ -120,7 +120,8 @@ class SizeOptions:
     kv_bits: Annotated[int | None, Option(help="With --model-config: bits of quantized keys and values.")] = None
     kv_group_size: Annotated[int, Option(help="With --kv-bits: elements per group.")] = 64
 
-    def load(self) -> ModelBytes | None:
+    def load(self, stored_bits: int | None = None) -> ModelBytes | None:
+        """The bytes that the options give, or None. With `stored_bits`, of keys and values that are not live too."""
         from runner.models.footprint import ModelBytes, ModelConfigError
 
         token, checkpoint = self.bytes_per_token, self.bytes_per_checkpoint
@@ -139,7 +140,9 @@ class SizeOptions:
         from runner.models.sizes import read_model_bytes
 
         with usage_errors(ModelConfigError):
-            return read_model_bytes(self.model_config, kv_bits=self.kv_bits, kv_group_size=self.kv_group_size)
+            return read_model_bytes(
+                self.model_config, kv_bits=self.kv_bits, kv_group_size=self.kv_group_size, stored_bits=stored_bits
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from rich.console import Console
 from typer import Option
 
 import runner
+from radixcache.settings import STORED_BITS
 from runner.commands import outputs
 from runner.commands.inputs import SkipBad, load_model, read_chosen, scheduled_requests, with_options
 from runner.commands.outputs import require
@@ -48,6 +49,7 @@ class ReplayArguments:
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
     parallel: Annotated[int | None, Option(help="Serve N users together; --cache radix, mlx-lm or both.")] = None
     exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size, for equal bits.")] = False
+    stored_bits: Annotated[int | None, Option(help="Bits of radix's keys and values that are not live: 8 or 4.")] = None
     disk: Annotated[Path | None, Option(help="Folder where radix keeps state, also for later replays.")] = None
     disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")] = None
@@ -130,6 +132,10 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     require(disk is None or is_alone, "--disk works with one request at a time. Leave --disk or --parallel out.")
     require(disk is None or has_radix, "--disk is for the radix cache; add radix to --cache.")
     require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
+    require(options.stored_bits in STORED_BITS, f"--stored-bits is {options.stored_bits}; wanted 4 or 8.")
+    require(options.stored_bits is None or has_radix, "--stored-bits is for the radix cache; add radix to --cache.")
+    rounds = "--stored-bits rounds stored state, so --exact is impossible. Leave one option out."
+    require(options.stored_bits is None or not options.exact, rounds)
     only_radix = "shows the radix cache; add radix to --cache."
     require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
     require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
@@ -140,6 +146,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         recorded=options.recorded,
         step_size=step_size,
         exact=options.exact,
+        stored_bits=options.stored_bits,
         keep_view=options.dump_tree or options.tree_file is not None,
         disk=None if disk is None else str(disk),
         disk_bytes=int(options.disk_gib * GIB),
@@ -215,7 +222,13 @@ def _run(
     except ScriptError as error:  # a prompt that waited for generated replies does not fit
         broken_off = outputs.UsageError(str(error))
     differences = replay.differences() if broken_off is None else []
-    report = Report(replay.result(), is_parallel=parallel is not None, alone=replay.alone(), partings=differences)
+    report = Report(
+        replay.result(),
+        is_parallel=parallel is not None,
+        alone=replay.alone(),
+        partings=differences,
+        stored_bits=options.stored_bits,
+    )
     if isinstance(broken_off, outputs.UsageError) and not report.runs:
         raise broken_off
     return report, broken_off

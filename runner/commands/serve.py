@@ -14,6 +14,7 @@ from typer import Option
 
 import runner
 from radixcache.errors import RadixCacheError
+from radixcache.settings import STORED_BITS
 from runner.commands.inputs import with_options
 from runner.commands.outputs import UsageError, require, require_policy, say, usage_errors
 from runner.serve.options import ServeOptions, require_compatible
@@ -118,7 +119,11 @@ def _bytes_of(option: str, text: str | None) -> int | None:
 
 def _require_compatible(options: ServeOptions) -> None:
     """Refuse options that contradict each other before anything is loaded."""
-    listed = (("--kv-bits", options.kv_bits, KV_BITS), ("--kv-group-size", options.kv_group_size, KV_GROUP_SIZES))
+    listed: tuple[tuple[str, int | None, tuple[int | None, ...]], ...] = (
+        ("--kv-bits", options.kv_bits, KV_BITS),
+        ("--kv-group-size", options.kv_group_size, KV_GROUP_SIZES),
+        ("--stored-bits", options.stored_bits, STORED_BITS[1:]),
+    )
     for option, number, known in listed:
         is_known = number is None or number in known
         require(is_known, f"{option} is {number}; wanted one of {', '.join(map(str, known))}.")

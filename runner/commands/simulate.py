@@ -17,6 +17,7 @@ from rich.console import Console
 from typer import Option
 
 from radixcache.errors import PolicyError
+from radixcache.settings import STORED_BITS
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import require
@@ -51,6 +52,9 @@ def simulate(
     ] = "lru,fifo,belady",
     capacity_blocks: Annotated[str | None, Option(help="Capacities in blocks, separated by commas.")] = None,
     budget_gib: Annotated[str | None, Option(help="Budgets in GiB, separated by commas.")] = None,
+    stored_bits: Annotated[
+        int | None, Option(help="With --model-config: bits of keys and values that are not live, 8 or 4.")
+    ] = None,
     disk_gib: Annotated[float | None, Option(help="Disk below memory, in GiB.")] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
     disk_write_on: Annotated[WriteOn, Option(help="When to write state to the disk.")] = "eviction",
@@ -86,7 +90,10 @@ def simulate(
     outputs.require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
     outputs.require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
     outputs.require_positive(prefill_tokens_per_s=prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s)
-    sizes = options.model_bytes
+    require(stored_bits in STORED_BITS, f"--stored-bits is {stored_bits}; wanted 4 or 8.")
+    is_known = options.model_config is not None and options.kv_bits is None
+    require(stored_bits is None or is_known, "--stored-bits needs --model-config, without --kv-bits.")
+    sizes = options.model_bytes if stored_bits is None else options.load(stored_bits)
     if replicas is None:
         disk = disk_plan("--disk-gib", disk_gib, disk_mib_per_s * MIB, prefill_tokens_per_s, sizes, disk_write_on)
         policies = _policies(policy, sizes, disk)

@@ -19,6 +19,7 @@ class ModelBytes:
     state_bytes: int  # of recurrent state, linear attention and convolutions, at any length
     windows: tuple[tuple[int, int], ...]  # by their length: tokens, bytes of one token over all layers of that length
     dtype: str  # of the cache if it is not quantized
+    stored_token_bytes: int | None = None  # of one token that is not live; None: token_bytes
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, ma
 from mlx_lm.utils import _get_classes
 
 from radixcache.adapters.registry import adapter_for, leaves
+from radixcache.adapters.span import stored_nbytes
 from runner.files import read_json
 from runner.models.footprint import INSTEAD, ModelBytes, ModelConfigError
 from runner.models.tiny import text_args
@@ -47,7 +48,13 @@ class LayerState:
     fixed_bytes: int = 0
 
 
-def read_model_bytes(path: str | PathLike[str], *, kv_bits: int | None = None, kv_group_size: int = 64) -> ModelBytes:
+def read_model_bytes(
+    path: str | PathLike[str],
+    *,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    stored_bits: int | None = None,
+) -> ModelBytes:
     """`model_bytes` of a config.json, or of a folder that has one. ModelConfigError: also if it cannot be read."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -55,13 +62,18 @@ def read_model_bytes(path: str | PathLike[str], *, kv_bits: int | None = None, k
     if not isinstance(config, dict):
         raise ModelConfigError(f"{file}: found {shown(config)}; wanted the object of a model's config.json.")
     try:
-        return model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        return model_bytes(config, kv_bits=kv_bits, kv_group_size=kv_group_size, stored_bits=stored_bits)
     except ModelConfigError as error:
         raise ModelConfigError(f"{file}: {error}") from error
 
 
 def model_bytes(
-    config: Mapping[str, Any], *, dtype: str | None = None, kv_bits: int | None = None, kv_group_size: int = 64
+    config: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    stored_bits: int | None = None,
 ) -> ModelBytes:
     """Compute the bytes of the (text) model of a config.json. ModelConfigError: it is wrong, or not known.
 
@@ -80,7 +92,11 @@ def model_bytes(
         raise ModelConfigError(f"model_type is {shown(model_type)}; wanted text. {INSTEAD}")
     state = layer_state(config, dtype)
     token_bytes = sum(_span_bytes(*span, kv_bits, kv_group_size) for span in state.spans)
-    found = ModelBytes(model_type, token_bytes, state.fixed_bytes, tuple(sorted(state.windows.items())), dtype)
+    stored_bytes = None
+    if stored_bits is not None and kv_bits is None:
+        stored_bytes = sum(stored_nbytes([(h, width, getattr(mx, dtype))], stored_bits) for h, width, _ in state.spans)
+    windows = tuple(sorted(state.windows.items()))
+    found = ModelBytes(model_type, token_bytes, state.fixed_bytes, windows, dtype, stored_bytes)
     if found.token_bytes + found.checkpoint_bytes <= 0:
         raise ModelConfigError(f"{found}; wanted more than 0. {INSTEAD}")
     return found

@@ -14,6 +14,7 @@ class ReplayOptions:
     recorded: bool = False
     step_size: int = 2048
     exact: bool = False
+    stored_bits: int | None = None
     keep_view: bool = False
     disk: str | None = None
     disk_bytes: int = 0

@@ -137,6 +137,7 @@ class RadixPrefixes(ComparedCache):
             budget_bytes=options.budget_bytes,
             policy=options.policy,
             exact=options.exact,
+            stored_bits=options.stored_bits,
             step_size=options.step_size if options.exact else DEFAULT_STEP_SIZE,
             store=self._store,
         )

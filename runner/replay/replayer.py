@@ -110,13 +110,16 @@ class Replay:
         return [] if self._users is None else self._answered_by_all()
 
     def differences(self) -> list[AnswerDifference]:
-        """With several users at a time: every reply that differs from the one without a cache."""
-        if self._users is None:
+        """Every reply that differs from the one without a cache, where rounding may change replies.
+
+        That is with several users at a time, and with fewer bits at rest.
+        """
+        if self._users is None and self._options.stored_bits is None:
             return []
         alone = {run.server.name: run.replies for run in self._alone}
         expected = alone.pop("none", {})
         replies = {run.server.name: run.replies for run in self._together}
-        replies |= {f"{cache} alone": found for cache, found in alone.items()}
+        replies |= {cache if self._users is None else f"{cache} alone": found for cache, found in alone.items()}
         return [
             AnswerDifference(cache, index, self._gap(index, tokens, found[index]))
             for cache, found in replies.items()

@@ -119,8 +119,13 @@ class Report:
         is_parallel: bool = False,
         alone: Sequence[CacheRun] = (),
         partings: Sequence[AnswerDifference] = (),
+        stored_bits: int | None = None,
     ) -> None:
-        """Sum up the runs. If they served several users at a time, `alone` has the same requests one at a time."""
+        """Sum up the runs. If they served several users at a time, `alone` has the same requests one at a time.
+
+        With `stored_bits`, answers of radix may differ.
+        """
+        self._stored_bits = stored_bits
         self.runs = tuple(runs)
         self.partings = tuple(partings)
         self._is_parallel = is_parallel
@@ -131,10 +136,13 @@ class Report:
         self._alone_summaries = tuple(self._summarize(run) for run in self.alone)
 
     def differences(self) -> list[tuple[str, int, RequestRow]]:
-        """Every answer that differs from the reference by more than rounding: cache, request index, row."""
+        """Every answer that differs from the reference by more than it may: cache, request index, row."""
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
+        if self._stored_bits is not None:
+            rows = {cache: found for cache, found in rows.items() if not cache.startswith(OURS)}
         if self._is_parallel:
-            return [(each.cache, each.index, rows[each.cache][each.index]) for each in self.partings if each.gap >= TIE]
+            wrong = [each for each in self.partings if each.gap >= TIE and each.cache in rows]
+            return [(each.cache, each.index, rows[each.cache][each.index]) for each in wrong]
         expected = () if self._reference is None else self._reference.rows
         return [
             (cache, index, found[index])
@@ -169,6 +177,7 @@ class Report:
         found: dict[str, Any] = {"runs": runs}
         if self._is_parallel:
             found["peak_tokens"] = [run.peak_tokens for run in self.runs]
+        if self._is_parallel or self._stored_bits is not None:
             found["partings"] = [asdict(each) for each in self.partings]
         return {**found, **about}
 
@@ -240,6 +249,13 @@ class Report:
         if len(self.summaries) == 1:
             return "There was no second cache to compare answers with."
         wrong = [each for each in self.summaries if each.answers_equal != each.requests]
+        gaps = sorted(each.gap for each in self.partings if each.cache == OURS)
+        if gaps and [each.cache for each in wrong] == [OURS]:
+            answers = plural(len(self.runs[0].rows), "answer")
+            return (
+                f"With {self._stored_bits} bits at rest, {len(gaps)} of {answers} part "
+                f"from those without a cache, where the two highest logits are {gaps[0]:.2g} to {gaps[-1]:.2g} apart."
+            )
         if not wrong:
             return "Every answer is the same as without a cache."
         counts = [f"{s.requests - (s.answers_equal or 0)} of {s.requests} with {s.cache}" for s in wrong]

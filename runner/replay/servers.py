@@ -173,7 +173,12 @@ class TreeServer:
     name = "radix"
 
     def __init__(self, loaded: LoadedModel, options: ReplayOptions, *, capacity: int, users: int) -> None:
-        self.shown = PrefixCache(loaded.model, budget_bytes=options.budget_bytes, policy=options.policy)
+        self.shown = PrefixCache(
+            loaded.model,
+            budget_bytes=options.budget_bytes,
+            policy=options.policy,
+            stored_bits=options.stored_bits,
+        )
         self.peak_tokens = 0
         self._max_tokens = options.max_tokens
         self._generator = ParallelGenerator(

@@ -338,6 +338,7 @@ class Models:
             live_slots=options.live_slots,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
+            stored_bits=options.stored_bits,
             trace=self._trace if self._is_default(key) else None,
             tokenizer=loaded.tokenizer if options.show_text else None,
             # If requests run together, only drawn requests have a session: verify each of them.

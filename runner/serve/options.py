@@ -58,6 +58,7 @@ class ServeOptions:
     prefill_step_size: Annotated[int, Option(help="Prompt tokens per chunk of prefill.", min=1)] = 2048
     kv_bits: Annotated[int | None, Option(help="Quantize KV to N bits; one request at a time.", min=2, max=8)] = None
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64
+    stored_bits: Annotated[int | None, Option(help="Store KV that is not live in 8 or 4 bits.", min=4, max=8)] = None
     quantized_kv_start: Annotated[int, Option(help="First token that is quantized; with --kv-bits only 0.", min=0)] = 0
     budget_bytes: int | None = None
     max_request_bytes: int | None = None
@@ -177,6 +178,8 @@ def require_compatible(options: ServeOptions) -> None:
         if options.context is not None and getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"--context does not work with {option}, which runs requests alone. Leave one out.")
+    if options.stored_bits is not None and options.exact:
+        raise ValueError("--stored-bits rounds stored state, so --exact is impossible. Leave one out.")
     if options.kv_bits is not None and options.quantized_kv_start:
         raise ValueError(
             f"--quantized-kv-start is {options.quantized_kv_start}; wanted 0: keys and values that prompts share are "

@@ -51,7 +51,8 @@ GROW_TOKENS = 256
 class BlockSizes:
     """Bytes per block of a trace. Without a model a block is one byte, and a budget counts blocks.
 
-    `span_bytes` are those of layers that can be cut anywhere, `checkpoint_bytes` leave out windows; `windows` are
+    `span_bytes` are those of layers that can be cut anywhere, `stored_span_bytes` the same of blocks that are not live
+    (None: equal), `checkpoint_bytes` leave out windows; `windows` are
     sliding windows of at least a block, as (whole blocks, bytes per block).
     """
 
@@ -59,6 +60,7 @@ class BlockSizes:
     checkpoint_bytes: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     is_counting: bool = True
+    stored_span_bytes: int | None = None
 
     @classmethod
     def of(cls, model: ModelBytes | None, block_tokens: int) -> BlockSizes:
@@ -69,10 +71,11 @@ class BlockSizes:
         windows = tuple((blocks, nbytes // blocks) for blocks, nbytes in whole if blocks)
         # A window shorter than a block is full at every block's end.
         fixed_bytes = model.state_bytes + sum(nbytes for blocks, nbytes in whole if not blocks)
-        return cls(model.token_bytes * block_tokens, fixed_bytes, windows, is_counting=False)
+        stored = None if model.stored_token_bytes is None else model.stored_token_bytes * block_tokens
+        return cls(model.token_bytes * block_tokens, fixed_bytes, windows, False, stored)
 
     def layout(self) -> SizedLayout:
-        return SizedLayout(self.span_bytes, self.checkpoint_bytes, self.windows)
+        return SizedLayout(self.span_bytes, self.checkpoint_bytes, self.windows, 0, self.stored_span_bytes)
 
 
 class Future:

@@ -143,6 +143,7 @@ def test_a_plain_copy_is_read_cut_and_counted_beside_the_codes() -> None:
     for half, tokens in zip(both.split(600), (600, 100), strict=True):
         assert half is not None
         assert sum(segment[0].shape[2] for segment in half.readable) == tokens
+        assert half.readable[0][0].dtype == mx.float32
         assert half.without_plain().readable[0][0].dtype == mx.uint32
 
 

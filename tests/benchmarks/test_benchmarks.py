@@ -32,6 +32,7 @@ from benchmarks import (
     bench_restore,
     bench_routing,
     bench_serve,
+    bench_stored_bits,
     bench_tree,
     bench_verify,
     bench_windows,
@@ -135,6 +136,12 @@ def _kernels(rows: Rows) -> bool:
     return two - one == one - none == 9 and found["four groups"] > two and found["one row alone, one level"] < one
 
 
+def _rises(row: dict[str, Any]) -> bool:
+    """Fewer bits at rest never cost cached tokens."""
+    shares = [value for name, value in row.items() if name.endswith("cached tokens %")]
+    return shares == sorted(shares)
+
+
 #: A benchmark, a file that it writes, and what holds of the rows in it.
 HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
     (bench_restore, "restore", lambda rows: all(row["hit ms"] > row["begin ms"] > 0 for row in rows)),
@@ -154,6 +161,11 @@ HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
         lambda rows: all(r["plain %"] <= r["thinned %"] <= r["radixcache %"] <= r["bound %"] for r in rows),
     ),
     (bench_parallel, "parallel", _shared),
+    (bench_stored_bits, "stored-bits", lambda rows: [round(row["times"], 1) for row in rows[:1]] == [1.0]),
+    (bench_stored_bits, "stored-bits", lambda rows: 1.5 < rows[1]["times"] < 1.9 < 2.5 < rows[2]["times"] < 3.6),
+    (bench_stored_bits, "stored-bits-hits", lambda rows: all(_rises(row) for row in rows)),
+    (bench_stored_bits, "stored-bits-error", lambda rows: 0 < rows[0]["error max"] < 0.2 and len(rows) == 4),
+    (bench_stored_bits, "stored-bits-times", lambda rows: all(row["TTFT of the hit ms"] > 0 for row in rows)),
     (bench_decode, "decode", lambda rows: all(row["step ms"] > 0 < row["mlx-lm MB"] for row in rows)),
     (bench_first_token, "first-token", lambda rows: all(row["first token ms"] > 0 < row["forward ms"] for row in rows)),
     (bench_kernels, "kernels", _kernels),

@@ -100,6 +100,11 @@ tree PATH --max-nodes 0 | --max-nodes is 0; wanted at least 1.
 tree PATH --users 9 | users is 9; wanted 1 to 2
 tree PATH --model-config /nowhere/config.json | /nowhere/config.json: cannot be read
 tree PATH --kv-bits 7 | kv_bits is 7
+replay TALKS --stored-bits 6 | --stored-bits is 6; wanted 4 or 8.
+replay TALKS --stored-bits 8 --exact | --stored-bits rounds stored state, so --exact is impossible.
+replay TALKS --stored-bits 8 --cache none | --stored-bits is for the radix cache
+serve --stored-bits 5 | --stored-bits is 5; wanted one of 4, 8.
+simulate TRACE --stored-bits 8 | --stored-bits needs --model-config
 tree PATH --out tree.png | tree.png: the ending is '.png'; wanted one of .txt, .svg, .html, .json.
 tree PATH --out /nowhere/tree.svg | /nowhere/tree.svg: cannot be written (No such file or directory)
 explain PATH --top 0 | --top is 0; wanted at least 1.

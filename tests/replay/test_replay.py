@@ -105,6 +105,21 @@ def test_every_cache_gives_the_answers_of_no_cache(kind, recorded):
         assert row.cached_tokens == row.matched_tokens or row.reason
 
 
+def test_with_fewer_bits_at_rest_as_many_tokens_are_cached_in_fewer_bytes():
+    loaded, held = load_model("tiny:llama"), {}
+    for bits in (None, 8):
+        chosen = options(stored_bits=bits)
+        script = Script(loaded, schedule(CONVERSATIONS, seed=1), max_tokens=chosen.max_tokens)
+        replayed = Replay(loaded, script, ["none", "radix"], chosen, Silence())
+        radix = replayed.run()[-1]
+        held[bits] = [row.cached_tokens for row in radix.rows], max(row.paged_bytes for row in radix.rows)
+        partings = replayed.differences()
+        assert {each.cache for each in partings} <= {"radix"}
+        assert Report(replayed.result(), partings=partings, stored_bits=bits).differences() == []
+    assert held[8][0] == held[None][0]
+    assert held[8][1] < 0.6 * held[None][1]
+
+
 def test_a_wrong_restore_changes_answers(monkeypatch):
     # The control of the test above: claim one token too many wherever a prompt parts from the last one.
     right = caches.common_length

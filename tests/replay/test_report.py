@@ -13,7 +13,7 @@ from rich.console import Console
 
 from runner.files import require_writable, write_atomically, write_json
 from runner.replay.progress import expected_time, replay_picture
-from runner.replay.replayer import CacheRun
+from runner.replay.replayer import AnswerDifference, CacheRun
 from runner.replay.report import Report, paired_ratio
 from runner.replay.servers import RequestRow, output_hash
 
@@ -55,6 +55,20 @@ def test_answers_are_counted_against_the_run_without_a_cache():
     assert [(cache, index) for cache, index, _ in report.differences()] == [("radix", 1)]
     assert "2/3" in printed(report)
     assert report.sentence().endswith("Answers DIFFER from those without a cache: 1 of 3 with radix.")
+
+
+def test_with_fewer_bits_at_rest_answers_may_part_and_the_gap_says_how_near_the_tokens_were():
+    radix = CacheRun("radix", (row(), row(answer=(9, 9)), row()), 0, 1.0)
+    partings = [AnswerDifference("radix", 1, 0.25)]
+    report = Report([run("none", requests=3), radix], partings=partings, stored_bits=8)
+    assert report.differences() == []
+    assert report.sentence().endswith(
+        "With 8 bits at rest, 1 of 3 answers part from those without a cache, where the two highest logits are 0.25 "
+        "to 0.25 apart."
+    )
+    assert report.document()["partings"] == [{"cache": "radix", "index": 1, "gap": 0.25}]
+    single = CacheRun("single", radix.rows, 0, 1.0)
+    assert len(Report([run("none", requests=3), single], stored_bits=8).differences()) == 1
 
 
 def test_without_a_reference_nothing_is_called_equal():

@@ -27,6 +27,7 @@ from runner.serve.request import (
     Token,
 )
 from runner.serve.scheduler import Scheduler
+from tests import inside
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, application, local_client, noting, running
 
 
@@ -154,6 +155,18 @@ def test_a_quantized_cache_answers_one_at_a_time_as_mlx_lm_does_from_the_first_t
             assert waiting.tokens == alone(loaded, prompt, prompt_cache=caches)[0]
         assert thread.call(lambda models: models.loaded(ModelNames()).cache.stats.paged_bytes).result() >= 0
         assert asked[1].record.cached_tokens >= len(SYSTEM)
+
+
+def test_state_in_fewer_bits_is_found_again_by_sessions_and_by_rows(tiny: LoadedModel) -> None:
+    for options in ({}, {"verify": 1.0}):
+        with running(stored_bits=8, **options) as thread:
+            for prompt in (LONG, PROMPTS[0], LONG):
+                waiting = Waiting(thread, prompt=prompt)
+                waiting.end()
+            assert waiting.record.cached_tokens == len(LONG) - 1
+            cache = thread.call(lambda models: models.loaded(ModelNames()).cache).result()
+            assert cache.stats.verify_mismatches == 0
+            assert inside.layout(cache).stored_bits == 8
 
 
 def test_a_draft_model_changes_nothing_but_the_time_it_takes(tiny: LoadedModel) -> None:

@@ -38,6 +38,15 @@ REFERENCE = {
 }
 
 
+def test_fewer_bits_at_rest_find_more_in_the_same_bytes() -> None:
+    trace = synthesize(Synth(requests=60), seed=0)
+    found = []
+    for stored_bytes in (None, 53, 28):
+        sizes = BlockSizes.of(ModelBytes("llama", 100, 0, (), "bfloat16", stored_bytes), trace.block_tokens)
+        found.append(simulate(trace, "lru", 200 * sizes.span_bytes, sizes).token_hit_ratio)
+    assert found == sorted(set(found))
+
+
 @given(paths=words, capacity=st.integers(6, 20))
 @settings(max_examples=20, deadline=None)
 def test_no_policy_finds_more_than_the_optimum(paths: list[list[int]], capacity: int) -> None:
