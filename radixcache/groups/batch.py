@@ -161,11 +161,11 @@ class Batch:
         a check: behind so many tokens a row has padding, and `keep` must follow.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
-        lengths = mx.array([*counts]) if counts and len(set(counts)) > 1 else None
-        recurrent = [leaf for leaf in self.leaves if lengths is not None and isinstance(leaf, ArraysCache)]
+        padded = [*counts] if counts is not None and len(set(counts)) > 1 else []
+        recurrent = [leaf for leaf in self.leaves if padded and isinstance(leaf, ArraysCache)]
         try:
             for leaf in recurrent:
-                leaf.lengths = lengths
+                leaf.lengths = mx.array(padded)  # one for each: layers change it in place
             with self.columns.running(ids.shape[1], parts, ours, is_check=counts is not None):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:

@@ -353,6 +353,10 @@ class Group:
         self._room.measure()
         return counts
 
+    def drafts_together(self, model: Any) -> bool:
+        """Whether several rows check drafted tokens in one pass; else in a pass each."""
+        return self._way(model).is_ragged
+
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
         """Take the tokens [begin, end), all evaluated, out of a row; later tokens move up (context shift).
 

@@ -25,6 +25,26 @@ KINDS = [
 ]
 
 
+#: Kinds of which rows with fewer drafts than others are not checked together with them.
+APART = (
+    "gpt_bigcode",
+    "mamba",
+    "rwkv7",
+    "jamba",
+    "nemotron_h",
+    "recurrent_gemma",
+    "baichuan_m1",
+    "longcat_flash_ngram",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_checked_in_one_pass_unless_a_layer_takes_padding_as_tokens(kind: str) -> None:
+    model = shared_model(kind)
+    with PrefixCache(model).begin_many(capacity=100) as group:
+        assert group.drafts_together(model) == (kind not in APART)
+
+
 class Said:
     """What each row has said, and what it drafts: right, wrong or both, and differently long in each row."""
 
