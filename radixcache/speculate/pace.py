@@ -55,16 +55,19 @@ class Proposal(NamedTuple):
         chances: for each the chance that it is accepted, if those in front of it were.
         source: where they come from: "tree", "prompt", "prediction" or "draft".
         suffix: how many of the last tokens were found there; 0 if the source does not look for them.
+        kinds: for each token a number for what is known of it; tokens of one source and kind have about one chance.
+            Default: the chance, in steps of CHANCE_STEP.
     """
 
     tokens: tuple[int, ...]
     chances: tuple[float, ...]
     source: str
     suffix: int = 0
+    kinds: tuple[int, ...] = ()
 
     def first(self, count: int) -> Proposal:
         """The proposal of the first `count` of its tokens."""
-        return self._replace(tokens=self.tokens[:count], chances=self.chances[:count])
+        return self._replace(tokens=self.tokens[:count], chances=self.chances[:count], kinds=self.kinds[:count])
 
     def expected(self) -> float:
         """Expected number of accepted tokens."""
@@ -87,7 +90,7 @@ class DraftPace:
         #: By rows, rounded up to a power of 2, and width: the average seconds, and when it was measured last.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
         self._passes = 0
-        #: By source and step of the chance: tokens accepted, tokens checked.
+        #: By source and kind: tokens accepted, tokens checked.
         self._kinds: dict[tuple[str, int], tuple[float, float]] = {}
 
     def note(self, tokens_in_pass: int, seconds: float, rows: int = 1) -> None:
@@ -109,16 +112,19 @@ class DraftPace:
 
     def note_accepted(self, proposal: Proposal, accepted: int) -> None:
         """Count a checked proposal: its first `accepted` tokens were accepted, and the next one, if any, was not."""
-        for index, chance in enumerate(proposal.chances[: accepted + 1]):
-            kind = proposal.source, int(chance / CHANCE_STEP)
-            yes, checked = self._kinds.get(kind, (0.0, 0.0))
+        for index, kind in enumerate(_kinds_of(proposal)[: accepted + 1]):
+            yes, checked = self._kinds.get((proposal.source, kind), (0.0, 0.0))
             if checked >= MOST_CHECKED:
                 yes, checked = yes / 2, checked / 2
-            self._kinds[kind] = yes + (index < accepted), checked + 1
+            self._kinds[proposal.source, kind] = yes + (index < accepted), checked + 1
 
     def corrected(self, proposal: Proposal) -> Proposal:
         """The proposal with the chances that its kinds of tokens have had so far."""
-        return proposal._replace(chances=tuple(self._corrected(proposal.source, each) for each in proposal.chances))
+        chances = []
+        for kind, chance in zip(_kinds_of(proposal), proposal.chances, strict=True):
+            accepted, checked = self._kinds.get((proposal.source, kind), (0.0, 0.0))
+            chances.append((accepted + PRIOR * chance) / (checked + PRIOR))
+        return proposal._replace(chances=tuple(chances))
 
     def length(self, proposals: Sequence[Proposal], rows: int | None = None) -> list[int]:
         """For each row how many of its proposed tokens (with `corrected` chances) to check; 0: none.
@@ -162,9 +168,9 @@ class DraftPace:
         for kind, (accepted, checked) in self._kinds.items():
             assert 0 <= accepted <= checked <= MOST_CHECKED + 1, (kind, accepted, checked)
 
-    def _corrected(self, source: str, chance: float) -> float:
-        accepted, checked = self._kinds.get((source, int(chance / CHANCE_STEP)), (0.0, 0.0))
-        return (accepted + PRIOR * chance) / (checked + PRIOR)
+
+def _kinds_of(proposal: Proposal) -> tuple[int, ...]:
+    return proposal.kinds or tuple([int(each / CHANCE_STEP) for each in proposal.chances])
 
 
 def _rows_class(rows: int) -> int:

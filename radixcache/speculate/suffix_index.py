@@ -29,25 +29,30 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.speculate.pace import NOTHING, Proposal
+from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, Proposal
 
 #: Suffix lengths that are looked for, longest first.
-LENGTHS = (16, 8, 5, 3)
+LENGTHS = (16, 8, 5, 3, 2)
 #: Tokens of a tail that matter.
 TAIL_TOKENS = LENGTHS[0]
-#: Bytes of the arrays for each token, and most bytes for the run that it is in.
-TOKEN_BYTES = 4 + 8 * len(LENGTHS)
-RUN_BYTES = 12
-MOST_TOKEN_BYTES = TOKEN_BYTES + 4
 #: A run has at least so many tokens: with fewer nothing is found again.
 LEAST_RUN = LENGTHS[-1] + 1
+#: Bytes of the arrays for each token, with a bucket for two; of a run; and of both for a token at most.
+TOKEN_BYTES = 4 + 6 * len(LENGTHS)
+RUN_BYTES = 12
+MOST_TOKEN_BYTES = TOKEN_BYTES + RUN_BYTES // LEAST_RUN + 1
 #: Most positions that vote, and most that are compared with the tail for one suffix length.
 MOST_VOTES, MOST_STEPS = 8, 16
+#: Steps of the number of tokens that match: within a step it says the same of the next token.
+KNOWN = (2, 3, 4, 5, 6, 8, 11, 16, 20, 24)
+#: A proposal ends where the chance that all of it is accepted is below this.
+LEAST_CHANCE = 0.1
 #: Tokens that are indexed at a time: temporary arrays stay small.
 BATCH_TOKENS = 1 << 16
 
@@ -68,6 +73,7 @@ class SuffixIndex:
 
     def __init__(self, limit_bytes: int, *, vocab_size: int | None = None) -> None:
         self.capacity = max(4 * TAIL_TOKENS, limit_bytes // MOST_TOKEN_BYTES)
+        self._buckets = self.capacity // 2  # of each length
         self._ceiling = vocab_size or 1 << 31
         self._make()
 
@@ -75,7 +81,7 @@ class SuffixIndex:
         capacity = self.capacity
         self._ids = np.zeros(capacity, np.int32)
         #: Of each bucket the last position in the ring, from 1; 0: none. Zeroed memory takes none until it is used.
-        self._heads = [np.zeros(capacity, np.int32) for _ in LENGTHS]
+        self._heads = [np.zeros(self._buckets, np.int32) for _ in LENGTHS]
         self._links = [np.zeros(capacity, np.int32) for _ in LENGTHS]
         # Reading a memoryview is several times as fast as reading a NumPy array.
         self._id_view = self._ids.data
@@ -143,7 +149,7 @@ class SuffixIndex:
             self._drop_old()
             for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
                 if length <= len(last):
-                    heads, bucket = self._head_views[index], each * capacity >> 32
+                    heads, bucket = self._head_views[index], each * self._buckets >> 32
                     self._link_views[index][at] = heads[bucket]
                     heads[bucket] = at + 1
 
@@ -236,12 +242,12 @@ class SuffixIndex:
         at = self._end % self.capacity
         self._ids[at : at + len(ids)] = ids
         self._append_run(len(ids), number)
-        for index, (length, buckets) in enumerate(self._buckets(ids, number)):
+        for index, (length, buckets) in enumerate(self._buckets_of(ids, number)):
             first = max(context, length)
             if first < len(ids):
                 self._link(index, at + first, buckets[first - length : -1])
 
-    def _buckets(self, ids: NDArray[np.int32], number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def _buckets_of(self, ids: NDArray[np.int32], number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """For each length, longest first, the bucket of each suffix: at [i] of the one that ends at i + length."""
         sums: dict[int, NDArray[np.uint64]] = {}
         words = ids.astype(np.uint64) + np.uint64(1)
@@ -254,7 +260,7 @@ class SuffixIndex:
         for length in LENGTHS:
             if length in sums:
                 mixed = (sums[length] + np.uint64(number * _SPREAD & _MASK)) * np.uint64(_SPREAD)
-                yield length, ((mixed >> np.uint64(32)) * np.uint64(self.capacity) >> np.uint64(32)).astype(np.int64)
+                yield length, ((mixed >> np.uint64(32)) * np.uint64(self._buckets) >> np.uint64(32)).astype(np.int64)
             else:
                 yield length, np.zeros(0, np.int64)
 
@@ -278,7 +284,7 @@ class SuffixIndex:
         """What followed the latest positions behind these tokens in this namespace, the latest first."""
         raw, view, links = self._raw, self._id_view, self._link_views[index]
         capacity, nbytes = self.capacity, len(wanted)
-        slot = self._head_views[index][bucket_hash * capacity >> 32]
+        slot = self._head_views[index][bucket_hash * self._buckets >> 32]
         found: list[list[int]] = []
         age = -1
         last = self._end - 1
@@ -319,19 +325,50 @@ def _hashes_of(tail: list[int], number: int) -> list[int]:
     return [(each * _SPREAD & _MASK) >> 32 for each in reversed(sums)]
 
 
-def _voted(found: list[list[int]], length: int) -> Proposal:
+def _voted(found: list[list[int]], suffix: int) -> Proposal:
     """What most of those that agree so far say next, the latest if two have as many votes."""
     tokens: list[int] = []
-    chances: list[float] = []
-    while found:
+    kinds: list[int] = []
+    whole = 1.0  # the chance that all tokens so far are accepted, but for those that all votes gave
+    while found and whole > LEAST_CHANCE:
+        done, votes = len(tokens), len(found)
+        for column in islice(zip(*found, strict=False), done, None):
+            if column.count(column[0]) < votes:
+                break
+            tokens.append(column[0])
+        kinds += _AGREED[votes][suffix + done : suffix + len(tokens)]
+        # Here votes part, or the shortest run ends.
         index = len(tokens)
-        votes = Counter(each[index] for each in found if len(each) > index)
-        if not votes:
-            break
-        token, count = votes.most_common(1)[0]
-        # As if one vote more had been cast, of which a longer suffix gives a larger share to the winner.
-        known = length + index
-        chances.append((count + known / (known + 6)) / (votes.total() + 1))
-        tokens.append(token)
-        found = [each for each in found if len(each) > index and each[index] == token]
-    return Proposal(tuple(tokens), tuple(chances), "tree", length)
+        found = [each for each in found if len(each) > index]
+        if len(found) == votes:
+            heads = [each[index] for each in found]
+            token = max(heads, key=heads.count)
+            kind = _kind(heads.count(token), votes, suffix + index)
+            tokens.append(token)
+            kinds.append(kind)
+            whole *= _CHANCES[kind]
+            found = [each for each in found if each[index] == token]
+    return Proposal(tuple(tokens), tuple([_CHANCES[kind] for kind in kinds]), "tree", suffix, tuple(kinds))
+
+
+def _kind(count: int, votes: int, known: int) -> int:
+    """What is known of a token that `count` of `votes` positions had, behind `known` tokens that match."""
+    return (bisect_right(KNOWN, known) * (MOST_VOTES + 1) + votes) * (MOST_VOTES + 1) + count
+
+
+def _chance(kind: int) -> float:
+    """The chance of a token of a kind, until it is measured.
+
+    As if one vote more had been cast, of which a long match gives more to this token: 0.4 behind two tokens that match
+    once, 0.8 behind sixteen.
+    """
+    (step, votes), count = divmod(kind // (MOST_VOTES + 1), MOST_VOTES + 1), kind % (MOST_VOTES + 1)
+    known = KNOWN[step - 1] if step else 0
+    return (count + 1.5 * known / (known + 6) - 0.5) / (votes + 1)
+
+
+_CHANCES = [min(0.95, max(0.01, _chance(kind))) for kind in range((len(KNOWN) + 1) * (MOST_VOTES + 1) ** 2)]
+#: Kinds of tokens that all votes gave, by the number of votes and of tokens that match.
+_AGREED = [
+    [_kind(votes, votes, known) for known in range(TAIL_TOKENS + MOST_PROPOSED)] for votes in range(MOST_VOTES + 1)
+]

@@ -11,7 +11,17 @@ from typer import Option
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import require
-from runner.commands.simulate import DISK_MIB_PER_S, PREFILL_TOKENS_PER_S, DiskMibPerS, disk_plan, run_grid
+from runner.commands.simulate import (
+    DISK_MIB_PER_S,
+    DRAFT_TOKEN_COST,
+    PREFILL_TOKENS_PER_S,
+    DiskMibPerS,
+    DraftTokenCost,
+    Speculate,
+    count_drafts,
+    disk_plan,
+    run_grid,
+)
 from runner.files import read_json
 from runner.text import GIB, MIB
 
@@ -54,6 +64,8 @@ def advise(
         float | None, Option(help="Disk below memory, in GiB.  [default: ten times the budget, or room for all]")
     ] = None,
     disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
+    speculate: Speculate = False,
+    draft_token_cost: DraftTokenCost = DRAFT_TOKEN_COST,
     simulation: Annotated[Path | None, Option(help="File of `simulate --json`, instead of simulating.")] = None,
     jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; up to 4 for long traces]")] = None,
     full: Annotated[bool, Option("--full", help="Simulate every policy, and the optimum, on the whole trace.")] = False,
@@ -110,6 +122,7 @@ def advise(
         own_blocks is None or own_blocks > 0,
         f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
+    drafting = count_drafts(options, draft_token_cost) if speculate else None
     results.show(*lru_report(advice))  # at once: comparing policies takes a while
     if compared.rows is None and own_blocks is not None:
         if disk is None and advice.disk_bytes:
@@ -125,10 +138,17 @@ def advise(
             ) from error
         require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
     results.show(policy_text(advice, best, compared.notes))
+    if drafting is not None:
+        results.show(*drafting[0])
     document = advice_document(
         advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
     )
-    results.write("--json", lambda: json_bytes({**document, "source": trace.source, **outputs.about(context)}))
+    results.write(
+        "--json",
+        lambda: json_bytes(
+            {**document, **({} if drafting is None else drafting[1]), "source": trace.source, **outputs.about(context)}
+        ),
+    )
 
     def page() -> bytes:
         # A trace without reuse has all marks at 0, where a logarithmic axis has none.

@@ -175,7 +175,7 @@ class TraceOptions(SizeOptions):
                 skip_bad=self.skip_bad,
                 seed=self.seed,
                 pace=Pace(sessions_per_hour=self.sessions_per_hour),
-                tokenizer=self._tokenizer,
+                tokenizer=self.tokenizer,
                 block_tokens=self.block_tokens,
             )
         if trace.skipped:
@@ -193,7 +193,8 @@ class TraceOptions(SizeOptions):
         return self.load()
 
     @cached_property
-    def _tokenizer(self) -> object:
+    def tokenizer(self) -> Any:
+        """The tokenizer of --model, or None."""
         return None if self.model is None else load_outline(self.model).tokenizer
 
 

@@ -19,9 +19,9 @@ from typer import Option
 from radixcache.errors import PolicyError
 from radixcache.settings import STORED_BITS
 from runner.commands import outputs
-from runner.commands.inputs import TraceOptions, with_options
+from runner.commands.inputs import TraceOptions, read_chosen, with_options
 from runner.commands.outputs import require
-from runner.text import GIB, MIB, ProgressLines
+from runner.text import GIB, MIB, ProgressLines, plural
 
 if TYPE_CHECKING:
     from runner.models.footprint import ModelBytes
@@ -39,6 +39,15 @@ MOST_REPLICAS = 1024
 #: Options that need --replicas, and options that exclude it.
 FOR_REPLICAS = ("router", "shared_gib", "shared_gbit_per_s", "decode_tokens_per_s")
 FOR_ONE_CACHE = {"disk_gib": "--disk-gib", "plot_file": "--plot"}
+
+#: What a proposed token costs, as a share of a pass over one token, unless the user says otherwise.
+DRAFT_TOKEN_COST = 0.15
+Speculate = Annotated[
+    bool, Option("--speculate", help="Count what drafting saves on the replies of conversations; needs --model.")
+]
+DraftTokenCost = Annotated[
+    float, Option(help="With --speculate: cost of a proposed token, as a share of a pass over one token.")
+]
 
 DiskMibPerS = Annotated[float, Option(help="Read speed of the disk, in MiB/s.")]
 
@@ -67,6 +76,8 @@ def simulate(
     shared_gbit_per_s: Annotated[float, Option(help="With --shared-gib: link speed of a replica.")] = SHARED_GBIT_PER_S,
     decode_tokens_per_s: Annotated[float, Option(help="With --replicas: decoding speed.")] = DECODE_TOKENS_PER_S,
     separate: Annotated[bool, Option("--separate", help="Treat each file or folder as a separate trace.")] = False,
+    speculate: Speculate = False,
+    draft_token_cost: DraftTokenCost = DRAFT_TOKEN_COST,
     jobs: Annotated[int, Option(help="Processes to use.")] = 1,
     ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster to use; auto finds or starts one.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write all rows to this JSON file.")] = None,
@@ -77,7 +88,8 @@ def simulate(
     The simulator runs the tree, budget and policies of the server, with sizes in place of layer state. `belady` and
     `belady-bypass` know the future: no policy beats them if all blocks have the same size. With --replicas, requests
     arrive at their recorded times, the router of the server chooses a replica, and --policy is lru by default.
-    --budget-gib, --disk-gib and --shared-gib need --model-config or --bytes-per-token.
+    --budget-gib, --disk-gib and --shared-gib need --model-config or --bytes-per-token. --speculate counts what drafting
+    saves on the replies of conversations; without a capacity it counts nothing else.
     """
     outputs.require_counts(jobs=jobs)
     require(ray is None or find_spec("ray") is not None, "--ray needs the package ray: pip install 'radixcache[ray]'.")
@@ -90,6 +102,12 @@ def simulate(
     outputs.require_positive(disk_gib=disk_gib, disk_mib_per_s=disk_mib_per_s)
     outputs.require_positive(shared_gib=shared_gib, shared_gbit_per_s=shared_gbit_per_s)
     outputs.require_positive(prefill_tokens_per_s=prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s)
+    drafting = count_drafts(options, draft_token_cost) if speculate else None
+    if drafting is not None:
+        results.show(*drafting[0])
+    if drafting is not None and capacity_blocks is None and budget_gib is None:
+        _write_drafting(results, {**drafting[1], **outputs.about(context)})
+        return
     require(stored_bits in STORED_BITS, f"--stored-bits is {stored_bits}; wanted 4 or 8.")
     is_known = options.model_config is not None and options.kv_bits is None
     require(stored_bits is None or is_known, "--stored-bits needs --model-config, without --kv-bits.")
@@ -134,13 +152,47 @@ def simulate(
     shown, document = reported
     results.show(*shown)
     if rows:
-        document = {**document, "interrupted": stop is not None, **outputs.about(context)}
+        document = {
+            **document,
+            **({} if drafting is None else drafting[1]),
+            "interrupted": stop is not None,
+            **outputs.about(context),
+        }
         results.write("--json", lambda: json_bytes(document))
     if rows and plot_file is not None:
         infinite, form = document["infinite_block_hit_ratio"], picture_format(plot_file)
         results.write("--plot", lambda: policies_picture(rows, infinite, form))
     if stop is not None:
         raise stop
+    results.finish()
+
+
+def count_drafts(options: TraceOptions, token_cost: float) -> tuple[list[Any], dict[str, Any]]:
+    """What drafting saves on the replies of the conversations: what to show, and the same as JSON."""
+    require(options.model is not None, "--speculate needs --model: its tokenizer and chat template spell the replies.")
+    require(0 <= token_cost <= 1, f"--draft-token-cost is {token_cost:g}; wanted 0 to 1.")
+    from runner.script.conversation import ConversationError
+    from runner.simulate.drafts import SPECULATE, DraftCount, drafting_report, leaves_calls_out, recorded_turns
+
+    conversations = read_chosen(options.trace, options.skip_bad)
+    tokenizer = options.tokenizer
+    counts = [DraftCount(name, token_cost) for name in SPECULATE]
+    lines, replies = ProgressLines(), 0
+    with outputs.usage_errors(ConversationError):
+        for _, prompt, reply in recorded_turns(conversations, tokenizer):
+            for count in counts:
+                count.add(prompt, reply)
+            replies += 1
+            lines.tell(lambda: f"drafting: {replies:,} replies of {plural(len(conversations), 'conversation')}")  # noqa: B023
+    require(replies > 0, "--speculate: no conversation has a recorded reply.")
+    spells_calls = any(leaves_calls_out(each, tokenizer) for each in conversations)
+    return drafting_report([each.row for each in counts], spells_calls=spells_calls)
+
+
+def _write_drafting(results: outputs.Outputs, document: dict[str, Any]) -> None:
+    from runner.files import json_bytes
+
+    results.write("--json", lambda: json_bytes(document))
     results.finish()
 
 

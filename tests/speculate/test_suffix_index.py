@@ -83,7 +83,8 @@ def test_what_followed_a_suffix_is_proposed_from_its_longest_match() -> None:
     found = index.propose([4, 5, 6, 7, 8], 3)
     assert (found.tokens, found.suffix, found.source) == ((9,), 5, "tree")
     assert index.propose([99, 6, 7, 8], 2).tokens == (50, 51)  # of three tokens both match: the latest wins
-    assert index.propose([7, 8], 2).tokens == ()
+    assert index.propose([99, 5, 6], 1).tokens == (7,)
+    assert index.propose([99, 6], 1).tokens == ()
 
 
 def test_most_votes_win_and_give_the_larger_chance() -> None:
