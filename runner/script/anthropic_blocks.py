@@ -348,7 +348,7 @@ class AnthropicChat(Checked):
 
 
 def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Messages, tools and arguments of the template of a body from a log. ValidationError: a field is wrong.
+    """Messages, tools and the wanted reasoning of a body from a log. ValidationError: a field is wrong.
 
     `left_out` counts the parts that no template has text for, by type. The server gives images to models that take
     them, and refuses files.
@@ -361,7 +361,8 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
         "user": metadata.get("user_id") if isinstance(metadata, dict) else None,
         "messages": [message for message, _ in chat.marked_messages()],
         "tools": chat.functions(),
-        "chat_template_kwargs": reasoning_arguments(chat.output_config.effort, chat.thinking.is_on),
+        "reasoning_effort": chat.output_config.effort,
+        "thinking": chat.thinking.is_on,
         "left_out": left_out,
     }
 

@@ -45,7 +45,15 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
-_SPOKEN: Any = {"role": ("role", "from"), "content": ("content", "value", "text"), "roles": _SPEAKERS}
+# Keys of turns and records: of ShareGPT, of rows of public data, of SGD.
+_SPEECH: Any = {"role": ("role", "from"), "content": ("content", "value", "text"), "roles": _SPEAKERS}
+_ROW = {**_SPEECH, "id": ("conversation_id", "conversation_hash", "id"), "user": ("hashed_ip", "user")}
+_SGD: Any = {
+    "role": ("speaker",),
+    "content": ("utterance",),
+    "roles": {"user": "user", "system": "assistant"},
+    "id": ("id", "dialogue_id"),
+}
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
@@ -59,7 +67,7 @@ class Form:
     """A form of conversations: a row of `FORMS`. Of several keys for one thing, the first that is there counts.
 
     Attributes:
-        keys: what a record must have; `tells` is a further condition.
+        keys: what a record must have, with blanks between; `tells` is a further condition.
         about: what a record is, for people.
         turns: the key of the list of turns.
         role, content: keys of a turn.
@@ -73,7 +81,7 @@ class Form:
 
     name: str
     about: str
-    keys: tuple[str, ...]
+    keys: str
     turns: str = "messages"
     role: tuple[str, ...] = ("role",)
     content: tuple[str, ...] = ("content",)
@@ -86,7 +94,7 @@ class Form:
     join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
 
     def has(self, record: Any) -> bool:
-        return isinstance(record, dict) and record.keys() >= set(self.keys) and self.tells(record)
+        return isinstance(record, dict) and record.keys() >= {*self.keys.split()} and self.tells(record)
 
 
 def is_message(value: Any) -> bool:
@@ -120,17 +128,13 @@ def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
 
 
 def _unknown(record: Any, origin: Origin) -> ConversationError:
-    known = "; ".join(f"{form.name} ({', '.join(form.keys)})" for form in FORMS)
-    if not isinstance(record, dict):
-        found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
-    elif record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
-        return ConversationError(
-            f"{origin.where}: is a trace of block hashes, not conversations. Use it with radixcache simulate, mrc or "
-            "advise."
-        )
-    else:
-        keys = shortened(", ".join(record), 80) or "none"
-        found = f"no known form of conversation (keys: {keys})"
+    known = "; ".join(f"{form.name} ({form.keys.replace(' ', ', ')})" for form in FORMS)
+    found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
+    if isinstance(record, dict):
+        found = f"no known form of conversation (keys: {shortened(', '.join(record), 80) or 'none'})"
+        if record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
+            wanted = "Use it with radixcache simulate, mrc or advise."
+            return ConversationError(f"{origin.where}: is a trace of block hashes, not conversations. {wanted}")
     return ConversationError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
 
 
@@ -159,10 +163,18 @@ def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Convers
         first_turn=first_turn,
         source=origin.source,
         replies_recorded=record.get("replies_recorded", True) is not False,
-        arguments=checked_arguments(record.get("chat_template_kwargs"), origin.where),
+        arguments={**_reasoning(record), **checked_arguments(record.get("chat_template_kwargs"), origin.where)},
         left_out=dict(left_out),
         is_request=is_request,
     )
+
+
+def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
+    effort, thinking = record.get("reasoning_effort"), record.get("thinking")
+    if isinstance(thinking, dict):
+        thinking = {"enabled": True, "disabled": False}.get(str(thinking.get("type")))
+    said = (each if isinstance(each, bool) else None for each in (record.get("enable_thinking"), thinking))
+    return anthropic_blocks.reasoning_arguments(effort if isinstance(effort, str) else None, *said)
 
 
 def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[str, Any]:
@@ -249,6 +261,7 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
     """A body and its response, as batches, stored completions and proxies keep them."""
     request = _object_of(record.get("body", record.get("request")))
     body, url = _object_of(request.get("body")) or request, str(request.get("url", record.get("url", "")))
+    expect(bool(body), f"{origin.where}: the body is", record.get("body", record.get("request")), "that of an API")
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     given = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
     name = given.pop("custom_id", None)
@@ -333,10 +346,7 @@ def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str
         if index < min(len(observations), len(actions) - 1):
             messages.append({"role": "user", "content": _as_text(observations[index])})
     task_id = record.get("task_id")
-    yield {
-        "id": None if task_id is None else f"{printable(origin.path.stem)}/{task_id}",
-        "messages": messages,
-    }
+    yield {"id": None if task_id is None else f"{printable(origin.path.stem)}/{task_id}", "messages": messages}
 
 
 def _as_text(value: Any) -> str:
@@ -345,7 +355,9 @@ def _as_text(value: Any) -> str:
 
 
 def _read_chatgpt(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    nodes = {name: (_object_of(node).get("parent"), _chatgpt_turn(node)) for name, node in record["mapping"].items()}
+    mapping = record["mapping"]
+    expect(isinstance(mapping, dict), f"{origin.where}: mapping is", mapping, "an object")
+    nodes = {name: (_object_of(node).get("parent"), _chatgpt_turn(node)) for name, node in mapping.items()}
     for path in _paths(nodes, origin.where, record.get("conversation_id") or record.get("id") or origin.default_id):
         turns = path["conversations"]
         left_out = Counter(turn["left_out"] for turn in turns if "left_out" in turn)
@@ -435,94 +447,28 @@ def _has_utterances(record: dict[str, Any]) -> bool:
     return isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns)
 
 
+_ANTHROPIC = "a body with `system`, or with blocks or tools that only this API has"
+_CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages"
+_LOGGED = "a body of an API above, which may be JSON text; `response` may have its reply"
+_SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
+_TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
+_TREE = "a message with `replies`; each path of the tree is a conversation"
+_anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(response_items.chat_of_log)
+
 FORMS: tuple[Form, ...] = (
-    Form(
-        "Anthropic's Messages API",
-        "a body with `system`, or with blocks or tools that only this API has",
-        ("messages",),
-        tells=anthropic_blocks.is_anthropic,
-        read=_read_api(anthropic_blocks.chat_of_log),
-    ),
-    Form(
-        "OpenAI's chat API",
-        "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages",
-        ("messages",),
-        is_body=True,
-    ),
-    Form(
-        "OpenAI's Responses API",
-        "a body; `input` is text or items",
-        ("input", "model"),
-        read=_read_api(response_items.chat_of_log),
-    ),
-    Form(
-        "batches and stored completions of OpenAI",
-        "`body` is a body of an API above; `response` may have its reply",
-        ("body",),
-        tells=lambda record: bool(_object_of(record["body"])),
-        read=_read_logged,
-    ),
-    Form(
-        "logs of proxies",
-        "`request` is a body of an API above; `response` may have its reply",
-        ("request",),
-        tells=lambda record: bool(_object_of(record["request"])),
-        read=_read_logged,
-    ),
-    Form(
-        "ShareGPT",
-        "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them",
-        ("conversations",),
-        "conversations",
-        **_SPOKEN,
-    ),
-    Form(
-        "LMSYS-Chat-1M, WildChat",
-        "turns with `role` and `content`",
-        ("conversation",),
-        "conversation",
-        **_SPOKEN,
-        id=("conversation_id", "conversation_hash", "id"),
-        user=("hashed_ip", "user"),
-        tells=lambda record: isinstance(record["conversation"], list),
-    ),
-    Form(
-        "ChatGPT's export",
-        "a tree of messages; each of its paths is a conversation",
-        ("mapping",),
-        tells=lambda record: isinstance(record["mapping"], dict),
-        read=_read_chatgpt,
-    ),
-    Form(
-        "OpenAssistant's trees",
-        "`prompt` is a message with `replies`; each path is a conversation",
-        ("message_tree_id", "prompt"),
-        read=_read_oasst_tree,
-    ),
-    Form(
-        "OpenAssistant's messages",
-        "a message a line; each path of a tree is a conversation",
-        ("message_id", "parent_id", "role", "text"),
-        join=_join_oasst_rows,
-    ),
-    Form(
-        "tau-bench",
-        "the tools come from `airline_tools.json` or `retail_tools.json` beside the file",
-        ("traj",),
-        read=_read_tau_bench,
-    ),
-    Form(
-        "SGD",
-        "turns with `speaker` and `utterance`",
-        ("turns",),
-        "turns",
-        role=("speaker",),
-        content=("utterance",),
-        roles={"user": "user", "system": "assistant"},
-        id=("id", "dialogue_id"),
-        tells=_has_utterances,
-    ),
-    Form("mt-bench", "a list of the user's texts", ("turns",), read=_read_mt_bench),
-    Form("SWE-agent", "a `.traj` file", ("history",), read=_read_swe_agent),
-    Form("InterCode", "`actions` and `observations`", ("turn_history",), read=_read_intercode),
+    Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
+    Form("OpenAI's chat API", _CHAT, "messages", is_body=True),
+    Form("OpenAI's Responses API", "a body; `input` is text or items", "input model", read=_responses),
+    Form("batches and stored completions of OpenAI", _LOGGED, "body", read=_read_logged),
+    Form("logs of proxies", _LOGGED, "request", read=_read_logged),
+    Form("ShareGPT", _SPOKEN, "conversations", "conversations", **_SPEECH),
+    Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", "conversation", **_ROW),
+    Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", read=_read_chatgpt),
+    Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
+    Form("OpenAssistant's rows", "a message of a tree", "message_id parent_id role text", join=_join_oasst_rows),
+    Form("tau-bench", _TAU, "traj", read=_read_tau_bench),
+    Form("SGD", "turns with `speaker` and `utterance`", "turns", "turns", **_SGD, tells=_has_utterances),
+    Form("mt-bench", "a list of the user's texts", "turns", read=_read_mt_bench),
+    Form("SWE-agent", "a `.traj` file", "history", read=_read_swe_agent),
+    Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
 )

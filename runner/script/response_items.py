@@ -23,7 +23,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from runner.script.anthropic_blocks import reasoning_arguments
 from runner.script.conversation import Checked, Many, with_text
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
@@ -270,7 +269,7 @@ class ResponseChat(Checked):
 
 
 def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Messages, tools and arguments of the template of a body from a log. ValidationError: a field is wrong.
+    """Messages, tools and the wanted reasoning of a body from a log. ValidationError: a field is wrong.
 
     `left_out` counts the parts that no template has text for, by type, and earlier turns that the body only names.
     """
@@ -284,7 +283,8 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messages": chat.messages(),
         "tools": chat.functions(),
-        "chat_template_kwargs": reasoning_arguments(chat.reasoning.effort),
+        "reasoning_effort": chat.reasoning.effort,
+        **{name: body.get(name) for name in ("chat_template_kwargs", "enable_thinking", "thinking")},
         "left_out": left_out,
     }
 

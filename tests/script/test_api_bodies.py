@@ -13,6 +13,7 @@ from runner.script.conversation_formats import parse_record
 from runner.script.conversation_reader import Origin, read_conversations
 from runner.script.schedule import requests_of
 from runner.serve.anthropic import MessagesBody
+from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import Request
 from runner.serve.responses import ResponsesBody
@@ -114,6 +115,29 @@ responses_bodies = st.fixed_dictionaries(
 @given(responses_bodies)
 def test_a_body_of_the_responses_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
     prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+
+
+chat_bodies = st.fixed_dictionaries(
+    {"model": st.just("m"), "messages": st.lists(texts, min_size=1, max_size=3)},
+    optional={
+        "reasoning_effort": st.sampled_from(["low", "none"]),
+        "enable_thinking": st.booleans(),
+        "thinking": st.booleans() | st.sampled_from([{"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}]),
+        "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "date"]), st.booleans()),
+    },
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(chat_bodies, st.booleans())
+def test_arguments_of_the_template_are_read_as_the_server_reads_them(body: dict[str, Any], is_chat: bool) -> None:
+    turns = [{"role": "user", "content": text} for text in body.pop("messages")]
+    if is_chat:
+        body = {**body, "messages": turns}
+        prompts_are_equal(ChatBody.read(body, OPTIONS).request(""), read_one(body))
+    else:
+        body = {**body, "input": turns}
+        prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
 
 
 def test_what_no_template_has_text_for_is_left_out_and_named() -> None:

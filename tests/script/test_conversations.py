@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,12 @@ def test_a_packed_file_is_unpacked_no_further_than_the_limit(tmp_path: Path, mon
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps([{**HELLO, "content": "a" * 100}]).encode()))
     assert error_of(path) == "a.json.gz:1: unpacks to more than 100 bytes; wanted at most so many."
+    path.write_bytes(gzip.compress(b" " * (32 << 20)))
+    tracemalloc.start()
+    error_of(path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 << 20
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     "LMSYS-Chat-1M, WildChat": [(lmsys, with_system)],
     "ChatGPT's export": [(chatgpt, with_calls)],
     "OpenAssistant's trees": [(oasst_tree, plain)],
-    "OpenAssistant's messages": [(oasst_rows, plain)],
+    "OpenAssistant's rows": [(oasst_rows, plain)],
     "tau-bench": [(lambda turns, _: {"task_id": 1, "traj": in_chats(turns)}, with_calls)],
     "SGD": [(sgd, plain)],
     "SWE-agent": [(lambda turns, _: {"history": in_chats(turns), "trajectory": []}, with_system)],
@@ -308,7 +308,7 @@ def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> Non
 
 
 KEYS = sorted(
-    {key for form in FORMS for keys in (form.keys, form.role, form.content, form.id, form.user) for key in keys}
+    {key for form in FORMS for keys in (form.keys.split(), form.role, form.content, form.id, form.user) for key in keys}
     | {
         "message",
         "author",
