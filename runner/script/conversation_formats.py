@@ -179,13 +179,16 @@ def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
 
 def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[str, Any]:
     expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {form.role[0]} and {form.content[0]}")
-    role_key, content_key = (next((key for key in keys if key in turn), keys[0]) for keys in (form.role, form.content))
+    role_key, content_key = (
+        next((key for key in keys if turn.get(key) is not None), keys[0]) for keys in (form.role, form.content)
+    )
     speaker = turn[role_key].lower() if isinstance(turn.get(role_key), str) else None
     expect(speaker in form.roles, f"{where} has {role_key}", turn.get(role_key), f"one of {', '.join(form.roles)}")
     content = turn.get(content_key)
     if isinstance(content, list):
         content = _text_of(content, where, left_out)
     message = {**(turn if role_key == "role" else {}), "role": form.roles[speaker or ""], "content": content}
+    left_out.update(key for key in ("audio",) if isinstance(message.get(key), dict))
     call = message.pop("function_call", None) or (_call_of(content) if speaker in _CALLERS else None)
     if call:
         if speaker in _CALLERS:
@@ -457,7 +460,7 @@ _anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(resp
 
 FORMS: tuple[Form, ...] = (
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
-    Form("OpenAI's chat API", _CHAT, "messages", is_body=True),
+    Form("OpenAI's chat API", _CHAT, "messages", content=("content", "refusal"), is_body=True),
     Form("OpenAI's Responses API", "a body; `input` is text or items", "input model", read=_responses),
     Form("batches and stored completions of OpenAI", _LOGGED, "body", read=_read_logged),
     Form("logs of proxies", _LOGGED, "request", read=_read_logged),

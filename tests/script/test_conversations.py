@@ -125,9 +125,10 @@ def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path
         ({"system": "Be brief.", "conversations": [{"from": "human", "value": "Hello"}]}, (BRIEF, HELLO)),
         ([{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}], (HELLO,)),
         ([{**HELLO, "refusal": None, "audio": 1}], (HELLO,)),
+        ([HELLO, {"role": "assistant", "content": None, "refusal": "Hi there"}], (HELLO, REPLY)),
         ({"question_id": 81, "category": "writing", "turns": ["Hello", "Hello"]}, (HELLO, HELLO)),
     ],
-    ids=["system field", "text parts", "unknown keys", "mt-bench"],
+    ids=["system field", "text parts", "unknown keys", "refusal", "mt-bench"],
 )
 def test_records_become_messages(record: Any, messages: tuple[Any, ...], tmp_path: Path) -> None:
     (found,) = read_conversations(write(tmp_path / "c.jsonl", record)).conversations
@@ -342,11 +343,16 @@ def test_older_functions_are_tools_and_their_calls(tmp_path: Path) -> None:
 def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "Hel"}, image, {"type": "refusal", "refusal": "lo"}, image]
-    path = write(tmp_path / "c.jsonl", [{"role": "user", "content": parts}], [{"role": "user", "content": [image]}])
+    spoken = {**REPLY, "audio": {"id": "a"}}
+    path = write(
+        tmp_path / "c.jsonl", [{"role": "user", "content": parts}], [{"role": "user", "content": [image]}, spoken]
+    )
     result = read_conversations(path)
     assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
-    assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1}]
-    assert result.notes == ["left out of the prompts, since chat templates have no text for them: 3 image_url."]
+    assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1, "audio": 1}]
+    assert result.notes == [
+        "left out of the prompts, since chat templates have no text for them: 3 image_url, 1 audio."
+    ]
 
 
 def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: Path) -> None:
