@@ -186,7 +186,6 @@ class Core:
         limit: int,
         *,
         takes_slot: bool = False,
-        behind: int = 0,
         evaluate: bool = True,
     ) -> Lookup:
         """Find what the tree has of a prompt, and plan where a request resumes that may restore `limit` tokens.
@@ -194,7 +193,6 @@ class Core:
         Args:
             takes_slot: choose a live slot, and split the tree where the match ends: the rest of that edge belongs to
                 other prompts and is neither touched nor guarded. Else nothing is changed.
-            behind: nodes that end at or before this offset need not be readable.
             evaluate: evaluate pending buffers that are to be read, to see whether they are intact.
         """
         keys = self.unquarantined(keys, namespace)
@@ -209,8 +207,7 @@ class Core:
         match = self._pager.allocating(find_match)
         path = match.path
         live = self._slots.choose(path, limit) if takes_slot else None
-        needed = [node for node in path if node.end > behind] if behind else path
-        hidden = self._slots.hidden(needed, live, evaluate=evaluate)
+        hidden = self._slots.hidden(path, live, evaluate=evaluate)
         return Lookup(match, live, self._plan(match, keys, limit, live, hidden))
 
     def foresee(self, keys: Keys, namespace: str) -> Foresight:

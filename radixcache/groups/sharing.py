@@ -74,13 +74,14 @@ class Sharing:
 
     def sharable_tokens(self, keys: Keys, namespace: str) -> int:
         """How many tokens of a prompt would be shared with the rows if it were admitted now; changes nothing."""
-        allowed = self._core.unquarantined(keys, namespace)
-        rows = self._room.rows_of(namespace)
-        common = max((row.common(allowed) for row in rows), default=0)
-        limit = len(keys) - 1
-        resume = self._core.lookup(keys, namespace, limit, behind=common, evaluate=False).plan.resume
-        offers = (self._reach(row, allowed[:limit]) for row in rows)
-        return min(common, max(resume, *offers, 0))
+        rows, limit = self._room.rows_of(namespace), len(keys) - 1
+        match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
+        offered = max((reach for reach, _ in self._reaches(rows, keys, namespace)), default=0)
+        if offered > plan.resume:
+            return min(offered, limit)
+        # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
+        guarded = {id(node) for row in rows for node in row.path()}
+        return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
 
     def place(self, row: Row, in_segments: bool) -> None:
         """Copy a row's spans into its tails, except (`in_segments`) long ones. RequestTooLargeError: no memory."""
@@ -209,10 +210,14 @@ class Sharing:
             any(put(keys[:end], [each for each in own if each.offset <= end]) for end in ends)
         self._core.write_store(keys, row.request, row.cached_tokens)
 
-    def _reach(self, row: Row, keys: Keys) -> int:
-        """How many tokens of these keys a row can give to the tree so that a request can resume there."""
-        common = row.common(keys)
-        return self._end(row, common) if self._layout.has_points and common else common
+    def _reaches(self, rows: Sequence[Row], keys: Keys, namespace: str) -> list[tuple[int, Row]]:
+        """How many tokens of a prompt's keys each row can give to the tree so that a request can resume there."""
+        allowed = self._core.unquarantined(keys, namespace)
+        if not self._layout.has_points:
+            return [(row.common(allowed), row) for row in rows]
+        # Nobody resumes after the last token, so a checkpoint there is worth less than one before it.
+        commons = [(row.common(allowed[: len(keys) - 1]), row) for row in rows]
+        return [(common and self._end(row, common), row) for common, row in commons]
 
     def _end(self, row: Row, limit: int) -> int:
         """The deepest offset at or below `limit` at which the row has the state of all point layers."""
@@ -228,12 +233,12 @@ class Sharing:
 
     def _offer_from_others(self, row: Row) -> None:
         """Give the tree what the best other row has of a row's prompt and the tree lacks."""
-        allowed = self._core.unquarantined(row.request.keys, row.request.namespace)
-        others = [other for other in self._room.rows_of(row.request.namespace) if other is not row]
-        reaches = [(self._reach(other, allowed), other) for other in others]
+        request = row.request
+        others = [other for other in self._room.rows_of(request.namespace) if other is not row]
+        reaches = self._reaches(others, request.keys, request.namespace)
         most, other = max(reaches, key=lambda each: each[0], default=(0, None))
         if other is not None and most > self._resume_of(row):
-            self._offer(other, allowed[:most])
+            self._offer(other, request.keys[:most])
 
     def _offer(self, row: Row, keys: Keys) -> None:
         """Give the tree what a row has of these keys, if there is room; the row reads it in place if it is long."""

@@ -196,6 +196,20 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
     cache.check()
 
 
+def test_what_a_session_stored_beside_a_row_is_not_counted_as_shared_with_the_row() -> None:
+    prompt = PROMPTS[0]
+    with grouped("llama", [prompt[:40], prompt], capacity=1000, stores=prompt[:20]) as (model, cache, group):
+        for row in group.rows:
+            prefilled(group, model, row)
+        stored(cache, model, prompt)
+        for longer, shared in (([*prompt, 5], 40), ([*prompt[:30], 5], 30)):
+            used, promised = group.used_tokens, group.sharable_tokens(np.array(longer))
+            row = group.admit(longer)
+            assert row.cached_tokens == len(longer) - 1
+            assert (promised, group.used_tokens - used) == (shared, row.cached_tokens - shared)
+            row.close()
+
+
 def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
     with grouped("llama", [PROMPTS[2]], capacity=128) as (model, _, group):
         (first,) = group.rows

@@ -107,8 +107,7 @@ class Groups(RuleBasedStateMachine):
         assert row.cached_tokens <= row.matched_tokens <= longest
         assert (row.reason is None) == (row.cached_tokens == row.matched_tokens)
         if self.cache.stats.evictions == evictions:
-            # More if the tree has got the same tokens of others since.
-            assert group.used_tokens - used >= row.cached_tokens - promised
+            assert group.used_tokens - used == row.cached_tokens - promised
         if self.kind == "llama":
             # Whatever another row has in cells is shared.
             shared = [common(self.clean(each), prompt) for each in group.rows if each is not row]
