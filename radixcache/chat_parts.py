@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -123,6 +124,11 @@ class ChatLog:
     def add(self, keys: Keys, chat: Chat, namespace: str = "") -> None:
         """Keep a chat, which must not be changed afterwards, and its keys."""
         self._kept.append((namespace, keys, chat))
+
+    def add_copy(self, keys: Keys, chat: Chat | None, namespace: str) -> None:
+        """Keep a copy of a chat, if there is one, and its keys."""
+        if chat is not None:
+            self.add(keys, deepcopy(chat), namespace)
 
     def clear(self, namespace: str | None = None) -> None:
         kept = [each for each in list(self._kept) if namespace is not None and each[0] != namespace]

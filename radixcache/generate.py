@@ -18,6 +18,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream, speculative_g
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
+from radixcache.chat_parts import Chat
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session, both_models
 from radixcache.settings import is_whole
@@ -63,6 +64,7 @@ def stream_generate(
     priority: int = 0,
     keys: Any = None,
     embed: Callable[[int], mx.array] | None = None,
+    chat: Chat | None = None,
     **kwargs: Any,
 ) -> Generator[CachedGenerationResponse, None, None]:
     """Generate text token by token, as mlx_lm.stream_generate does.
@@ -78,6 +80,7 @@ def stream_generate(
         keys: as in PrefixCache.begin().
         embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
             gets as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
+        chat: as in PrefixCache.begin().
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
@@ -102,7 +105,7 @@ def stream_generate(
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
     reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
-    begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority)
+    begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority, chat=chat)
     tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, **kwargs)
     return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of)
 

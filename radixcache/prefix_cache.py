@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -281,8 +280,7 @@ class PrefixCache:
         reserve = require_count("reserve", reserve, "tokens", least=0)
         use = require_use(priority, turn, kind)
         session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
-        if chat is not None:
-            self._about.chats.add(prompt_keys, deepcopy(chat), namespace)
+        self._about.chats.add_copy(prompt_keys, chat, namespace)
         return session
 
     def begin_many(
@@ -313,7 +311,7 @@ class PrefixCache:
         core, states, _, _, evictor, pager = self._open
         capacity, priority = require_group(capacity, priority, prompts)
         room = Room(core, states, evictor, pager, capacity)
-        return open_group(room, prompts, namespace, priority, segment_bytes)
+        return open_group(room, prompts, namespace, priority, segment_bytes, self._about.chats)
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.
@@ -520,7 +518,8 @@ class PrefixCache:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
 
         While all live slots are taken, this describes fetch(). Other namespaces are not searched. With `chat`, of which
-        the tokens were rendered, it names the part that differs from the nearest of the last chats that begin() got.
+        the tokens were rendered, it names the part that differs from the nearest of the last chats that begin(),
+        Group.admit() and stream_generate() got.
         ValueError: `chat` without a tokenizer of the cache.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)

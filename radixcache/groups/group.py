@@ -33,6 +33,7 @@ import mlx.nn as nn
 import numpy as np
 
 from radixcache.adapters.span import owned
+from radixcache.chat_parts import Chat, ChatLog
 from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
 from radixcache.groups.attention import BLOCK_TOKENS
 from radixcache.groups.batch import Batch
@@ -64,8 +65,9 @@ class Group:
         is_lost: whether the rows' state was lost, because an evaluation failed.
     """
 
-    def __init__(self, room: Room, namespace: str, priority: int, segment_bytes: int | None) -> None:
+    def __init__(self, room: Room, namespace: str, priority: int, segment_bytes: int | None, chats: ChatLog) -> None:
         self.namespace, self.priority = namespace, priority
+        self._chats = chats
         self.is_lost = False
         self._room = room
         self._core, self._layout, self._lock = room.core, room.layout, room.core.lock
@@ -152,7 +154,15 @@ class Group:
             allowed = self._core.unquarantined(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
 
-    def admit(self, tokens: Any, keys: Any = None, marks: Sequence[int] = (), *, namespace: str | None = None) -> Row:
+    def admit(
+        self,
+        tokens: Any,
+        keys: Any = None,
+        marks: Sequence[int] = (),
+        *,
+        namespace: str | None = None,
+        chat: Chat | None = None,
+    ) -> Row:
         """Open a row on a prompt, at the end of the prefix that is stored.
 
         Tokens of the prompt that other rows have evaluated become part of the tree first.
@@ -162,6 +172,7 @@ class Group:
             keys: as in PrefixCache.begin().
             marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share only forward passes.
+            chat: as in PrefixCache.begin().
 
         Raises:
             ValueError: an argument out of its range.
@@ -191,6 +202,7 @@ class Group:
                 row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
             room.rows[row.id] = row
             room.book()
+        self._chats.add_copy(prompt_keys, chat, namespace)
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
@@ -607,7 +619,9 @@ def _behind(logits: mx.array, owed: Sequence[int], tokens: int) -> mx.array:
     return mx.concatenate([mx.pad(each, [(0, 0), (0, tokens - each.shape[1]), (0, 0)]) for each in rows])
 
 
-def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None) -> Group:
+def open_group(
+    room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None, chats: ChatLog
+) -> Group:
     """Make a group and admit these prompts; it is closed again if one of them raises."""
     core = room.core
     if core.settings.exact:
@@ -620,7 +634,7 @@ def open_group(room: Room, prompts: Iterable[Any], namespace: str, priority: int
     if core.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
     Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch
-    group = Group(room, namespace, priority, segment_bytes)
+    group = Group(room, namespace, priority, segment_bytes, chats)
     try:
         for prompt in prompts:
             group.admit(prompt)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixcache import Chat, PrefixCache, render_chat
+from radixcache import Chat, PrefixCache, render_chat, stream_generate
 from radixcache.chat_parts import TRIED_CHANGES, ChatLog, first_change
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_tokenizer
+from tests.engine.test_parallel_generate import load
 
 TOOLS = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>{% endif %}"
 ARGUMENTS = (
@@ -309,6 +310,26 @@ def test_an_explanation_names_the_part_of_its_own_namespace_until_the_cache_is_c
     assert cache.explain(tokens, chat=stored).change is None
     with pytest.raises(ValueError, match="no tokenizer"):
         sized_cache(SizedLayout(1), budget_bytes=1 << 30).explain(tokens, chat=stored)
+
+
+def admitted(cache: PrefixCache, loaded: Any, tokens: Any, chat: Chat) -> None:
+    with cache.begin_many(capacity=1000) as group:
+        group.prefill(loaded.model, group.admit(tokens, chat=chat))
+
+
+def generated(cache: PrefixCache, loaded: Any, tokens: Any, chat: Chat) -> None:
+    list(stream_generate(loaded.model, loaded.tokenizer, tokens, max_tokens=1, cache=cache, chat=chat))
+
+
+@pytest.mark.parametrize("serve", [admitted, generated])
+def test_rows_and_replies_keep_the_chats_that_a_later_explanation_compares(serve: Callable[..., None]) -> None:
+    loaded = load("llama")
+    tools = [{"type": "function", "function": {"name": name, "description": "Find."}} for name in ("find", "lend")]
+    cache = PrefixCache(loaded.model, tokenizer=loaded.tokenizer)
+    stored, asked = (Chat([{"role": "user", "content": "Emma?"}], each) for each in (tools, tools[::-1]))
+    serve(cache, loaded, render_chat(loaded.tokenizer, *stored[:2])[0], stored)
+    found = cache.explain(render_chat(loaded.tokenizer, *asked[:2])[0], chat=asked)
+    assert str(found.change) == "the list of tools: the same tools in another order"
 
 
 def store(cache: PrefixCache, tokenizer: Any, chat: Chat) -> None:
