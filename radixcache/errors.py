@@ -52,6 +52,10 @@ class CacheClosedError(RadixCacheError):
     """The cache was closed."""
 
 
+class NoRoomError(RadixCacheError, ValueError):
+    """A prefix cannot be stored beside the open sessions and the pins. It may fit later."""
+
+
 class PolicyError(RadixCacheError):
     """An eviction policy failed. The call has still done its work; the cache evicts by LRU from then on.
 

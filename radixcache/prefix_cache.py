@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.core import Core
-from radixcache.errors import CacheClosedError, refuse_copy
+from radixcache.errors import CacheClosedError, NoRoomError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
 from radixcache.layers.layout import Layout
@@ -454,7 +454,7 @@ class PrefixCache:
                     pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
                 session.close()
                 if not pin_if_there():
-                    raise ValueError(
+                    raise NoRoomError(
                         f"only {pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
                         f"sessions and pins leave no room in the budget of {pins.budget_bytes} bytes."
                     )

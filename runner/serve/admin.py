@@ -228,13 +228,13 @@ class WarmBody(PromptBody):
 
 
 async def _result_of(future: Future[T]) -> T:
-    """What a call of another thread returns. ApiError: it raised a ValueError or an error of the cache."""
+    """What a call of another thread returns. ApiError: it raised an error of the cache (409) or a ValueError (400)."""
     try:
         return await asyncio.wrap_future(future)
-    except ValueError as error:
-        raise ApiError(400, str(error)) from error
     except RadixCacheError as error:
         raise ApiError(409, str(error)) from error
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
 
 
 async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], dict[str, Any]]) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -273,6 +274,16 @@ def test_what_was_warmed_is_there_for_the_first_who_asks_and_survives_a_reclaim(
     assert after["pinned_bytes"] > 0
     used = server.chat("What about zebras?")["usage"]
     assert used["prompt_tokens_details"]["cached_tokens"] >= warmed["prompt_tokens"]
+
+
+def test_a_prompt_that_finds_no_room_now_is_a_conflict_with_both_figures() -> None:
+    with serving(budget_bytes=1) as server:
+        answer = server.post("/cache/warm", messages=[SYSTEM])
+        assert answer.status_code == 409
+        assert re.fullmatch(
+            r"only 0 of \d+ tokens could be stored: open sessions and pins leave no room in the budget of 1 bytes.",
+            answer.json()["error"]["message"],
+        )
 
 
 def test_a_prompt_is_pinned_for_some_seconds_and_room_is_made_in_one_namespace(server: Server) -> None:
