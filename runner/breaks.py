@@ -5,35 +5,42 @@ only on the tokens, the kinds of layers and the budget.
 
 A token is *lost* if it must be evaluated although an earlier request had it at the same place behind the same messages,
 or behind a short span that differs (a date, an id), or behind another part of the prompt that differs: tools in
-another order, an argument of the template. Other evaluated tokens are new. Lost tokens are counted by the reason that
-`explain` gives, and by the part of the prompt in which the prefix breaks:
+another order, an argument of the template. What a request behind a compaction evaluates counts as lost, too. Other
+evaluated tokens are new. Lost tokens are counted by the reason that `explain` gives, and by the part of the prompt in
+which the prefix breaks:
 
     message     the message differs from the stored one: a date in the system prompt, an edited question
-    part        another part differs: the list of tools, a tool's description, an argument of the template
+    part        another part differs: the list of tools, a tool's description, an argument of the template; or an agent
+                replaced the history, or went on with another model
     template    the messages are the same, but the template renders them differently: it leaves out earlier reasoning
     memory      the messages are the same, but the cache lacks a checkpoint or the tokens
+
+Each model has a cache of its own: a request of an agent shares nothing with those of other models.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
 
 from radixcache import Explanation, Gap, Hint, PrefixCache, Reason
-from radixcache.chat import message_ends
+from radixcache.chat import RenderedChat, chat_tokens
 from radixcache.chat_parts import Change, Chat, ChatLog
+from radixcache.chat_template import ChatTemplate
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting, ranges_in
 from radixcache.sized_cache import sized_cache
 from runner.models.load import ModelOutline
-from runner.script.conversation import Conversation
+from runner.script.conversation import Conversation, Opening
 from runner.script.schedule import ScheduledRequest, beginnings
-from runner.script.script import AWAITED_REPLY, RenderedRequest, Script
+from runner.script.script import AWAITED_REPLY, ScriptError, recorded_reply
 from runner.text import plural, shortened
 
 OPENING = "the opening of the reply"  # role of the text behind the last message
@@ -52,6 +59,35 @@ REASONS = {
     Reason.DIVERGED: "differs from the stored text, and the text after it is the same",
     **MEMORY_REASONS,
 }
+COMPACTED = Change(
+    "the history",
+    "a summary took its place (compaction)",
+    "Compact seldom, and in one large step: all behind the system prompt is evaluated again.",
+)
+OTHER_MODEL = Change(
+    "the model",
+    "another model had evaluated it",
+    "Stay with one model in a session: models share no state.",
+)
+NO_REASONING = Change(
+    "the chat template",
+    "it leaves out the reasoning of earlier turns",
+    "Use an argument of the template that keeps reasoning, if it has one, or turn reasoning off.",
+)
+#: What to do about a break that is no Change.
+PIECE_HINTS = {
+    "message": "Put text that changes behind the text that does not.",
+    "memory": "Use a larger budget; recurrent layers resume only at checkpoints.",
+}
+OPENINGS = {
+    Opening.SESSION: "first requests of sessions",
+    Opening.SUBAGENT: "first requests of subagents",
+    Opening.EDIT: "the user went back and asked something else",
+    Opening.MODEL: "another model went on",
+    Opening.COMPACTION: "behind a compaction",
+}
+MARKED_MESSAGES = 16  # the last messages whose ends are marked, and as many of those before
+MIN_MISSED = 1024  # tokens: providers cache in blocks, and nothing shorter
 
 
 @dataclass(eq=False)
@@ -82,8 +118,20 @@ class VaryingSpan:
 
 
 @dataclass
+class OpeningRow:
+    """Requests of agents that did not go on from the request before, and what was new in them."""
+
+    requests: int = 0
+    new_tokens: int = 0
+
+
+@dataclass
 class BreakReport:
-    """How many prompt tokens were resumed and lost, and why; the break with most lost tokens first."""
+    """How many prompt tokens were resumed and lost, and why; the break with most lost tokens first.
+
+    `openings` and `reported_*` are of logs of agents. `reported_*` are figures that the provider gave; missed are
+    tokens that the request before had, and that the provider did not report as cached.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -92,6 +140,12 @@ class BreakReport:
     cost_unit: str = "tokens"
     breaks: list[Break] = field(default_factory=list)
     hints: list[VaryingSpan] = field(default_factory=list)
+    openings: dict[Opening, OpeningRow] = field(default_factory=dict)
+    reported_requests: int = 0
+    reported_prompt_tokens: int = 0
+    reported_cached_tokens: int = 0
+    reported_missed_requests: int = 0
+    reported_missed_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -111,6 +165,25 @@ def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
     return [each if each.replies_recorded else answered(each) for each in conversations]
 
 
+def unwritten_parts(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
+    """The kinds of parts that the conversations have and the chat template never writes."""
+    names = {"tool_calls": "tool calls", "reasoning_content": "reasoning"}
+    asked, found = {"role": "user", "content": "?"}, dict[str, dict[str, Any]]()
+    for message in chain.from_iterable(each.messages for each in conversations):
+        found |= {key: {"role": "assistant", "content": "", key: message[key]} for key in names.keys() & message.keys()}
+        if len(found) == len(names):
+            break
+    plain = {"role": "assistant", "content": ""}
+    return [names[key] for key in sorted(found) if _is_same_text(tokenizer, [asked, found[key]], [asked, plain])]
+
+
+def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
+    try:
+        return np.array_equal(chat_tokens(tokenizer, left), chat_tokens(tokenizer, right))
+    except ValueError:  # the template refuses one of them
+        return False
+
+
 def find_breaks(
     outline: ModelOutline,
     layout: SizedLayout,
@@ -122,72 +195,122 @@ def find_breaks(
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BreakReport, int]:
     """Run the requests in order; returns the report and how many were skipped. ScriptError: one cannot be rendered."""
-    script = Script(outline, requests, max_tokens=1, recorded=True, skip_bad=skip_bad)
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy, tokenizer=outline.tokenizer)
-    search = _Search(outline.tokenizer, cache)
-    for index, request in enumerate(script.requests):
-        search.add(request, script[index])
+    search, skipped = _Search(outline.tokenizer, cache, has_marks=layout.has_points), 0
+    for index, request in enumerate(requests):
+        try:
+            search.add(request)
+        except ValueError as error:
+            skipped += 1
+            if not skip_bad or skipped == len(requests):
+                raise ScriptError(f"{request.where}: {error}") from error
         if on_progress is not None:
             on_progress(index + 1)
     report = search.report
     report.breaks = sorted(search.breaks.values(), key=lambda each: -each.lost_tokens)
     report.hints.sort(key=lambda each: -each.lost_tokens)
-    return report, script.skipped_requests
+    return report, skipped
+
+
+class _Prompt:
+    """A request as its template renders it. Ends of messages are found when they are asked for: each takes time."""
+
+    def __init__(self, tokenizer: Any, request: ScheduledRequest) -> None:
+        """ValueError: the template refuses the request."""
+        is_reply = request.messages[-1]["role"] == "assistant"
+        template = ChatTemplate(tokenizer, request.tools, dict(request.arguments))
+        self._chat = RenderedChat(template, request.messages, "message" if is_reply else "reply")
+        self.count = len(request.messages)
+        self.tokens = self._chat.tokens
+        self._has_system = request.messages[0]["role"] == "system"
+        self._ends: dict[int, int] = {0: 0}
+
+    @cached_property
+    def opening(self) -> int:
+        """The end of all in front of the first message, if it is no system prompt; else 0."""
+        return 0 if self._has_system else self._chat.opening
+
+    def end(self, count: int) -> int:
+        """The end of the first messages, or the last end in front of it that is certain."""
+        at = count
+        while at not in self._ends:
+            if end := self._chat.end(at):
+                self._ends[at] = end
+            else:
+                at -= 1
+        self._ends |= dict.fromkeys(range(at + 1, count + 1), self._ends[at])
+        return self._ends[count]
+
+    def message_at(self, offset: int) -> int:
+        """Index of the message of the token at an offset; the count of messages behind them."""
+        return bisect_right(range(1, self.count + 1), offset, key=self.end)
+
+    def goes_on(self, start: int, end: int) -> bool:
+        """Whether the message of a span goes on behind the span for a while. A question that differs does not."""
+        border = self.opening if self.opening > start else self.end(min(self.message_at(start) + 1, self.count))
+        return border - end >= ANCHOR
+
+    def marks(self) -> list[int]:
+        """Where other conversations may part from this one: for layers that resume only at checkpoints."""
+        step = -(-self.count // MARKED_MESSAGES)
+        last = range(max(1, self.count - MARKED_MESSAGES), self.count + 1)
+        ends = {self._chat.opening, *map(self.end, (*range(1, self.count, step), *last))}
+        return sorted(ends - {0})
 
 
 class _Search:
-    def __init__(self, tokenizer: Any, cache: PrefixCache) -> None:
+    def __init__(self, tokenizer: Any, cache: PrefixCache, *, has_marks: bool) -> None:
         self.report = BreakReport()
-        self._tokenizer, self._cache, self._model = tokenizer, cache, SizedModel()
+        self._tokenizer, self._cache, self._has_marks, self._model = tokenizer, cache, has_marks, SizedModel()
         self.breaks: dict[tuple[Any, ...], Break] = {}
-        self._seen: set[bytes] = set()
+        self._models: dict[bytes, set[str]] = {}  # the models that have had these first messages
         self._chats = ChatLog()
+        self._reported: dict[str, int] = {}  # the prompt tokens of the last request of each conversation
 
-    def add(self, request: ScheduledRequest, rendered: RenderedRequest) -> None:
-        tokens = rendered.prompt.tokens
-        found = self._cache.explain(tokens)
-        self._count(request, tokens, found)
-        with self._cache.begin(tokens, marks=rendered.prompt.marks, reserve=0) as session:
+    def add(self, request: ScheduledRequest) -> None:
+        """Explain a request, then serve it. ValueError: the template refuses it; then nothing was done."""
+        chat, model, prompt = _chat(request), _model(request), _Prompt(self._tokenizer, request)
+        tokens, reply = prompt.tokens, recorded_reply(self._tokenizer, request, prompt.tokens)
+        self._count(request, prompt, self._cache.explain(tokens, model))
+        marks = prompt.marks() if self._has_marks else ()
+        with self._cache.begin(tokens, namespace=model, marks=marks, reserve=0) as session:
             session.prefill(self._model)
             session.step(self._model, tokens[-1:])
-            if len(rendered.reply):
-                session.step(self._model, rendered.reply)
-        chat = _chat(request)
-        reply = () if request.recorded_reply is None else (request.recorded_reply,)
-        self._seen.update(_digests(chat, (*request.messages, *reply)))
-        self._chats.add(tokens.astype(np.int64), chat)
+            if len(reply):
+                session.step(self._model, reply)
+        replies = () if request.recorded_reply is None else (request.recorded_reply,)
+        for digest in _digests(chat, (*request.messages, *replies)):
+            self._models.setdefault(digest, set()).add(model)
+        self._chats.add(tokens.astype(np.int64), chat, model)
 
-    def _count(self, request: ScheduledRequest, tokens: Any, found: Explanation) -> None:
+    def _count(self, request: ScheduledRequest, prompt: _Prompt, found: Explanation) -> None:
         report = self.report
         report.requests += 1
         report.prompt_tokens += found.prompt_tokens
         report.resumed_tokens += found.resumable_tokens
         report.cost_unit = found.cost_unit
-        chat = _chat(request)
-        _, opening, ends = message_ends(self._tokenizer, request.messages, request.tools, **request.arguments)
-        # The first messages that an earlier request had, its reply included.
-        known = sum(1 for _ in takewhile(self._seen.__contains__, _digests(chat, request.messages)))
-        known_end = max(ends[:known], default=0)
-        keys, change = tokens.astype(np.int64), None
-        has_system = request.messages[0]["role"] == "system"
-        borders = [0 if has_system else opening, *ends]
-        ranges = [(0, known_end), self._realigned(keys, borders)]
-        fork = found.fork
-        if fork and (parted := self._chats.first_change(self._tokenizer, keys, chat, fork.start)):
-            change, stored = parted
-            ranges += ranges_in(keys, stored, fork.start) if change.keeps_rest else []
+        known_end, own_end = self._known_ends(request, prompt)
+        ranges, change = self._ranges(request, prompt, known_end, found.fork)
         broken: set[Break] = set()
+        new_tokens = found.prompt_tokens - found.resumable_tokens
         for gap in found.gaps:
             # State that is or was stored has been evaluated before, whatever message it is in.
             is_memory = gap.reason in MEMORY_REASONS
             lost = gap.tokens if is_memory else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
-            named = change if gap is fork else None
-            index = next((k for k, end in enumerate(ends) if end > gap.start), len(ends))
+            new_tokens -= lost
+            index = prompt.message_at(gap.start)
+            is_same = gap.start < max(known_end, prompt.opening)
+            named = change if gap is found.fork or change is COMPACTED else None
+            if is_memory:
+                named = None
+            elif named is None and own_end <= gap.start < known_end:
+                named = OTHER_MODEL
+            elif named is None and is_same and self._leaves_out_reasoning(request, prompt, index):
+                named = NO_REASONING
             index = index if named is None or named.message is None else named.message
-            role = request.messages[index]["role"] if index < len(ends) else OPENING
-            is_same = gap.start < known_end or (gap.start < opening and not has_system)
+            role = request.messages[index]["role"] if index < prompt.count else OPENING
             piece = "memory" if is_memory else "template" if is_same and named is None else "message"
             if named is not None and named.message is None:
                 role, piece = named.part, "part"
@@ -196,16 +319,68 @@ class _Search:
                 broken.add(each)
                 each.requests += 1
                 each.messages[index] = each.messages.get(index, 0) + 1
-        self._note_hints(found, borders)
+        self._note_hints(found, prompt)
+        self._note_call(request, new_tokens)
 
-    def _realigned(self, keys: Any, borders: Sequence[int]) -> tuple[int, int]:
+    def _known_ends(self, request: ScheduledRequest, prompt: _Prompt) -> tuple[int, int]:
+        """The end of the first messages that an earlier request had, its reply included; and one of the same model."""
+        models = [*takewhile(bool, map(self._models.get, _digests(_chat(request), request.messages)))]
+        own = [*takewhile(lambda each: _model(request) in each, (each for each in models if each))]
+        return prompt.end(len(models)), prompt.end(len(own))
+
+    def _ranges(
+        self, request: ScheduledRequest, prompt: _Prompt, known_end: int, fork: Gap | None
+    ) -> tuple[list[tuple[int, int]], Change | None]:
+        """The ranges of a prompt whose tokens are lost if they are evaluated, and what changed at the fork."""
+        keys, model = prompt.tokens.astype(np.int64), _model(request)
+        if request.call is not None and request.call.opening == Opening.COMPACTION:
+            return [(0, len(keys))], COMPACTED
+        ranges = [(0, known_end), self._realigned(keys, prompt, model)]
+        if fork is None:
+            return ranges, None
+        parted = self._chats.first_change(self._tokenizer, keys, _chat(request), fork.start, model)
+        if parted is None:
+            return ranges, None
+        change, stored = parted
+        return ranges + (ranges_in(keys, stored, fork.start) if change.keeps_rest else []), change
+
+    def _leaves_out_reasoning(self, request: ScheduledRequest, prompt: _Prompt, index: int) -> bool:
+        """Whether the prompt is the same without the reasoning of a message."""
+        if index >= len(request.messages) or "reasoning_content" not in request.messages[index]:
+            return False
+        messages = [dict(each) for each in request.messages]
+        del messages[index]["reasoning_content"]
+        tokens = chat_tokens(self._tokenizer, messages, request.tools, **request.arguments)
+        return np.array_equal(tokens, prompt.tokens)
+
+    def _note_call(self, request: ScheduledRequest, new_tokens: int) -> None:
+        """Count what the log of an agent says of a request."""
+        call, report = request.call, self.report
+        if call is None:
+            return
+        if call.opening is not None:
+            row = report.openings.setdefault(call.opening, OpeningRow())
+            row.requests += 1
+            row.new_tokens += new_tokens
+        if call.prompt_tokens is None:
+            return
+        report.reported_requests += 1
+        report.reported_prompt_tokens += call.prompt_tokens
+        report.reported_cached_tokens += call.cached_tokens
+        missed = min(self._reported.get(request.conversation_id, 0), call.prompt_tokens) - call.cached_tokens
+        if missed >= MIN_MISSED:
+            report.reported_missed_requests += 1
+            report.reported_missed_tokens += missed
+        self._reported[request.conversation_id] = call.prompt_tokens
+
+    def _realigned(self, keys: Any, prompt: _Prompt, model: str) -> tuple[int, int]:
         """The longest range that follows a short span by which this prompt differs from an earlier one."""
         longest = (0, 0)
-        for prompt in self._chats.prompts():
-            each = parting(keys, prompt)
+        for other in self._chats.prompts(model):
+            each = parting(keys, other)
             if each is None or each.behind < max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start)):
                 continue
-            if each.behind > longest[1] - longest[0] and _goes_on(each.start, each.end, borders):
+            if each.behind > longest[1] - longest[0] and prompt.goes_on(each.start, each.end):
                 longest = (each.end, each.end + each.behind)
         return longest
 
@@ -223,9 +398,9 @@ class _Search:
             each.conversation_id, each.turn = request.conversation_id, request.turn
         return each
 
-    def _note_hints(self, found: Explanation, borders: Sequence[int]) -> None:
+    def _note_hints(self, found: Explanation, prompt: _Prompt) -> None:
         for hint in found.hints:
-            if not _goes_on(hint.start, hint.end, borders):
+            if not prompt.goes_on(hint.start, hint.end):
                 continue
             lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
             spans = ((each, each.hint) for each in self.report.hints)
@@ -243,14 +418,14 @@ def _chat(request: ScheduledRequest) -> Chat:
     return Chat(request.messages, request.tools, request.arguments)
 
 
+def _model(request: ScheduledRequest) -> str:
+    """The model as the log of an agent names it; '': there is no such log."""
+    return "" if request.call is None else request.call.model
+
+
 def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
     """Digests of `messages[:1]`, `messages[:2]`, ... together with the tools and arguments of a chat."""
     return islice(beginnings(messages, json.dumps([chat.tools, chat.arguments]).encode()), 1, None)
-
-
-def _goes_on(start: int, end: int, borders: Sequence[int]) -> bool:
-    """Whether the message in which a span begins goes on for a while behind it; a question that differs does not."""
-    return next((border for border in borders if border > start), 0) - end >= ANCHOR
 
 
 def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
@@ -271,6 +446,8 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
         f"{report.resumed_tokens / total:.1%} resumed, {report.new_tokens / total:.1%} new, "
         f"{report.lost_tokens / total:.1%} lost ({report.lost_tokens:,} tokens)."
     ]
+    if report.reported_requests:
+        lines.append(_reported_words(report))
     if report.breaks:
         lines += ["", f"{'tokens lost':>11}  {'of prompts':>10}  {'requests':>8}  where, and why"]
     else:
@@ -280,17 +457,52 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
     if rest := report.breaks[top:]:
         lost = sum(each.lost_tokens for each in rest)
         lines.append(f"{lost:>11,}  {lost / total:>10.1%}  {'':>8}  {len(rest)} more breaks; see --top")
+    if report.openings:
+        lines += _opening_lines(report, total)
     for span in report.hints[:SHOWN_HINTS]:
         requests = plural(span.requests, "request")
         lines += ["", f"hint, in {requests}, {span.lost_tokens:,} tokens lost: {span.hint}"]
     return "\n".join(lines)
 
 
+def _reported_words(report: BreakReport) -> str:
+    """What the provider reported to an agent, beside the figures of this cache."""
+    share = report.reported_cached_tokens / report.reported_prompt_tokens
+    words = (
+        f"Reported by the provider, with the parts that the logs do not hold: {report.reported_prompt_tokens:,} prompt "
+        f"tokens in {plural(report.reported_requests, 'request')}, {share:.1%} cached."
+    )
+    if report.reported_missed_requests:
+        words += (
+            f" In {plural(report.reported_missed_requests, 'request')}, {report.reported_missed_tokens:,} tokens of "
+            "the request before were not cached: state had expired, or a part that the logs do not hold had changed."
+        )
+    return words
+
+
+def _opening_lines(report: BreakReport, total: int) -> list[str]:
+    """Why the tokens are new that are not lost."""
+    openings = report.openings.values()
+    others = report.requests - sum(row.requests for row in openings)
+    rest = OpeningRow(others, report.new_tokens - sum(row.new_tokens for row in openings))
+    rows = [*((OPENINGS[name], row) for name, row in report.openings.items()), ("messages that were added", rest)]
+    rows.sort(key=lambda each: -each[1].new_tokens)
+    return [
+        "",
+        f"{'tokens new':>11}  {'of prompts':>10}  {'requests':>8}  why",
+        *(f"{_figures(row.new_tokens, total, row.requests)}  {words}" for words, row in rows if row.new_tokens),
+    ]
+
+
+def _figures(tokens: int, total: int, requests: int) -> str:
+    return f"{tokens:>11,}  {tokens / total:>10.1%}  {requests:>8,}"
+
+
 def _break_lines(each: Break, total: int) -> list[str]:
-    head = f"{each.lost_tokens:>11,}  {each.lost_tokens / total:>10.1%}  {each.requests:>8,}"
-    lines = [f"{head}  {_where(each)}: {_why(each)}"]
-    if each.change is not None:
-        lines.append(f"{' ' * 6}{each.change.hint}")
+    hint = PIECE_HINTS.get(each.piece) if each.change is None else each.change.hint
+    lines = [f"{_figures(each.lost_tokens, total, each.requests)}  {_where(each)}: {_why(each)}"]
+    if hint is not None:
+        lines.append(f"{' ' * 6}{hint}")
     gap, margin = each.example, " " * 6
     assert gap is not None, each
     lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")

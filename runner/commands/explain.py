@@ -44,10 +44,14 @@ def explain(
         outputs.say(f"note: {unanswered} {noun} no recorded replies; a short text is used for each reply.")
     outline, lines = load_outline(model), ProgressLines()
 
-    from runner.breaks import breaks_text, find_breaks, with_replies
+    from runner.breaks import breaks_text, find_breaks, unwritten_parts, with_replies
     from runner.files import json_bytes
+    from runner.script.conversation_reader import not_in_logs
     from runner.script.script import ScriptError
 
+    if unwritten := unwritten_parts(outline.tokenizer, conversations):
+        parts = " and ".join(unwritten)
+        outputs.say(f"note: the chat template of {outline.name} leaves out {parts}; --model names another.")
     scheduled = scheduled_requests(with_replies(conversations), users=users, seed=seed, max_requests=requests)
     with outputs.usage_errors(ScriptError):
         report, skipped = find_breaks(
@@ -71,6 +75,7 @@ def explain(
         "budget_mib": budget_mib,
         "policy": policy,
         "skipped_requests": skipped,
+        "not_in_logs": not_in_logs(conversations),
         **outputs.about(context),
     }
     results.write("--json", lambda: json_bytes(document))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -49,6 +50,30 @@ class ConversationError(ValueError):
     """A file or a record that is not a conversation: where, what was found, what was wanted, on one line."""
 
 
+class Opening(StrEnum):
+    """Why a request of an agent does not go on from the request before."""
+
+    SESSION = "session"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"  # a summary took the place of the history
+    EDIT = "edit"  # the user went back, and asked something else
+    MODEL = "model"  # another model went on
+
+
+class Call(NamedTuple):
+    """What the log of an agent says of one request. `prompt_tokens` and `cached_tokens`: as the provider reported.
+
+    `time` is the reply's, as ISO 8601 in UTC: texts in their order.
+    """
+
+    reply_id: str
+    time: str
+    model: str
+    opening: Opening | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A conversation as it was recorded.
@@ -57,7 +82,8 @@ class Conversation:
     Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
     `arguments` are those of the chat template: `chat_template_kwargs` of the record. `left_out` counts parts that no
     template has text for, such as images, by their type. A conversation that `is_request` is the body of one request
-    of a log; replies to its first `asked_messages` messages were asked for by earlier bodies.
+    of a log; replies to its first `asked_messages` messages were asked for by earlier bodies. `calls` are those of an
+    agent's log: only the last replies of the conversation were asked for, one in each call.
     """
 
     conversation_id: str
@@ -71,6 +97,7 @@ class Conversation:
     left_out: Mapping[str, int] = field(default_factory=dict)
     is_request: bool = False
     asked_messages: int = 0
+    calls: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from radixcache.observe.trace import FORMAT
 from runner.files import read_json
 from runner.script import anthropic_blocks, response_items
+from runner.script.agent_sessions import claude_code, codex
 from runner.script.conversation import (
     ROLES,
     Conversation,
@@ -140,9 +141,7 @@ def _unknown(record: Any, origin: Origin) -> ConversationError:
 
 def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Conversation:
     """The conversation of a record, from its turns and the fields beside them."""
-    turns, left_out = record[form.turns], Counter[str]()
-    if isinstance(record.get("left_out"), Counter):  # JSON has no counters
-        left_out.update(record["left_out"])
+    turns, left_out = record[form.turns], _left_out(record)
     expect(isinstance(turns, list), f"{origin.where}: {form.turns} is", turns, "a list of messages")
     messages = [_message(turn, form, f"{origin.where}: message {at}", left_out) for at, turn in enumerate(turns)]
     if isinstance(system := record.get("system"), str) and system and (not turns or messages[0]["role"] != "system"):
@@ -163,6 +162,7 @@ def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Convers
         first_turn=first_turn,
         source=origin.source,
         replies_recorded=record.get("replies_recorded", True) is not False,
+        calls=calls if isinstance(calls := record.get("calls"), tuple) else (),  # JSON has no tuples
         arguments={**_reasoning(record), **checked_arguments(record.get("chat_template_kwargs"), origin.where)},
         left_out=dict(left_out),
         is_request=is_request,
@@ -175,6 +175,12 @@ def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
         thinking = {"enabled": True, "disabled": False}.get(str(thinking.get("type")))
     said = (each if isinstance(each, bool) else None for each in (record.get("enable_thinking"), thinking))
     return anthropic_blocks.reasoning_arguments(effort if isinstance(effort, str) else None, *said)
+
+
+def _left_out(record: dict[str, Any]) -> Counter[str]:
+    """What a reader has left out of a record."""
+    left_out = record.get("left_out")
+    return Counter(left_out) if isinstance(left_out, Counter) else Counter()  # JSON has no counters
 
 
 def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[str, Any]:
@@ -252,7 +258,8 @@ def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
 def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
     def read(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
         try:
-            yield {**chat_of_log(record), **{key: record[key] for key in _BESIDE if key in record}}
+            chat = {**chat_of_log(record), **{key: record[key] for key in _BESIDE if key in record}}
+            yield {**chat, "left_out": chat["left_out"] + _left_out(record)}
         except ValidationError as error:
             field, message = first_finding(error.errors())
             raise ConversationError(f"{origin.where}: {field}: {message}.") from None
@@ -450,8 +457,14 @@ def _has_utterances(record: dict[str, Any]) -> bool:
     return isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns)
 
 
+def _is_claude_code(record: dict[str, Any]) -> bool:
+    return not {"sessionId", "leafUuid", "messageId"}.isdisjoint(record)
+
+
 _ANTHROPIC = "a body with `system`, or with blocks or tools that only this API has"
 _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages"
+_CLAUDE_CODE = "a session in `~/.claude/projects`; records have `sessionId`, `leafUuid` or `messageId`"
+_CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
 _LOGGED = "a body of an API above, which may be JSON text; `response` may have its reply"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
@@ -474,4 +487,6 @@ FORMS: tuple[Form, ...] = (
     Form("mt-bench", "a list of the user's texts", "turns", read=_read_mt_bench),
     Form("SWE-agent", "a `.traj` file", "history", read=_read_swe_agent),
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
+    Form("Claude Code", _CLAUDE_CODE, "type", tells=_is_claude_code, join=claude_code),
+    Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),
 )

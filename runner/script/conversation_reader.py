@@ -1,8 +1,8 @@
 """Read conversations from files, whatever known format each is in.
 
 A text has JSON records: one per line (JSONL), or the values of one document. A bad record is an error of one line,
-or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error. A JSON
-document ends at a syntax error.
+or, with `skip_bad`, a line in `ReadResult.skipped`. A file that cannot be read at all is always an error, except beside
+sessions of agents. A JSON document ends at a syntax error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from runner.files import files_below
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
 from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
-from runner.text import printable, shortened
+from runner.text import plural, printable, shortened
 
 MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
 MAX_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 NAMED_KINDS = 12  # kinds of parts that a note names
+NO_SESSIONS = ("agent-*.meta.json", "sessions-index.json")  # files that Claude Code puts beside sessions
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
 _BLANK = " \t\r\n"
 
@@ -43,12 +44,19 @@ class ReadResult:
 
     @property
     def notes(self) -> list[str]:
-        """The parts of messages that no chat template has text for, counted by their type, as a sentence."""
+        """What the prompts lack, a sentence each: parts that no chat template has text for, counted by their type."""
         left_out: Counter[str] = Counter()
         for each in self.conversations:
             left_out.update(each.left_out)
         parts = ", ".join(f"{count:,} {shortened(kind, 40)}" for kind, count in left_out.most_common(NAMED_KINDS))
-        return [f"left out of the prompts, since chat templates have no text for them: {parts}."] * bool(parts)
+        notes = [f"left out of the prompts, since chat templates have no text for them: {parts}."] * bool(parts)
+        if missing := " and not ".join(not_in_logs(self.conversations)):
+            notes.append(f"the logs hold no {missing}: these parts of prompts cannot be judged.")
+        return notes
+
+
+class _UnreadableError(ConversationError):
+    """A whole file cannot be read."""
 
 
 # The line where a JSON value begins, from 1, and the value or a ConversationError in its place.
@@ -65,6 +73,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     """Read all conversations of files and folders, at any depth, in any form of conversation_formats.py, or gzipped.
 
     OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
+    Beside sessions of agents, what cannot be read is skipped, with or without `skip_bad`.
     ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left. ValueError: no
     path was given.
     """
@@ -73,23 +82,36 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     found = [file for each in paths for file in _files(Path(each))]
     stems = [path.stem for path in found]
     conversations: list[Conversation] = []
-    skipped: list[str] = []
+    errors: list[ConversationError] = []
     sources: dict[str, str] = {}
     asked: set[bytes] = set()
+    replies: set[str] = set()
     for path in found:
         # Conversations without an id are named after their file, and its folder if the file's name is not unique.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
-        for value, origin in _read_file(path, label, skip_bad):
+        for value, origin in _records(path, label, skip_bad):
             try:
-                conversations += [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
+                read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
+                conversations += [new for each in read if (new := _without(replies, each)) is not None]
             except ConversationError as error:
-                if not skip_bad:
-                    raise
-                skipped.append(str(error))
+                errors.append(error)
+    # Folders of agents have other files, too, and logs that are being written.
+    bad = [error for error in errors if not skip_bad or isinstance(error, _UnreadableError)]
+    if bad and not any(each.calls for each in conversations):
+        raise bad[0]
+    skipped = [str(error) for error in errors]
     if not conversations:
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
         raise ConversationError(f"{', '.join(map(str, paths))}: no conversation found{first}")
     return ReadResult(conversations, skipped)
+
+
+def not_in_logs(conversations: Iterable[Conversation]) -> list[str]:
+    """The parts of prompts that the logs of agents do not hold; empty if there are no such logs."""
+    logs = [each for each in conversations if each.calls]
+    bare = sum(each.messages[0]["role"] not in ("system", "developer") for each in logs)
+    tools = ["tools"] if any(each.tools is None for each in logs) else []
+    return tools + ([f"the system prompt of {bare:,} of {plural(len(logs), 'conversation')}"] if bare else [])
 
 
 def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:
@@ -120,6 +142,18 @@ def _asked_once(conversation: Conversation, asked: set[bytes]) -> Conversation:
     return replace(conversation, asked_messages=asked_messages)
 
 
+def _without(replies: set[str], conversation: Conversation) -> Conversation | None:
+    """A conversation without the replies that earlier ones had: agents copy a session that goes on into a new file.
+
+    None: no reply is left. The replies are added to `replies`.
+    """
+    if not conversation.calls:
+        return conversation
+    calls = tuple(call for call in conversation.calls if call.reply_id not in replies)
+    replies.update(call.reply_id for call in calls)
+    return replace(conversation, calls=calls) if calls else None
+
+
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -127,10 +161,18 @@ def _files(path: Path) -> list[Path]:
         found = files_below(path, [*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES)])
     except OSError as error:
         raise ConversationError(f"{path}: cannot be read ({error.strerror}); wanted conversations.") from error
-    found = [file for file in found if file.name not in TOOL_FILES]
+    found = [file for file in found if file.name not in TOOL_FILES and not any(map(file.match, NO_SESSIONS))]
     if not found:
         raise ConversationError(f"{path}: no {', '.join(SUFFIXES)} file in the folder; wanted conversations.")
     return found
+
+
+def _records(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
+    """The records of a file, or an error in their place if the file cannot be read."""
+    try:
+        yield from _read_file(path, label, skip_bad)
+    except ConversationError as error:
+        yield _UnreadableError(str(error)), Origin(path, 1, label)
 
 
 def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:

@@ -3,6 +3,8 @@
 A request is a conversation up to a message that the model answers: a user's or a tool's message before a message of the
 assistant, or at the end. If only the user's turns are recorded, the model answers each.
 
+Requests of agents' logs come in the order of their times; there is nothing to draw.
+
   SQ1  A user's requests come in the order of the user's conversations and, within one, of its turns.
   SQ2  The same conversations, users and seed give the same requests.
 """
@@ -13,10 +15,10 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
-from runner.script.conversation import Conversation
+from runner.script.conversation import Call, Conversation
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ScheduledRequest:
 
     `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests.
     `reply_slots` are positions in `messages` of the model's earlier replies, without those that call tools. A position
-    has the recorded reply; if none is recorded, it has the user's next message.
+    has the recorded reply; if none is recorded, it has the user's next message. `call`: what the log of an agent says.
     """
 
     index: int
@@ -38,6 +40,7 @@ class ScheduledRequest:
     reply_slots: tuple[int, ...] = ()
     source: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    call: Call | None = None
 
     @property
     def where(self) -> str:
@@ -84,6 +87,8 @@ def schedule(
 ) -> list[ScheduledRequest]:
     """Interleave the requests of the first `users` users: the next one is of a random user who has requests left.
 
+    If all conversations are from agents' logs, the next one is the next in time.
+
     ValueError: no conversation, `users` or `max_requests` below 1, or more users than there are.
     """
     waiting: dict[str, deque[ScheduledRequest]] = defaultdict(deque)
@@ -97,6 +102,9 @@ def schedule(
     if max_requests is not None and max_requests < 1:
         raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
     queues = [queue for queue in list(waiting.values())[:users] if queue]
+    if all(conversation.calls for conversation in conversations):
+        found = sorted(chain.from_iterable(queues), key=lambda each: each.call.time if each.call else "")
+        return [replace(request, index=index) for index, request in enumerate(found[:max_requests])]
     draw = random.Random(seed)
     ordered: list[ScheduledRequest] = []
     while queues and (max_requests is None or len(ordered) < max_requests):
@@ -111,12 +119,16 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     """The requests of one conversation, in order, numbered from 0."""
     turn, index = -1, 0
     slots: list[int] = []
-    messages = conversation.messages
-    for position, (message, following) in enumerate(zip(messages, (*messages[1:], None), strict=True)):
+    messages, calls = conversation.messages, iter(conversation.calls)
+    pairs = list(zip(messages, (*messages[1:], None), strict=True))
+    due = [_is_reply_due(*pair, conversation.replies_recorded) for pair in pairs]
+    earlier = sum(due) - len(conversation.calls) if conversation.calls else 0  # replies that are no request here
+    for position, (message, following) in enumerate(pairs):
         turn += message["role"] == "user"
-        if not _is_reply_due(message, following, conversation.replies_recorded):
+        if not due[position]:
             continue
-        if turn >= conversation.first_turn and position >= conversation.asked_messages:
+        earlier -= 1
+        if turn >= conversation.first_turn and position >= conversation.asked_messages and earlier < 0:
             yield ScheduledRequest(
                 index=index,
                 user=conversation.user,
@@ -128,6 +140,7 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
                 reply_slots=tuple(slots),
                 source=conversation.source,
                 arguments=conversation.arguments,
+                call=next(calls, None),
             )
             index += 1
         if following is not None and not following.get("tool_calls"):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import render_chat
+from radixcache.chat import message_ends
 from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
@@ -188,14 +189,15 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     """The recorded reply, if any, as the next turn's prompt spells it. ValueError: the template refuses it."""
     if request.recorded_reply is None:
         return np.empty(0, np.int32)
-    tokens, marks = render_chat(
+    messages = [*request.messages, request.recorded_reply]
+    tokens, _, (*_, end) = message_ends(
         tokenizer,
-        [*request.messages, request.recorded_reply],
+        messages,
         request.tools,
         add_generation_prompt=False,
+        counts=(len(messages),),  # each end costs some renderings
         **request.arguments,
     )
-    end = marks[-1] if marks else 0
     if end > len(prompt) == common_length(tokens, prompt):
         return tokens[len(prompt) : end]
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.

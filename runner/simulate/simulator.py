@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
 from radixcache import PrefixCache, render_chat
+from radixcache.chat import chat_tokens
 from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
 from radixcache.lock import uninterrupted
 from radixcache.paging.tier import Disk
@@ -316,7 +317,7 @@ def grow_tree(
     model, skipped = SizedModel(), []
     for request in requests:
         try:
-            tokens, marks = render_chat(tokenizer, request.messages, request.tools, **request.arguments)
+            tokens, marks = _rendered(tokenizer, request, with_marks=layout.has_points)
             reply = recorded_reply(tokenizer, request, tokens)
         except ValueError as error:
             skipped.append(f"{request.where}: {error}")
@@ -329,3 +330,10 @@ def grow_tree(
             if len(reply):
                 session.step(model, reply)
     return cache, skipped
+
+
+def _rendered(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
+    """Tokens, and marks for layers that resume only at checkpoints: each costs some renderings."""
+    if with_marks:
+        return render_chat(tokenizer, request.messages, request.tools, **request.arguments)
+    return chat_tokens(tokenizer, request.messages, request.tools, **request.arguments), ()

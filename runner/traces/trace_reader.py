@@ -22,7 +22,7 @@ import numpy as np
 from radixcache.observe.trace import FORMAT, block_digests
 from runner.files import files_below
 from runner.script.conversation import Conversation, ConversationError
-from runner.script.conversation_reader import read_conversations
+from runner.script.conversation_reader import NO_SESSIONS, read_conversations
 from runner.script.schedule import requests_of
 from runner.text import printable, shown
 from runner.traces.trace import (
@@ -166,6 +166,7 @@ def _files(path: Path) -> list[Path]:
         files = files_below(path, [*_SUFFIXES, *(f"{suffix}.gz" for suffix in _SUFFIXES)])
     except OSError as error:
         raise unreadable(path, error) from error
+    files = [file for file in files if not any(map(file.match, NO_SESSIONS))]
     if not files:
         raise TraceError(f"{path}: the folder has no {' or '.join(_SUFFIXES)} file; wanted a trace.")
     return files

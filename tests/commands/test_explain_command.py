@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.breaks import BreakReport, breaks_text, find_breaks, with_replies
+from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
 from runner.models.load import load_outline
-from runner.script.conversation import Conversation
+from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
 from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
+from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, item, thought, turn, written
+from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
 OUTLINE = load_outline("tiny")
 QUESTIONS = ("Is it open today?", "Where do I return books?", "How much is a card?", "May I bring my dog?", "Who?")
@@ -188,3 +191,137 @@ def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command
     assert document["lost_tokens"] == sum(each["lost_tokens"] for each in document["breaks"])
     assert document["model"] == "tiny:llama"
     assert document["hints"][0]["hint"]["values"] >= 3
+
+
+# Sessions of agents
+
+
+def broken_log(folder: Path, *logs: Sequence[dict[str, Any]], outline: Any = OUTLINE) -> BreakReport:
+    for index, records in enumerate(logs):
+        written(folder, records, f"{index}.jsonl")
+    return broken(list(read_conversations(folder).conversations), outline)
+
+
+def session(name: str = "s", turns: int = 3, model: str = "opus") -> ClaudeLog:
+    log = ClaudeLog(name)
+    for question in QUESTIONS[:turns]:
+        log.ask(f"{question} {SYSTEM}")
+        log.reply(thought(f"They ask: {question}"), f"To {question} {SYSTEM}", model=model)
+    return log
+
+
+def the_break(report: BreakReport) -> tuple[str, str, int]:
+    (found,) = report.breaks
+    return found.role, found.piece, found.requests
+
+
+def test_a_session_that_only_grows_loses_nothing_and_says_why_tokens_are_new(tmp_path: Path) -> None:
+    report = broken_log(tmp_path, session().records)
+    assert report.lost_tokens == 0
+    assert {name: row.requests for name, row in report.openings.items()} == {"session": 1}
+    text = breaks_text(report)
+    assert "Nothing was lost" in text
+    assert "first requests of sessions" in text
+    assert "messages that were added" in text
+    assert "hint" not in text
+
+
+def test_a_compaction_loses_all_that_the_request_behind_it_evaluates(tmp_path: Path) -> None:
+    log = session()
+    log.add("system", after=None, subtype="compact_boundary")
+    log.ask(f"They asked about the library. {SYSTEM}", isCompactSummary=True)
+    log.reply(f"I see. {SYSTEM}")
+    report = broken_log(tmp_path, log.records)
+    assert the_break(report) == ("the history", "part", 1)
+    assert len(SYSTEM) <= report.lost_tokens <= 2 * len(SYSTEM)
+    text = breaks_text(report)
+    assert "the history: a summary took its place (compaction)" in text
+    assert report.breaks[0].change is not None
+    assert report.breaks[0].change.hint in text
+
+
+def test_what_another_model_had_evaluated_is_lost_to_the_next_one(tmp_path: Path) -> None:
+    log = session()
+    log.ask("And now?")
+    log.reply("Now I answer.", model="haiku")
+    report = broken_log(tmp_path, log.records)
+    assert the_break(report) == ("the model", "part", 1)
+    assert 6 * len(SYSTEM) <= report.lost_tokens <= 7 * len(SYSTEM)
+    assert "the model: another model had evaluated it" in breaks_text(report)
+    assert broken_log(tmp_path, session(turns=4).records).lost_tokens == 0
+
+
+def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path: Path) -> None:
+    log = session()
+    log.ask(f"May I ask otherwise? {SYSTEM[::-1]}", after=log.records[2]["uuid"])
+    log.reply("You may.")
+    log.ask(f"Search for it. {SYSTEM.swapcase()}", after=None, isSidechain=True)
+    log.reply("Found.", isSidechain=True)
+    report = broken_log(tmp_path, log.records)
+    assert report.lost_tokens == 0
+    assert [str(name) for name in report.openings] == ["session", "edit", "subagent"]
+    assert all(row.new_tokens >= len(SYSTEM) for row in report.openings.values())
+    assert "the user went back and asked something else" in breaks_text(report)
+    assert "first requests of subagents" in breaks_text(report)
+
+
+def test_reasoning_of_earlier_turns_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = PARROT_TEMPLATES["qwen3"]
+    log = ClaudeLog()
+    for index, question in enumerate(QUESTIONS[:3]):
+        log.ask(question)
+        log.reply(thought(SYSTEM), call(f"c{index}"))
+        log.result(f"c{index}", SYSTEM)
+        log.reply(thought(SYSTEM), "It is.")
+    report = broken_log(tmp_path, log.records, outline=outline)
+    assert the_break(report) == ("the chat template", "part", 2)
+    assert "the chat template: it leaves out the reasoning of earlier turns" in breaks_text(report)
+    assert unwritten_parts(outline.tokenizer, read_conversations(tmp_path).conversations) == []
+    assert unwritten_parts(OUTLINE.tokenizer, read_conversations(tmp_path).conversations) == ["reasoning"]
+
+
+def test_a_folder_or_a_date_in_the_first_message_of_each_session_is_named(tmp_path: Path) -> None:
+    logs = []
+    for index, day in enumerate(("24", "25", "26")):
+        place = f"<environment><date>2026-11-{day}</date> {SYSTEM} {SYSTEM}</environment>"
+        steps = (turn("gpt"), item("user", place), item("user", QUESTIONS[index]), item("assistant", "It is."))
+        logs.append(codex_log(*steps, session=f"t{index}"))
+    report = broken_log(tmp_path, *logs)
+    assert the_break(report) == ("user", "message", 2)
+    assert report.breaks[0].messages == {1: 2}
+    assert report.lost_tokens >= 4 * len(SYSTEM)
+    assert report.openings[Opening.SESSION].requests == 3
+
+
+def test_what_the_provider_did_not_find_in_its_cache_is_counted(tmp_path: Path) -> None:
+    log = session()
+    replies = [each for each in log.records if each["type"] == "assistant"]
+    for record, cached in zip(replies, (0, 0, 9000, 9000, 0, 0), strict=True):
+        record["message"]["usage"] = {"input_tokens": 10_000 - cached, "cache_read_input_tokens": cached}
+    report = broken_log(tmp_path, log.records)
+    assert (report.reported_requests, report.reported_prompt_tokens, report.reported_cached_tokens) == (3, 30_000, 9000)
+    assert (report.reported_missed_requests, report.reported_missed_tokens) == (1, 10_000)
+    text = breaks_text(report)
+    assert "30,000 prompt tokens in 3 requests, 30.0% cached. In 1 request, 10,000 tokens of the request before" in text
+
+
+def test_the_commands_take_the_folders_of_agents(command: Any, tmp_path: Path) -> None:
+    code, out, err = command("explain", LOGS, "--model", "tiny", "--json", tmp_path / "breaks.json")
+    assert (code, err.count("\n")) == (0, 3)
+    assert "the logs hold no tools" in err
+    assert "left out of the prompts" in err
+    assert "the chat template of tiny:llama leaves out reasoning; --model names another" in err
+    assert out.startswith("20 requests, ")
+    assert "the history: a summary took its place (compaction)" in out
+    document = json.loads((tmp_path / "breaks.json").read_text())
+    assert document["openings"]["subagent"]["requests"] == 1
+    assert document["not_in_logs"] == ["tools", "the system prompt of 4 of 8 conversations"]
+    code, out, err = command("tree", LOGS, "--model", "tiny", "--max-nodes", 5)
+    assert (code, "20 requests read" in err, "the logs hold no tools" in err) == (0, True, True)
+    code, out, err = command("advise", LOGS, "--model", "tiny")
+    assert (code, "20" in out) == (0, True), err
+    code, out, err = command(
+        "replay", "--conversations", LOGS, "--model", "tiny", "--requests", 3, "--cache", "none,radix"
+    )
+    assert code == 0, err

@@ -1,0 +1,347 @@
+"""Logs of coding agents are read as the requests that the agents made.
+
+`agent_logs` has what Claude Code 2.1 and Codex 0.169 wrote, shortened and with other names; the requests that they sent
+to a server had these messages. The other logs are written here, record by record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.script.conversation import Conversation, ConversationError, Opening
+from runner.script.conversation_reader import read_conversations
+from runner.script.schedule import ScheduledRequest, schedule
+
+LOGS = Path(__file__).with_name("agent_logs")
+
+
+class ClaudeLog:
+    """A log of Claude Code in the making: each record goes on from the one before, or from `after`."""
+
+    def __init__(self, session: str = "s") -> None:
+        self.records: list[dict[str, Any]] = []
+        self._session = session
+
+    def add(self, kind: str, content: Any = None, after: str | None = "last", **fields: Any) -> str:
+        number = len(self.records)
+        parent = self.records[-1]["uuid"] if after == "last" and self.records else None if after == "last" else after
+        record = {
+            "type": kind, "uuid": f"{self._session}-{number}", "parentUuid": parent, "isSidechain": False,
+            "sessionId": self._session, "timestamp": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
+        }  # fmt: skip
+        if content is not None:
+            record["message"] = {"role": kind, "content": content}
+        self.records.append({**record, **fields})
+        return str(record["uuid"])
+
+    def ask(self, text: str, **fields: Any) -> str:
+        return self.add("user", text, **fields)
+
+    def reply(self, *blocks: dict[str, Any] | str, id: str = "", model: str = "opus", **fields: Any) -> str:
+        """A reply as Claude Code writes it: each block is a record, with the id of the whole."""
+        uuid, name = "", id or f"msg-{self._session}-{len(self.records)}"
+        for block in blocks:
+            content = {"type": "text", "text": block} if isinstance(block, str) else block
+            uuid = self.add("assistant", [content], **fields)
+            usage = {"input_tokens": 10, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 70}
+            self.records[-1]["message"] |= {"id": name, "model": model, "usage": usage}
+            fields = {}
+        return uuid
+
+    def result(self, call: str, text: str, **fields: Any) -> str:
+        return self.add("user", [{"type": "tool_result", "tool_use_id": call, "content": text}], **fields)
+
+
+def call(id: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": "Read", "input": {"file": id}}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def written(folder: Path, records: Sequence[Any], name: str = "log.jsonl") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def requests_of_log(*paths: Path) -> list[ScheduledRequest]:
+    return schedule(read_conversations(*paths).conversations)
+
+
+def outline(request: ScheduledRequest) -> list[str]:
+    """Each message in a few letters."""
+    found = []
+    for message in request.messages:
+        calls = "".join(f"({each['function']['name']})" for each in message.get("tool_calls", ()))
+        found.append(f"{message['role'][0]}:{message.get('content', '')[:24]}{calls}")
+    return found
+
+
+def openings(requests: Sequence[ScheduledRequest]) -> list[str | None]:
+    return [None if each.call is None else each.call.opening for each in requests]
+
+
+def test_every_reply_of_claude_code_is_a_request_with_the_conversation_up_to_there() -> None:
+    result = read_conversations(LOGS / "claude-code")
+    requests = schedule(result.conversations)
+    assert [len(each.messages) for each in requests] == [1, 3, 5, 7, 9, 1, 3, 11, 5, 7, 1, 3]
+    assert openings(requests) == [
+        *("session", None, None, None, None), *("subagent", None), None, *("compaction", None), *("session", None),
+    ]  # fmt: skip
+    assert outline(requests[3]) == [
+        "u:Have a look. Read", "a:(Read)", "t:1\t[[marmalade]]\n2\t", "a:It says marmalade.",
+        "u:Have a look. Read", "a:(Read)", "t:1\t[[quicksand]]\n2\t",
+    ]  # fmt: skip
+    assert requests[3].messages[1]["reasoning_content"] == "I look at what is asked for."
+    # Behind the summary come the messages that the compaction keeps.
+    assert [line[:12] for line in outline(requests[8])] == [
+        "u:This sessi", "a:There is n", "u:<local-com", "a:No respons", "u:Have a loo",
+    ]  # fmt: skip
+    first, second = (each.call for each in requests[:2])
+    assert first is not None
+    assert second is not None
+    assert (first.model, first.prompt_tokens, first.cached_tokens) == ("claude-opus", 20192, 0)
+    assert (second.prompt_tokens, second.cached_tokens) == (88 + 20194, 20194)
+    assert sum(each.left_out.get("attachment skill_listing", 0) for each in result.conversations) == 4
+    assert result.skipped == []
+
+
+def test_every_reply_of_codex_is_a_request_behind_its_instructions() -> None:
+    requests = requests_of_log(LOGS / "codex")
+    assert openings(requests) == [
+        *("session", None, None, None), *("session", None), "compaction", "compaction",
+    ]  # fmt: skip
+    system, developer, *_ = requests[3].messages
+    assert system["content"].startswith("You are a coding agent running in the Codex CLI")
+    assert developer["role"] == "developer"
+    assert [line[:16] for line in outline(requests[3])[2:]] == [
+        "u:<environment_c", "u:Have a look. e", "a:(exec_command)", "t:Chunk ID: 2e9d", "a:It says marmal",
+        "u:Have a look. e", "a:(exec_command)", "t:Chunk ID: e41b",
+    ]  # fmt: skip
+    said = [(each.call.prompt_tokens, each.call.cached_tokens) for each in requests if each.call is not None]
+    assert said[:2] == [(6446, 6), (6576, 6448)]
+    # A compaction is a request, too, of which the log has no prompt.
+    texts = [message.get("content", "") for each in requests for message in each.messages]
+    assert not any(text.startswith("<summary>") for text in texts)
+
+
+def test_requests_of_logs_come_in_the_order_of_their_times() -> None:
+    times = [each.call.time for each in requests_of_log(LOGS) if each.call is not None]
+    assert times == sorted(times)
+    assert len(times) == 12 + 8
+
+
+def test_results_of_calls_that_ran_at_the_same_time_all_stand_behind_the_reply(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("Look.")
+    one = log.reply(call("a"), id="m")
+    two = log.reply(call("b"), id="m", after=one)
+    log.result("a", "one", after=one)
+    log.result("b", "two", after=two)
+    log.reply("Both.")
+    assert outline(requests_of_log(written(tmp_path, log.records))[1]) == [
+        "u:Look.",
+        "a:(Read)(Read)",
+        "t:one",
+        "t:two",
+    ]
+
+
+def test_a_user_who_goes_back_asks_behind_the_messages_that_stay(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    first = log.reply("First.")
+    log.ask("Two.")
+    log.reply("Second.")
+    log.ask("Not two, but three.", after=first)
+    log.reply("Third.")
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert openings(requests) == ["session", None, "edit"]
+    assert outline(requests[2]) == ["u:One.", "a:First.", "u:Not two, but three."]
+
+
+def test_another_model_goes_on_with_the_same_messages(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    for text, model in (("One.", "opus"), ("Two.", "haiku"), ("Three.", "haiku")):
+        log.ask(text)
+        log.reply(f"To {text}", model=model)
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert openings(requests) == ["session", "model", None]
+    assert [each.call.model for each in requests if each.call] == ["opus", "haiku", "haiku"]
+    assert [len(each.messages) for each in requests] == [1, 3, 5]
+
+
+def test_a_subagent_in_the_log_of_its_session_is_a_conversation_of_its_own(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("Look.")
+    reply = log.reply(call("task"))
+    log.ask("Search.", after=None, isSidechain=True)
+    log.reply("Found.", isSidechain=True)
+    log.result("task", "Found.", after=reply)
+    log.reply("Done.")
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert openings(requests) == ["session", "subagent", None]
+    assert outline(requests[1]) == ["u:Search."]
+    assert outline(requests[2]) == ["u:Look.", "a:(Read)", "t:Found."]
+
+
+def test_errors_of_the_api_are_no_messages_and_replies_of_the_tool_are_no_requests(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("API Error: 529", model="<synthetic>", isApiErrorMessage=True)
+    log.ask("Again.")
+    log.reply("No response requested.", model="<synthetic>")
+    log.ask("Two.")
+    log.reply("Second.")
+    (request,) = requests_of_log(written(tmp_path, log.records))
+    assert outline(request) == ["u:One.", "u:Again.", "a:No response requested.", "u:Two."]
+
+
+def test_a_session_that_was_copied_into_another_file_is_asked_once(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("First.", id="m1")
+    written(tmp_path, log.records, "a.jsonl")
+    log.ask("Two.")
+    log.reply("Second.", id="m2")
+    written(tmp_path, log.records, "b.jsonl")
+    requests = requests_of_log(tmp_path)
+    assert [outline(each) for each in requests] == [["u:One."], ["u:One.", "a:First.", "u:Two."]]
+
+
+def codex_log(*payloads: tuple[str, dict[str, Any]], session: str = "thread") -> list[dict[str, Any]]:
+    meta = ("session_meta", {"id": session, "base_instructions": {"text": "Be kind."}})
+    return [
+        {"timestamp": f"2026-01-01T00:00:{at:02d}.000Z", "type": kind, "payload": payload}
+        for at, (kind, payload) in enumerate((meta, *payloads))
+    ]
+
+
+def item(role: str, text: str) -> tuple[str, dict[str, Any]]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return "response_item", {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def turn(model: str) -> tuple[str, dict[str, Any]]:
+    return "turn_context", {"model": model}
+
+
+def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:
+    back = ("event_msg", {"type": "thread_rolled_back", "num_turns": 1})
+    log = codex_log(
+        *(turn("gpt"), item("user", "One."), item("assistant", "First.")),
+        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back,
+        *(turn("gpt"), item("user", "Three."), item("assistant", "Third.")),
+        *(turn("mini"), item("user", "Four."), item("assistant", "Fourth.")),
+    )  # fmt: skip
+    requests = requests_of_log(written(tmp_path, log))
+    assert openings(requests) == ["session", None, "edit", "model"]
+    assert outline(requests[2]) == ["s:Be kind.", "u:One.", "a:First.", "u:Three."]
+    assert outline(requests[3])[4:] == ["a:Third.", "u:Four."]
+
+
+def test_an_old_compaction_of_codex_has_only_its_summary(tmp_path: Path) -> None:
+    log = codex_log(
+        *(turn("gpt"), item("user", "One."), item("assistant", "First.")),
+        ("compacted", {"message": "They asked one."}), item("user", "Two."), item("assistant", "Second."),
+    )  # fmt: skip
+    requests = requests_of_log(written(tmp_path, log))
+    assert openings(requests) == ["session", "compaction"]
+    assert outline(requests[1]) == ["s:Be kind.", "u:They asked one.", "u:Two."]
+
+
+def test_in_a_folder_of_sessions_what_cannot_be_read_is_skipped_and_counted(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("First.")
+    path = written(tmp_path, log.records, "p/a.jsonl")
+    path.write_text(path.read_text() + '{"type": "user", "uu')  # the agent is still writing
+    (tmp_path / "p" / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    written(tmp_path, [{"some": "settings"}], "settings.json")
+    result = read_conversations(tmp_path)
+    assert [each.conversation_id for each in result.conversations] == ["a#0"]
+    assert len(result.skipped) == 3
+    assert "a.jsonl:3" in result.skipped[0]
+    path.unlink()
+    with pytest.raises(ConversationError, match=r"b\.jsonl"):
+        read_conversations(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=3),
+    lambda each: (
+        st.lists(each, max_size=3) | st.dictionaries(st.sampled_from(("type", "text", "id")), each, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = ("isSidechain", "isCompactSummary", "compactMetadata", "timestamp", "attachment", "metadata")
+KINDS = (
+    "user", "assistant", "system", "attachment", "session_meta", "response_item", "compacted", "event_msg",
+    "turn_context",
+)  # fmt: skip
+RECORD = st.fixed_dictionaries(
+    {"type": st.sampled_from(KINDS), "sessionId": st.just("s")},
+    optional={
+        **dict.fromkeys(FIELDS, JSON),
+        "uuid": st.sampled_from("abcd"),
+        "parentUuid": st.sampled_from("abcd") | st.none(),
+        "message": st.fixed_dictionaries({"role": st.sampled_from(("user", "assistant")), "content": JSON})
+        | st.fixed_dictionaries({"role": st.just("assistant"), "id": st.sampled_from("mn"), "content": st.just("hi")}),
+        "payload": st.fixed_dictionaries(
+            {"type": st.sampled_from(("message", "reasoning", "function_call", "token_count", "thread_rolled_back"))},
+            optional={"role": st.sampled_from(("user", "assistant")), "content": JSON, "num_turns": JSON, "info": JSON},
+        ),
+    },
+)
+
+
+@given(st.lists(RECORD, min_size=1, max_size=8))
+def test_any_records_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, records: list[Any]) -> None:
+    found: list[Conversation] = []
+    with suppress(ConversationError):
+        found = read_conversations(written(tmp_path_factory.mktemp("logs"), records), skip_bad=True).conversations
+    for each in found:
+        assert each.calls
+        assert each.messages[-1]["role"] == "assistant"
+        assert each.calls[0].opening in (None, *Opening)
+
+
+QUESTION = st.sampled_from(("ask", "call", "go back", "model"))
+
+
+@given(st.lists(QUESTION, max_size=12))
+def test_a_log_says_again_which_requests_were_made(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
+    log, model = ClaudeLog(), "opus"
+    history: list[str] = []
+    made: list[list[str]] = []
+    ends: list[tuple[str, list[str]]] = []  # the record of each reply, and the history up to there
+    for number, move in enumerate(["ask", *moves]):
+        if move == "model":
+            model = "haiku" if model == "opus" else "opus"
+            continue
+        after = "last"
+        if move == "go back" and ends:
+            after, history = ends[number % len(ends)]
+        text = f"{number}"
+        log.ask(text, after=after)
+        history = [*history, f"u:{text}"]
+        made.append(history)
+        if move == "call":
+            log.reply(thought("hm"), call(f"c{number}"), model=model)
+            log.result(f"c{number}", text)
+            history = [*history, "a:(Read)", f"t:{text}"]
+            made.append(history)
+        history = [*history, f"a:re {text}"]
+        ends.append((log.reply(f"re {text}", model=model), history))
+    assert [outline(each) for each in requests_of_log(written(tmp_path_factory.mktemp("logs"), log.records))] == made
