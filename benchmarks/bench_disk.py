@@ -194,7 +194,8 @@ class Copying:
             tier, use = cache._core._tier, cache._core.next_use()
             assert tier is not None
             forget(self.files)
-            get_ms = elapsed_ms(lambda: tier.read(keys, "", use))
+            with cache._core.lock:
+                get_ms = elapsed_ms(lambda: tier.read("", lambda: (keys, use)))
             began = time.perf_counter()
             with cache.begin(prompt) as session:
                 rest_ms = (time.perf_counter() - began) * 1e3

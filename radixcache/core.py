@@ -167,17 +167,29 @@ class Core:
 
     # Restoring
 
-    def read_store(self, request: PrefixRequest) -> AbstractContextManager[None]:
+    def read_store(self, request: PrefixRequest) -> tuple[PrefixRequest, AbstractContextManager[None] | None]:
         """Have the store add what it has of a prompt to the tree; call this before `lookup`.
 
-        Returns a context in which to copy that into live caches: the copy is part of the measured reading time.
+        The lock is given up while a store is asked or read: what was checked before has to be checked again.
+
+        Returns:
+            The request, with a later tick if another request came meanwhile, and a context in which to copy what was
+            read into live caches: the copy is part of the measured reading time. None: there is no store.
         """
         tier = self._tier
         if tier is None:
-            return nullcontext()
-        keys = self.unquarantined(request.keys, request.namespace)[: request.limit]
-        is_read = tier.read(keys, request.namespace, request.use)
-        return tier.rates.timing_move() if is_read else nullcontext()
+            return request, None
+
+        def asked() -> tuple[Keys, Use]:
+            nonlocal request
+            use = request.use
+            if use.tick != self._tick:
+                request = replace(request, use=self.next_use(use.priority, use.turn, use.kind))
+            return self.unquarantined(request.keys, request.namespace)[: request.limit], request.use
+
+        is_read = tier.read(request.namespace, asked)
+        asked()
+        return request, tier.rates.timing_move() if is_read else nullcontext()
 
     def lookup(
         self,
@@ -244,10 +256,9 @@ class Core:
         self._states.touch(plan.path, plan.source, self.next_use())
         return True
 
-    def open(self, request: PrefixRequest) -> tuple[LivePath, ResumePlan]:
-        """Restore the longest usable prefix into the free slot that already has the most of it."""
+    def open(self, request: PrefixRequest, moving: AbstractContextManager[None] | None) -> tuple[LivePath, ResumePlan]:
+        """Restore the longest usable prefix into the free slot that already has the most of it, in this context."""
         use, length = request.use, len(request.prompt)
-        moving = self.read_store(request)
         match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
         assert live is not None, plan
         try:
@@ -258,7 +269,7 @@ class Core:
         live.open(match.node, use.tick)
         try:
             self._pager.checkpoint_live(live, use)
-            with moving:
+            with moving or nullcontext():
                 self._pager.move(live, plan, length + request.reserve, length)
             # The session may come back to here, and other prompts may branch off here as it does.
             self._pager.checkpoint_live(live, use, "branch")
@@ -279,7 +290,7 @@ class Core:
 
     def fetch(self, request: PrefixRequest) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches; returns them and the token ids left."""
-        self.read_store(request)
+        request, _ = self.read_store(request)
         match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
         nodes = [each for each in plan.path if each.start < plan.resume]
         stored = self._states.windows.stored(nodes)

@@ -19,7 +19,8 @@ import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 #: Signals that ask a process to stop, as far as the system has them.
@@ -137,9 +138,32 @@ class Lock:
                 after, self.afterwards = self.afterwards, []
                 self._depth = self._owner = 0
                 self._lock.release()
-                _run_all(after)
+                if after:
+                    _run_all(after)
         finally:
             block.__exit__()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the lock up in this block, for work that takes long, unless an operation around this one needs it too.
+
+        Other threads change what the lock guards meanwhile. Signals, deferred work and `afterwards` wait as if the lock
+        were held.
+        """
+        assert self._owner == threading.get_ident(), "only the thread that has the lock can give it up"
+        if self._depth > 1:
+            yield
+            return
+        block, waiting, after = self._block, self._waiting, self.afterwards
+        self._waiting, self.afterwards = [], []
+        self._depth = self._owner = 0
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._block, self._depth, self._owner = block, 1, threading.get_ident()
+            self._waiting, self.afterwards = waiting, after
 
     def when_free(self, action: Callable[[], object]) -> None:
         """Do this now, or if this thread has the lock, when it releases it."""

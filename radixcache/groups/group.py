@@ -190,6 +190,10 @@ class Group:
             room.require_row(len(prompt))
             use = core.next_use(self.priority)
             request = PrefixRequest(prompt, prompt_keys, namespace, use, tuple(map(int, marks)))
+            request, moving = core.read_store(request)
+            if moving is not None:  # the lock was given up
+                self._require_open()
+                room.require_row(len(prompt))
             row = Row(self._next_id, request, core.settings.vocab_size, WeakMethod(self.close_rows))
             row.own = OwnState(self._layout, room.booking, len(prompt))
             self._run(lambda: self._sharing.restore(row))

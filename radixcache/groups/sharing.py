@@ -51,7 +51,6 @@ class Sharing:
     def restore(self, row: Row) -> None:
         """Start a new row behind what tree and rows have of its prompt; errors as in Group.admit."""
         core, request = self._core, row.request
-        core.read_store(request)
         self._offer_from_others(row)
         plan = self._stand(row)
         self._states.touch(row.path(), plan.source, request.use)

@@ -6,7 +6,8 @@
     lose     what is about to be evicted (write_on="eviction")
 
 Several stores are asked as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
-that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock.
+that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock, which `read` gives up
+while a store is asked or read: a slow store delays only the requests that read from it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -78,6 +79,14 @@ class Foreseen(NamedTuple):
     tiers: tuple[tuple[str, int], ...] = ()
 
 
+class ReadBlock(NamedTuple):
+    """A block that was read: the snapshots of its span layers up to the end of its link, and of all of its windows."""
+
+    link: Link
+    spans: list[Any]
+    windows: Spans
+
+
 class Tier:
     """The stores of one cache."""
 
@@ -94,13 +103,19 @@ class Tier:
         }
         self._has_failed = False
 
-    def read(self, keys: Keys, namespace: str, use: Use) -> bool:
-        """Put what the stores have of a prompt beyond memory into the tree, if worth it; whether anything came."""
+    def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> bool:
+        """Put what the stores have of a prompt beyond memory into the tree, if worth it; whether anything came.
+
+        Gives the lock up while a store is asked or read.
+
+        Args:
+            asked: the keys that may be read and the use of them, as of now: other requests go on meanwhile.
+        """
         for _ in range(ATTEMPTS):
-            decision = self._safely(lambda: self._reader.read(keys, namespace, use))
+            decision = self._safely(lambda: self._reader.read(namespace, asked))
             if decision is not None:
                 self._states.tally.add_to("store_decisions", decision)
-            if decision != "damaged":
+            if decision not in ("damaged", "changed"):
                 break
         return decision == "brought"
 
@@ -165,13 +180,18 @@ class StoreReader:
         self._disk, self._store, self._layout, self._states = disk, disk.store, layout, states
         self._evictor, self._pager, self._rates = evictor, pager, rates
         self._grid = states.grid_tokens
+        self._lock = states.account.ledger.lock
 
-    def read(self, keys: Keys, namespace: str, use: Use) -> str:
+    def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> str:
         """Put what the store has of a prompt beyond memory into the tree; returns the outcome in a few words.
 
-        "damaged": a block that was found is gone now; ask again. Raises what a store or its content may raise.
+        "damaged": a block that was found is gone now; "changed": so is state in memory on which it would go on. Ask
+        again. Raises what a store or its content may raise.
         """
-        match, resume, links = self._missing(keys, namespace)
+        keys, _ = asked()
+        with self._lock.released():
+            chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        match, resume, links = self._missing(keys, namespace, chain)
         if not links:
             return "not stored"
         links, refused = self._worth_reading(resume, links)
@@ -181,13 +201,14 @@ class StoreReader:
         if not links:
             return "slower than prefill"
         with self._states.guarded(match.node):
-            try:
-                return self._read(match, resume, links, keys, namespace, use)
-            finally:
-                self._evictor.tidy(match.node)
+            links = self._affordable(links)
+        if match.node.payload is not None:
+            self._evictor.tidy(match.node)
+        return self._read(links, namespace, keys, asked) if links else "no room"
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        _, resume, links = self._missing(keys, namespace)
+        chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        _, resume, links = self._missing(keys, namespace, chain)
         if not links:
             return Foreseen()
         chosen, _ = self._worth_reading(resume, links)
@@ -199,17 +220,16 @@ class StoreReader:
         disk = self._disk
         return self._store.match(disk.identity, namespace, keys, grid=disk.grid, at_checkpoints=at_checkpoints)
 
-    def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+    def _missing(self, keys: Keys, namespace: str, chain: Sequence[Link]) -> tuple[Match[NodeState], int, list[Link]]:
         """The match in memory, where a request would resume on it, and the blocks that would take it further."""
         match = self._states.match(keys, namespace)
         resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
-        chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
         end = chain[-1].end if chain else 0
         if floor(end, self._grid) <= resume:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
         needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
-        return match, resume, needed or chain[-1:]  # No block needed: memory lacks only the checkpoint.
+        return match, resume, needed or [*chain[-1:]]  # No block needed: memory lacks only the checkpoint.
 
     def _worth_reading(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
         """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
@@ -260,50 +280,69 @@ class StoreReader:
             found[links[-1].tier] += links[-1].checkpoint_bytes
         return found
 
-    def _read(
-        self, match: Match[NodeState], resume: int, links: list[Link], keys: Keys, namespace: str, use: Use
-    ) -> str:
-        layout, held = self._layout, match.offset
-        links = self._affordable(links)
-        if not links:
-            return "no room"
-        seconds: defaultdict[int, float] = defaultdict(float)
-        clock, began = self._rates.clock, self._rates.clock()
-        wanted: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
-        files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if layout.has_states else wanted)
-        rows, windows = [], []
-        for link, block in zip(links, files, strict=False):
-            if block is None:
-                return "damaged"
-            about = (block.buffers, link.start, link.block_end)
-            if link.end > held:
-                rows.append([its and its.split(link.end)[0] for its in layout.spans_in(*about)])
-            leaves = layout.windows_in(*about)
-            windows.append(Spans(link.start, link.block_end, leaves, sum(its.nbytes for its in leaves if its)))
-            seconds[link.tier] += clock() - began
-            began = clock()
-        end = floor(links[-1].end, self._grid)
-        leaves = [None] * layout.leaf_count
+    def _read(self, links: list[Link], namespace: str, keys: Keys, asked: Callable[[], tuple[Keys, Use]]) -> str:
+        layout, states = self._layout, self._states
+        with self._lock.released():
+            found = self._found(links)
+        if found is None:
+            return "damaged"
+        blocks, leaves, seconds = found
+        now, use = asked()
+        match = states.match(now, namespace)
+        held, more = match.offset, [each for each in blocks if each.link.end > match.offset]
+        if len(now) < len(keys) or (more and more[0].link.start > held):
+            return "changed"
+        windows, end = [each.windows for each in blocks], floor(links[-1].end, self._grid)
+        resume = plan_resume(layout, match, len(now), None, grid_tokens=self._grid).resume
+        if end <= resume:
+            return "changed"
         if layout.has_states:
-            if (block := next(files)) is None:
-                return "damaged"
-            if not self._states.windows.lacking(match.path, end, windows):
-                leaves = layout.points_in(block.buffers, end)
-            else:
-                end = 0
+            end = 0 if states.windows.lacking(match.path, end, windows) else end
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
-        seconds[links[-1].tier] += clock() - began
         self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
         for tier, its in nbytes.items():
-            self._states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
+            states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
-        checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
-        spans = self._joined(rows, held, end) if end > held else None
-        self._pager.put(keys[:end], namespace, spans, None, use, windows, checkpoints)
-        self._states.tally.add(brought_tokens=end - resume)
+        with states.guarded(match.node):
+            try:
+                if not self._evictor.find_room(nbytes.total()):
+                    return "no room"
+                checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
+                spans = self._joined([each.spans for each in more], held, end) if end > held else None
+                self._pager.put(now[:end], namespace, spans, None, use, windows, checkpoints)
+            finally:
+                self._evictor.tidy(match.node)
+        states.tally.add(brought_tokens=end - resume)
         return "brought"
+
+    def _found(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
+        """What the store has of these blocks, the state of point layers behind them, and the seconds by store.
+
+        None: a block is gone or damaged. Called without the lock.
+        """
+        layout, clock, began = self._layout, self._rates.clock, self._rates.clock()
+        seconds: defaultdict[int, float] = defaultdict(float)
+        wanted: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
+        files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if layout.has_states else wanted)
+        blocks, points = [], [None] * layout.leaf_count
+        for link, block in zip(links, files, strict=False):
+            if block is None:
+                return None
+            about = (block.buffers, link.start, link.block_end)
+            spans = [its and its.split(link.end)[0] for its in layout.spans_in(*about)]
+            leaves = layout.windows_in(*about)
+            nbytes = sum(its.nbytes for its in leaves if its)
+            blocks.append(ReadBlock(link, spans, Spans(link.start, link.block_end, leaves, nbytes)))
+            seconds[link.tier] += clock() - began
+            began = clock()
+        if layout.has_states:
+            if (block := next(files)) is None:
+                return None
+            points = layout.points_in(block.buffers, links[-1].end)
+        seconds[links[-1].tier] += clock() - began
+        return blocks, points, seconds
 
     def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
         """The snapshots of several blocks as one of the tokens [start, end)."""

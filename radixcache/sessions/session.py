@@ -412,7 +412,10 @@ def open_session(
         with core.lock:
             core.require_slot(namespace)
             request = PrefixRequest(prompt, keys, namespace, core.next_use(*use), marks, reserve)
-            live, plan = core.open(request)
+            request, moving = core.read_store(request)
+            if moving is not None:
+                core.require_slot(namespace)  # the lock was given up
+            live, plan = core.open(request, moving)
             session = Session(core, live, plan, request, core.draw_check(request, live, plan))
             live.seat(session)
             core.enforce_budget(thins=False)
