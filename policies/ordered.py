@@ -49,19 +49,20 @@ class OrderedPolicy:
         self._keys.pop(entry.entry_id, None)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
-        if evictable and entry.entry_id not in self._filed:
-            self._filed[entry.entry_id] = entry
-            self._order.add((self._keys[entry.entry_id], entry.entry_id))
-        elif not evictable and self._filed.pop(entry.entry_id, None) is not None:
-            self._order.remove((self._keys[entry.entry_id], entry.entry_id))
+        number = entry.entry_id
+        if not evictable:
+            if self._filed.pop(number, None) is not None:
+                self._order.remove((self._keys[number], number))
+        elif number not in self._filed:
+            self._filed[number] = entry
+            self._order.add((self._keys[number], number))
 
     def victim(self) -> Entry | None:
         return self._filed[self._order[0][1]] if self._order else None
 
     def _rekey(self, entry: Entry) -> None:
-        filed = entry.entry_id in self._filed
-        if filed:
-            self._order.remove((self._keys[entry.entry_id], entry.entry_id))
-        self._keys[entry.entry_id] = self.key(entry)
-        if filed:
-            self._order.add((self._keys[entry.entry_id], entry.entry_id))
+        number, key = entry.entry_id, self.key(entry)
+        if number in self._filed:
+            self._order.remove((self._keys[number], number))
+            self._order.add((key, number))
+        self._keys[number] = key

@@ -660,6 +660,8 @@ class Core:
             **states.tally.counts(),
             **self._counts,
             "short_reasons": dict(self._short_reasons),
+            "evictions": self._evictor.evictions,
+            "evicted_bytes": self._evictor.evicted_bytes,
             "copied_bytes": states.copied_bytes,
             "paged_in_bytes": states.paged_in_bytes,
             "paged_out_bytes": states.paged_out_bytes,

@@ -11,7 +11,7 @@ out of another. An account splits its bytes by purpose:
 Invariants, asserted by `check`:
 
   L1  No amount is negative.
-  L2  total_bytes is the sum over the accounts of live + spans + checkpoints + second.
+  L2  An account's total_bytes is its live + spans + checkpoints + second; the ledger's is the sum over the accounts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ class Account:
     #: What the owner's pins held when they last changed; part of the above.
     pinned_bytes: int = field(default=0, repr=False)
     second_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return self.live_bytes + self.span_bytes + self.checkpoint_bytes + self.second_bytes
+    #: live + spans + checkpoints + second.
+    total_bytes: int = 0
 
     def add(self, purpose: str, change_bytes: int) -> None:
         """Book a change of live_bytes, span_bytes, checkpoint_bytes or second_bytes."""
@@ -52,6 +50,7 @@ class Account:
             self.checkpoint_bytes += change_bytes
         else:
             setattr(self, purpose, getattr(self, purpose) + change_bytes)
+        self.total_bytes += change_bytes
         ledger = self.ledger
         ledger.total_bytes += change_bytes
         if ledger.total_bytes > ledger.peak_bytes:
@@ -108,7 +107,7 @@ class Ledger:
         """Assert L1 and L2."""
         for account in self._accounts:
             amounts = (account.live_bytes, account.span_bytes, account.checkpoint_bytes, account.second_bytes)
-            assert min(amounts) >= 0, account
+            assert min(amounts) >= 0 and account.total_bytes == sum(amounts), account
         assert self.total_bytes == sum(a.total_bytes for a in self._accounts), self.total_bytes
 
 

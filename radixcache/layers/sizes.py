@@ -165,8 +165,10 @@ class SizedLayout(Layout):
         return int(max(0, target - begin) * self.token_bytes)
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
-        uppers, lowers = zip(*(leaf.split(at) for leaf in spans.leaves), strict=True)
-        return self.spans_of([*uppers], spans.start, at), self.spans_of([*lowers], at, spans.end), 0
+        halves = [leaf.split(at) for leaf in spans.leaves]
+        upper_bytes = sum([upper.nbytes for upper, _ in halves])
+        upper = Spans(spans.start, at, [upper for upper, _ in halves], upper_bytes)
+        return upper, Spans(at, spans.end, [lower for _, lower in halves], spans.nbytes - upper_bytes), 0
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         joined = [ours.merged(theirs) for ours, theirs in zip(upper.leaves, lower.leaves, strict=True)]

@@ -40,7 +40,10 @@ OWN: tuple[object, ...] = (*POLICIES.values(), *OFFLINE_POLICIES.values())
 
 
 class Evictor:
-    """Eviction for one cache; beyond `checkpoint_budget_bytes` interval checkpoints are thinned."""
+    """Eviction for one cache; beyond `checkpoint_budget_bytes` interval checkpoints are thinned.
+
+    `evictions` and the `evicted_bytes` that they freed are counted.
+    """
 
     def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
         self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
@@ -49,6 +52,7 @@ class Evictor:
         # A policy may rank the keys of one edge differently: then its tail goes one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
         self._spared: Sequence[StateNode] = ()
+        self.evictions = self.evicted_bytes = 0
 
     @contextmanager
     def sparing(self, nodes: Sequence[StateNode]) -> Iterator[None]:
@@ -62,15 +66,19 @@ class Evictor:
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
         ledger = self._account.ledger
-        return max(0, ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes)
+        over_bytes = ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes
+        return over_bytes if over_bytes > 0 else 0
 
     def make_room(self, need_bytes: int = 0) -> bool:
         """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
         if not self.over_bytes(need_bytes):
             return True
         self._evict_while(lambda: self.over_bytes(need_bytes))
-        self._account.ledger.reclaim_elsewhere(self._account, self.over_bytes(need_bytes))
-        return self.over_bytes(need_bytes) == 0
+        over_bytes = self.over_bytes(need_bytes)
+        if over_bytes:
+            self._account.ledger.reclaim_elsewhere(self._account, over_bytes)
+            over_bytes = self.over_bytes(need_bytes)
+        return over_bytes == 0
 
     def could_fit(self, need_bytes: int) -> bool:
         return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
@@ -173,19 +181,20 @@ class Evictor:
         return nbytes
 
     def _evict_while(self, over: Callable[[], int]) -> None:
-        self._drop_duplicates(over)
-        if over():
-            self._drop_spare(over)
+        if self._states.duplicate_bytes:
+            self._drop_duplicates(over)
+        self._drop_spare(over)
         while over() and self._give_way(over):
             pass
 
     def _give_way(self, over: Callable[[], int]) -> bool:
         """Take the next step of 3 to 7; False: there is none."""
+        has_points = self._layout.has_points
         return (
-            self._states.windows.drop_unneeded(over)
-            or self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes))
-            or self.empty_slot(self._stale_path(), over)
-            or self._cut_too_long(over())
+            (has_points and self._states.windows.drop_unneeded(over))
+            or (has_points and self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes)))
+            or (len(self._slots.paths) > 1 and self.empty_slot(self._stale_path(), over))
+            or (has_points and self._cut_too_long(over()))
             or self.evict_one(over())
             or self.empty_slot(self._sharing_path(), over)
             or self._cut_idle_tail(over())
@@ -194,7 +203,7 @@ class Evictor:
     def _stale_path(self) -> LivePath | None:
         """The idle one of several slots that was used longest ago, if that is before the policy's victim was."""
         idle = [path for path in self._idle() if path.tip is not None]
-        victim = self._states.victim() if idle and len(self._slots.paths) > 1 else None
+        victim = self._states.victim() if idle else None
         if victim is None:
             return None
         node, what = victim
@@ -281,8 +290,6 @@ class Evictor:
         return True
 
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
-        if not self._states.duplicate_bytes:
-            return
         nodes = {id(node): node for path in self._slots.paths for node in path.nodes() if node not in self._spared}
         paged = [node for node in nodes.values() if node.payload.spans is not None and not node.payload.readers]
         for node in sorted(paged, key=lambda n: (n.payload.entry.last_used, -n.end)):
@@ -299,7 +306,7 @@ class Evictor:
 
     def _cut_too_long(self, want_bytes: int) -> bool:
         """Cut an idle live path back to a checkpoint if it alone is over the budget: nothing else would help."""
-        for path in self._idle() if self._layout.has_points else ():
+        for path in self._idle():
             # Twice the point state: a checkpoint holds it, too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
             if nbytes > self._account.ledger.budget_bytes and self._cut_tail(path, want_bytes):
@@ -359,7 +366,8 @@ class Evictor:
         return self._account.total_bytes + self._states.leaving_bytes
 
     def _count(self, freed_bytes: int) -> None:
-        self._states.tally.add(evictions=1, evicted_bytes=freed_bytes)
+        self.evictions += 1
+        self.evicted_bytes += freed_bytes
 
 
 def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -140,9 +139,12 @@ class LivePath:
 
     def common(self, path: list[StateNode], limit: int) -> int:
         """How many of the first `limit` tokens of a path of the tree the live path shares."""
-        # By V1 the nodes that are live here come first.
-        count = bisect_left(path, True, key=lambda node: not node.payload.live_mask >> self.slot & 1)
-        return min(path[count - 1].end, limit) if count else 0
+        end, own = 0, 1 << self.slot
+        for node in path:
+            if not node.payload.live_mask & own:
+                break
+            end = node.end
+        return min(end, limit)
 
     def measure(self, replaced: Sequence[Any] = ()) -> None:
         """Book the bytes of the buffers, and of caches that were put in the place of ours."""
@@ -174,7 +176,7 @@ class LivePath:
             if self._states.is_useless(node):
                 self._states.remove(node)
         states = [(node, node.payload) for node in left]
-        return [node for node, state in states if state is not None and state.spans is None and not state.live]
+        return [node for node, state in states if state is not None and state.spans is None and not state.live_mask]
 
     def page_out(self, node: StateNode) -> None:
         """Copy a leaving node's spans out of the buffers, unless it was evicted meanwhile."""
@@ -306,6 +308,8 @@ class Slots:
     def choose(self, path: list[StateNode], limit: int) -> LivePath:
         """The free slot with the most of the first `limit` tokens of `path`; of equal ones an empty or the oldest."""
         free = [live for live in self.paths if not live.is_open]
+        if len(free) == 1:
+            return free[0]
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
     def source(self, node: StateNode) -> LivePath:

@@ -168,7 +168,7 @@ class Pager:
         """Make `keys`, which the live caches hold, a path of the tree, with the request's own state."""
         if len(keys) == 0:
             return
-        tip = self._path_for(keys, namespace, use)
+        tip = self._path_for(keys, namespace, use, live.tip)
         live.advance(tip)
         self._layout.learn(live.caches)
         self._add(tip, own.windows, own.checkpoints, use)
@@ -284,9 +284,9 @@ class Pager:
         self._evictor.make_room((prompt_tokens + 1 - capacity) * token_bytes - droppable)
         return prompt_tokens + 1
 
-    def _path_for(self, keys: Keys, namespace: str, use: Use) -> StateNode:
-        """The node that ends where `keys` end, split or appended if needed."""
-        match = self._states.match(keys, namespace)
+    def _path_for(self, keys: Keys, namespace: str, use: Use, start: StateNode | None = None) -> StateNode:
+        """The node that ends where `keys` end, split or appended if needed; `start`: a node on its path."""
+        match = self._states.match(keys, namespace, start)
         node = match.node
         if 0 < match.offset < node.end:
             node = self._states.split(node, match.offset)

@@ -27,9 +27,7 @@ one edge. Not thread-safe: PrefixCache holds the only lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -91,8 +89,7 @@ class Node(Generic[P]):
         return f"Node[{self.start}, {self.end})"
 
 
-@dataclass(frozen=True)
-class Match(Generic[P]):
+class Match(NamedTuple, Generic[P]):
     """The longest stored prefix of a sequence, while the tree is not changed.
 
     Attributes:
@@ -103,7 +100,7 @@ class Match(Generic[P]):
     node: Node[P]
     offset: int
 
-    @cached_property
+    @property
     def path(self) -> list[Node[P]]:
         """The nodes from just below the root down to `node`."""
         return self.node.path()
@@ -120,10 +117,13 @@ class RadixTree(Generic[P]):
         """The root of a namespace; made on first use."""
         return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
 
-    def match(self, keys: Keys, namespace: str = "") -> Match[P]:
-        """Find the longest stored prefix of `keys`; changes nothing. A miss has offset 0."""
-        node = self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
-        offset, length = 0, len(keys)
+    def match(self, keys: Keys, namespace: str = "", start: Node[P] | None = None) -> Match[P]:
+        """Find the longest stored prefix of `keys`, which begin with the path to `start`; changes nothing.
+
+        A miss has offset 0.
+        """
+        node = start or self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
+        offset, length = node.end, len(keys)
         while offset < length:
             child = node.children.get(keys.item(offset))
             if child is None:
@@ -198,7 +198,7 @@ class RadixTree(Generic[P]):
         leaf.parent = None
         leaf.payload = None  # type: ignore[assignment]
         self.node_count -= 1
-        self.key_count -= len(leaf.edge)
+        self.key_count -= leaf.end - leaf.start
         if parent.parent is None and not parent.children:
             self._roots.pop(parent.namespace, None)
         return parent

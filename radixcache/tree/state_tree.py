@@ -83,9 +83,10 @@ class StateTree:
     def is_useless(self, node: StateNode) -> bool:
         """Whether this is a leaf that no request can resume on, neither live nor kept."""
         state = node.payload
-        idle = node.is_leaf and not state.live and not state.is_kept
+        if node.children or state.live_mask or state.is_kept:
+            return False
         bare = self.layout.has_points and state.checkpoint is None
-        return idle and (bare or node.end - node.end % self.grid_tokens <= node.start)
+        return bare or node.end - node.end % self.grid_tokens <= node.start
 
     @property
     def copied_bytes(self) -> int:
@@ -114,7 +115,6 @@ class StateTree:
             windows = self._copied(self.layout.split, state.windows, at)
         (upper_spans, lower_spans), (upper_windows, lower_windows) = halves or (None, None), windows or (None, None)
         share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
-        self._set(node, None, None)
         upper = self.tree.split(node, at)
         old = state.entry
         entry = self.entries.new(upper, "span", Use.last_of(old))
@@ -129,8 +129,8 @@ class StateTree:
             readers=state.readers,
         )
         state.leaving_bytes -= share
+        self._set(node, lower_spans, lower_windows)  # first: bytes are never counted twice
         self._set(upper, upper_spans, upper_windows)
-        self._set(node, lower_spans, lower_windows)
         self.entries.mirror(node)
         self.entries.mirror(upper)
         self.policy.split(entry, old)
@@ -167,7 +167,7 @@ class StateTree:
 
     def coalesce_all(self, nodes: list[StateNode]) -> None:
         """Coalesce each of these nodes that is still in the tree."""
-        for node in nodes:
+        for node in nodes if self._merges else ():
             if node.payload is not None:
                 self.coalesce(node)
 
@@ -216,20 +216,19 @@ class StateTree:
         state = node.payload
         if spans is state.spans:
             return
-        before = 0 if state.spans is None else state.spans.nbytes
-        after = 0 if spans is None else spans.nbytes
+        more_bytes = (0 if spans is None else spans.nbytes) - (0 if state.spans is None else state.spans.nbytes)
         state.spans = spans
-        if after != before:
-            self.account.add("span_bytes", after - before)
-            self.duplicate_bytes += after - before if state.live else 0
+        if more_bytes:
+            self.account.add("span_bytes", more_bytes)
+            self.duplicate_bytes += more_bytes if state.live_mask else 0
         state.reweigh()
 
     def set_live(self, node: StateNode, slot: int, live: bool) -> None:
         """Note whether a node's spans are in the live buffers of a slot."""
         state = node.payload
-        before = state.live
+        was_live = state.live_mask != 0
         state.live_mask = state.live_mask | 1 << slot if live else state.live_mask & ~(1 << slot)
-        if state.live != before:
+        if (state.live_mask != 0) != was_live:
             paged = 0 if state.spans is None else state.spans.nbytes
             self.duplicate_bytes += paged if live else -paged
             self._refresh(node)
@@ -237,13 +236,16 @@ class StateTree:
     def set_leaving(self, node: StateNode, leaving_bytes: int, leaving_from: Any = None) -> None:
         """Note how many bytes paging the node out of live caches will take; 0: done, or dropped."""
         state = node.payload
-        self.leaving_bytes += leaving_bytes - state.leaving_bytes
-        state.leaving_bytes, state.leaving_from = leaving_bytes, leaving_from
-        state.reweigh()
+        if leaving_bytes != state.leaving_bytes or leaving_from is not state.leaving_from:
+            self.leaving_bytes += leaving_bytes - state.leaving_bytes
+            state.leaving_bytes, state.leaving_from = leaving_bytes, leaving_from
+            state.reweigh()
 
     def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
         """Set a node's checkpoint, with the use that made it, or remove it."""
         state = node.payload
+        if checkpoint is state.checkpoint:
+            return
         if state.checkpoint is not None:
             assert state.checkpoint_entry is not None, node
             self.account.add("checkpoint_bytes", -state.checkpoint.nbytes)
@@ -280,13 +282,15 @@ class StateTree:
 
     def guard(self, node: StateNode, change: int) -> None:
         """Guard (+1) or release (-1) the path from the root to `node`."""
-        for each in node.path():
+        each = node
+        while each.parent is not None:
             state = each.payload
-            was_kept = state.is_kept
+            was_guarded = state.guards > 0
             state.guards += change
             assert state.guards >= 0, each
-            if state.is_kept != was_kept:
+            if (state.guards > 0) != was_guarded:
                 self._refresh(each)
+            each = each.parent
 
     @contextmanager
     def guarded(self, node: StateNode) -> Iterator[None]:
@@ -318,14 +322,12 @@ class StateTree:
         """Note that a request used the spans of `path`, from the root down, and the checkpoint of `resumed`."""
         for node in reversed(path):
             state = node.payload
-            entries = [state.entry]
-            if node is resumed and state.checkpoint_entry is not None:
-                entries.append(state.checkpoint_entry)
-            for entry in entries:
-                entry.last_used = use.tick
-                entry.uses += 1
-                entry.priority = max(entry.priority, use.priority)
-                self.policy.touched(entry)
+            for entry in (state.entry, state.checkpoint_entry if node is resumed else None):
+                if entry is not None:
+                    entry.last_used = use.tick
+                    entry.uses += 1
+                    entry.priority = max(entry.priority, use.priority)
+                    self.policy.touched(entry)
             if state.checkpoint_entry is not None:
                 if node is resumed:
                     self._weigh_checkpoint(node)
@@ -371,7 +373,6 @@ class StateTree:
     def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
         state = leaf.payload
         windows = None if state.windows is None else self.layout.split(state.windows, at)[0]
-        self._set(leaf, None, None)
         share = state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start)
         self.set_leaving(leaf, share, state.leaving_from)
         self.tree.truncate(leaf, at)
@@ -384,7 +385,8 @@ class StateTree:
         spans, length = state.spans, leaf.end - leaf.start
         token_bytes = self.layout.token_bytes if spans is None else spans.nbytes // length
         nbytes = token_bytes * (leaf.end - start)
-        nbytes += sum(part.nbytes for part in (state.checkpoint, state.windows) if part is not None)
+        for part in (state.checkpoint, state.windows):
+            nbytes += 0 if part is None else part.nbytes
         self.events.evicted(leaf, start, nbytes, was_wrong)
 
     def _copied(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:

@@ -35,6 +35,8 @@ class Windows:
 
     def set(self, node: StateNode, spans: Spans | None) -> None:
         state = node.payload
+        if spans is state.windows:
+            return
         before = 0 if state.windows is None else state.windows.nbytes
         after = 0 if spans is None else spans.nbytes
         state.windows = spans if after else None
