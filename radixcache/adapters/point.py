@@ -119,7 +119,10 @@ class ArraysAdapter(PointAdapter):
         cache.cache, cache.left_padding, cache.lengths = state
 
     def is_empty(self, cache: Any) -> bool:
-        return all(slot is None for slot in cache.cache)
+        for slot in cache.cache:  # noqa: SIM110  asked some hundred times a request, and a generator takes longer
+            if slot is not None:
+                return False
+        return True
 
     def offset(self, cache: Any) -> int | None:
         return None
@@ -253,7 +256,8 @@ def arrays_in(tree: Any) -> list[mx.array]:
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):
         return []
-    return [array for item in tree if item is not None for array in arrays_in(item)]
+    nests = ([item] if isinstance(item, mx.array) else arrays_in(item) for item in tree if item is not None)
+    return [array for nest in nests for array in nest]
 
 
 def copied(tree: Any, leaf: Any = owned) -> Any:
@@ -264,7 +268,7 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
     if isinstance(tree, mx.array):
         return leaf(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([copied(item, leaf) for item in tree])
+        return type(tree)([leaf(item) if isinstance(item, mx.array) else copied(item, leaf) for item in tree])
     if isinstance(tree, dict):
         return {key: copied(item, leaf) for key, item in tree.items()}
     return copy.copy(tree)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class SpanSnapshot:
 
     def quantized(self, bits: int | None) -> SpanSnapshot:
         """The same tokens with so many bits a value (None: plain), unevaluated; itself if nothing is to be done."""
+        if bits is None and not self.forms:
+            return self
         if self.forms and bits not in {form.bits for form in self.forms if form is not None}:
             parts = [arrays for _, _, arrays in self.parts(self.start, self.end)]
             return SpanSnapshot(self.start, self.end, parts).quantized(bits)
@@ -101,6 +104,8 @@ class SpanSnapshot:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
+        if len(self.segments) == 1:
+            return [(self.start, self.end)]
         return list(pairwise(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start)))
 
     def join(self) -> None:
@@ -165,7 +170,7 @@ class SpanSnapshot:
             if (first, last) == (low, high):
                 yield first, last, segment
             elif first < last:
-                yield first, last, tuple(array[..., first - low : last - low, :] for array in segment)
+                yield first, last, tuple(array[:, :, first - low : last - low] for array in segment)
 
 
 class KeysAndValues:
@@ -274,7 +279,7 @@ class SpanAdapter(KeysAndValues):
         buffers = self.buffers(cache)
         for first, last, arrays in snapshot.parts(cache.offset, target):
             for buffer, array in zip(buffers, arrays, strict=True):
-                buffer[..., first:last, :] = array
+                buffer[:, :, first:last] = array  # half the time of an index with an ellipsis
         cache.offset = target
 
 
@@ -397,23 +402,23 @@ def _plain(segment: Segment, forms: Forms) -> Segment:
     )
 
 
-def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[int, int]]:
-    """The grid segments of `step` tokens, or of SEGMENT_TOKENS, that cover [start, end)."""
+@lru_cache(maxsize=16)
+def segment_bounds(start: int, end: int, step: int | None = None) -> Sequence[tuple[int, int]]:
+    """The grid segments of `step` tokens, or of SEGMENT_TOKENS, that cover [start, end). Each layer asks anew."""
     bounds, step = [], step or SEGMENT_TOKENS
     while start < end:
         stop = min(end, (start // step + 1) * step)
         bounds.append((start, stop))
         start = stop
-    return bounds
+    return tuple(bounds)
 
 
 def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
-    """Return a copy of `buffer[..., start:end, :]` in a buffer of its own, unevaluated."""
-    part = buffer[..., start:end, :]
+    """Return a copy of the tokens [start, end) of a buffer (1, H, T, D) in a buffer of its own, unevaluated."""
+    batch, heads, tokens, _ = buffer.shape
+    part = buffer[:, :, start:end]
     # Rows of several heads are not contiguous, so `mx.contiguous` copies: two operations instead of four.
-    if math.prod(buffer.shape[:-2]) > 1 and end - start < buffer.shape[-2]:
-        return mx.contiguous(part)
-    return owned(part)
+    return mx.contiguous(part) if batch * heads > 1 and end - start < tokens else owned(part)
 
 
 def owned(array: mx.array) -> mx.array:
@@ -424,10 +429,10 @@ def owned(array: mx.array) -> mx.array:
     """
     if array.size == 0:
         return mx.zeros(array.shape, dtype=array.dtype)
-    axes = [*range(array.ndim - 2, -1, -1), array.ndim - 1] if array.ndim > 1 else [*range(array.ndim)]
-    for axis in axes:
-        if array.shape[axis] > 1:
-            return mx.concatenate(list(mx.split(array, [array.shape[axis] // 2], axis=axis)), axis=axis)
+    shape = array.shape
+    for axis in (*range(len(shape) - 2, -1, -1), -1) if array.size > 1 else ():
+        if shape[axis] > 1:
+            return mx.concatenate([*mx.split(array, [shape[axis] // 2], axis)], axis)
     # One element: a view of two is the smallest buffer that is not the parent's.
     flat = array.reshape(1)
     return mx.concatenate([flat, flat])[:1].reshape(array.shape)

@@ -258,7 +258,7 @@ class ChunkedKVAdapter(WindowAdapter):
 
 
 def _cut(buffer: mx.array, places: Sequence[Range]) -> list[mx.array]:
-    return [buffer[..., low:high, :] for low, high in places]
+    return [buffer[:, :, low:high] for low, high in places]
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

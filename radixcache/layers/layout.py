@@ -85,7 +85,6 @@ class Layout:
         self._adapters = [adapter for _, adapter in pairs]
         self._windows = [adapter.window(cache) if is_windowed(adapter) else None for cache, adapter in pairs]
         self._stacks: list[Stack] = []
-        self.token_bytes = self.stored_token_bytes = 0
         self.shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None before one was seen. A model may leave some unused.
         self._in_use: list[bool] | None = None
@@ -162,15 +161,13 @@ class Layout:
         if not any(written):
             return
         in_use = [now or known for now, known in zip(written, self._in_use or written, strict=True)]
+        if in_use == self._in_use:
+            return
         for index, (cache, adapter) in enumerate(pairs):
             if written[index] and self.shapes[index] is None:
                 self.shapes[index] = adapter.shapes(cache)
-        if in_use != self._in_use:
-            self._in_use = in_use
-            self._note_use(in_use)
-        spans = self._span_leaves(caches)
-        self.token_bytes = sum(b.nbytes // b.shape[2] for cache, adapter in spans for b in adapter.buffers(cache))
-        self.stored_token_bytes = self._sum_of_spans(self.stored_leaf_bytes)
+        self._in_use = in_use
+        self._note_use(in_use)
 
     def take_over(self, shapes: Sequence[Any]) -> None:
         """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already."""
@@ -178,14 +175,12 @@ class Layout:
             self.shapes = list(shapes)
             self._in_use = [its is not None for its in shapes]
             self._note_use(self._in_use)
-            self.token_bytes = self._sum_of_spans(self.leaf_bytes)
-            self.stored_token_bytes = self._sum_of_spans(self.stored_leaf_bytes)
-
-    def _sum_of_spans(self, nbytes: Callable[[int], int]) -> int:
-        return sum(nbytes(leaf) for leaf, adapter in enumerate(self._adapters) if not adapter.is_point)
 
     def _note_use(self, in_use: Sequence[bool]) -> None:
-        """Derive the kinds of state and the stacks from the leaves in use. Older stacks stay as they are."""
+        """Derive sizes, the kinds of state and the stacks from the leaves in use. Older stacks stay as they are."""
+        spans = [leaf for leaf, adapter in enumerate(self._adapters) if not adapter.is_point]
+        self.token_bytes = sum(map(self.leaf_bytes, spans))
+        self.stored_token_bytes = sum(map(self.stored_leaf_bytes, spans))
         # The first and last leaf in use without an offset; None: unknown yet.
         self._blind: tuple[int, ...] | None = None
         used = [(a, window) for a, window, its in zip(self._adapters, self._windows, in_use, strict=True) if its]
@@ -281,11 +276,14 @@ class Layout:
         if wait:
             self.evaluate(caches)
         copies: list[mx.array] = []
+        copied_bytes = 0
         for cache, adapter in self.leaves(caches):
-            copies += adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache)
-            if wait and sum(array.nbytes for array in copies) > TOGETHER_BYTES:
+            its = adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache)
+            copies += its
+            copied_bytes += sum(array.nbytes for array in its)
+            if wait and copied_bytes > TOGETHER_BYTES:
                 mx.eval(copies)
-                copies = []
+                copies, copied_bytes = [], 0
         if wait:
             mx.eval(copies)
 
@@ -389,7 +387,7 @@ class Layout:
 
     def at_rest(self, snapshot: Any) -> Any:
         """A snapshot or None in the form in which it is stored, unevaluated. Point state has one form."""
-        is_cut = isinstance(snapshot, SpanSnapshot | WindowSnapshot)
+        is_cut = isinstance(snapshot, (SpanSnapshot, WindowSnapshot))  # called for each layer: faster than a union
         return snapshot.quantized(self.stored_bits) if is_cut else snapshot
 
     def at_rest_beside(self, snapshot: SpanSnapshot) -> SpanSnapshot:
