@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -402,15 +401,14 @@ def _plain(segment: Segment, forms: Forms) -> Segment:
     )
 
 
-@lru_cache(maxsize=16)
-def segment_bounds(start: int, end: int, step: int | None = None) -> Sequence[tuple[int, int]]:
-    """The grid segments of `step` tokens, or of SEGMENT_TOKENS, that cover [start, end). Each layer asks anew."""
+def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[int, int]]:
+    """The grid segments of `step` tokens, or of SEGMENT_TOKENS, that cover [start, end)."""
     bounds, step = [], step or SEGMENT_TOKENS
     while start < end:
         stop = min(end, (start // step + 1) * step)
         bounds.append((start, stop))
         start = stop
-    return tuple(bounds)
+    return bounds
 
 
 def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
