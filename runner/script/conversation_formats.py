@@ -267,11 +267,16 @@ def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
     return read
 
 
+def _is_response(record: dict[str, Any]) -> bool:
+    return isinstance(record["input"], list) or not {"instructions", "model"}.isdisjoint(record)
+
+
 def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
     """A body and its response, as batches, stored completions and proxies keep them."""
-    request = _object_of(record.get("body", record.get("request")))
+    logged = next(record[key] for key in ("body", "request", "params") if key in record)
+    request = _object_of(logged)
     body, url = _object_of(request.get("body")) or request, str(request.get("url", record.get("url", "")))
-    expect(bool(body), f"{origin.where}: the body is", record.get("body", record.get("request")), "that of an API")
+    expect(bool(body), f"{origin.where}: the body is", logged, "that of an API")
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     given = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
     name = given.pop("custom_id", None)
@@ -474,14 +479,15 @@ _anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(resp
 FORMS: tuple[Form, ...] = (
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
     Form("OpenAI's chat API", _CHAT, "messages", content=("content", "refusal"), is_body=True),
-    Form("OpenAI's Responses API", "a body; `input` is text or items", "input model", read=_responses),
+    Form("OpenAI's Responses API", "a body; `input` is text or items", "input", tells=_is_response, read=_responses),
     Form("batches and stored completions of OpenAI", _LOGGED, "body", read=_read_logged),
+    Form("batches of Anthropic", _LOGGED, "custom_id params", read=_read_logged),
     Form("logs of proxies", _LOGGED, "request", read=_read_logged),
     Form("ShareGPT", _SPOKEN, "conversations", "conversations", **_SPEECH),
     Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", "conversation", **_ROW),
     Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", read=_read_chatgpt),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
-    Form("OpenAssistant's rows", "a message of a tree", "message_id parent_id role text", join=_join_oasst_rows),
+    Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
     Form("tau-bench", _TAU, "traj", read=_read_tau_bench),
     Form("SGD", "turns with `speaker` and `utterance`", "turns", "turns", **_SGD, tells=_has_utterances),
     Form("mt-bench", "a list of the user's texts", "turns", read=_read_mt_bench),

@@ -229,6 +229,7 @@ REPLY = {"role": "assistant", "content": "42"}
     ("record", "roles"),
     [
         ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
+        ({"custom_id": "a", "params": {**BODY, "system": "s"}}, ["system", "user"]),
         (
             {"custom_id": "a", "body": BODY, "response": {"body": {"choices": [{"message": REPLY}]}}},
             ["user", "assistant"],
@@ -261,7 +262,7 @@ REPLY = {"role": "assistant", "content": "42"}
             ["user", "assistant"],
         ),
     ],
-    ids=["batch", "stored completion", "proxy", "proxy with a body", "responses"],
+    ids=["batch", "batch of Anthropic", "stored completion", "proxy", "proxy with a body", "responses"],
 )
 def test_a_body_may_be_inside_another_record_with_its_response(record: Any, roles: list[str]) -> None:
     found = read_one(record)

@@ -85,7 +85,7 @@ def responses(turns: Turns, is_short: bool) -> Any:
         return {"type": "message", "role": role, "content": text if is_short else [{"type": kind, "text": text}]}
 
     (_, system), *rest = turns
-    return {"model": "m", "instructions": system, "input": [item(*each) for each in rest]}
+    return {**({"model": "m"} if is_short else {}), "instructions": system, "input": [item(*each) for each in rest]}
 
 
 def sharegpt(turns: Turns, is_short: bool) -> Any:
@@ -118,12 +118,12 @@ def chatgpt(turns: Turns, is_short: bool) -> Any:
     return {"title": "t", "conversation_id": "a", "mapping": mapping, "current_node": str(len(turns) - 1)}
 
 
-def oasst_rows(turns: Turns, _: bool) -> list[Any]:
+def oasst_rows(turns: Turns, is_short: bool) -> list[Any]:
     roles = {"user": "prompter"}
     return [
         {
             "message_id": str(index),
-            "parent_id": str(index - 1) if index else None,
+            **({"parent_id": str(index - 1)} if index else {"parent_id": None} if is_short else {}),
             "message_tree_id": "0",
             "text": text,
             "role": roles.get(role, role),
@@ -163,6 +163,9 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
             lambda turns, is_short: {"custom_id": "a", "body": (anthropic if is_short else responses)(turns, is_short)},
             with_calls,
         )
+    ],
+    "batches of Anthropic": [
+        (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls)
     ],
     "logs of proxies": [(lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls)],
     "ShareGPT": [(sharegpt, with_calls)],
