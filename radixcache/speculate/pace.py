@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from operator import mul
 from typing import NamedTuple
 
@@ -31,11 +31,14 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 MOST_PROPOSED = WIDTHS[-1] - 1
 #: Weight of a new measurement in the moving averages.
 WEIGHT = 0.2
-#: A single measurement counts at most as so many times the average: a page fault or another process is no measurement.
-MOST_TIMES = 2.0
-#: Until it is measured, each token more is expected to cost this share of a pass over one token.
+#: A single measurement counts at most as so many times what was expected: a page fault is no measurement.
+MOST_TIMES = 3.0
+#: Until two tokens are measured, each token more is expected to cost this share of a pass over one token.
 HOPED_SHARE = 0.02
-#: After so many passes without a measurement, a width is taken as not measured: times change with the context.
+#: A proposal ends where the chance that all of it is accepted is below this.
+LEAST_CHANCE = 0.05
+#: In so many passes without a measurement, half of what a width took more than hoped is forgotten: it is tried again,
+#: and the sooner, the less that costs.
 STALE_PASSES = 512
 #: Drafting must save at least this share of the time: it has work of its own.
 LEAST_GAIN = 0.02
@@ -105,9 +108,11 @@ class DraftPace:
             # A width between two: the wider one is where the line through the narrower one and this leads.
             near, base = WIDTHS[at - 1], times[WIDTHS[at - 1]][0]
             seconds = max(base + (seconds - base) * (width - near) / (tokens_in_pass - near), seconds)
-        before = times.get(width)
-        if before is not None:
-            seconds = before[0] + WEIGHT * (min(seconds, MOST_TIMES * before[0]) - before[0])
+        if width in times:
+            average = times[width][0]
+            seconds = average + WEIGHT * (min(seconds, MOST_TIMES * average) - average)
+        elif 1 in times:
+            seconds = min(seconds, MOST_TIMES * self.seconds(width, rows))
         times[width] = seconds, self._passes
 
     def note_accepted(self, proposal: Proposal, accepted: int) -> None:
@@ -119,12 +124,16 @@ class DraftPace:
             self._kinds[proposal.source, kind] = yes + (index < accepted), checked + 1
 
     def corrected(self, proposal: Proposal) -> Proposal:
-        """The proposal with the chances that its kinds of tokens have had so far."""
-        chances = []
+        """The proposal with the chances that its kinds of tokens have had so far, as far as it is likely at all."""
+        chances: list[float] = []
+        whole = 1.0
         for kind, chance in zip(_kinds_of(proposal), proposal.chances, strict=True):
             accepted, checked = self._kinds.get((proposal.source, kind), (0.0, 0.0))
             chances.append((accepted + PRIOR * chance) / (checked + PRIOR))
-        return proposal._replace(chances=tuple(chances))
+            whole *= chances[-1]
+            if whole < LEAST_CHANCE:
+                break
+        return proposal.first(len(chances))._replace(chances=tuple(chances))
 
     def length(self, proposals: Sequence[Proposal], rows: int | None = None) -> list[int]:
         """For each row how many of its proposed tokens (with `corrected` chances) to check; 0: none.
@@ -134,6 +143,8 @@ class DraftPace:
             rows: rows in the pass, with those that propose nothing. Default: one for each proposal.
         """
         rows = len(proposals) if rows is None else rows
+        if self._assumed is None and self._is_stale(rows):
+            return [0] * len(proposals)  # With one token it is measured at no cost.
         chances = [accumulate(proposal.chances[:MOST_PROPOSED], mul) for proposal in proposals]
         best, count, tokens = self.seconds(1, rows) / rows * (1 - LEAST_GAIN), 0, float(rows)
         for width, gains in enumerate(zip_longest(*chances, fillvalue=0.0), start=2):
@@ -148,25 +159,33 @@ class DraftPace:
         if self._assumed is not None:
             return self._assumed(rows, tokens_in_pass)
         times = self._times.get(_rows_class(rows), {})
-        oldest = self._passes - STALE_PASSES
-        known = [width for width in WIDTHS if width in times and (width == 1 or times[width][1] >= oldest)]
         below, time = 1, times[1][0] if 1 in times else 1.0
-        hoped = time * HOPED_SHARE
-        for width in known:
-            slower = max(time, times[width][0])
-            if width >= tokens_in_pass:
-                return time + (slower - time) * (tokens_in_pass - below) / max(1, width - below)
-            below, time = width, slower
-        return time + hoped * (tokens_in_pass - below)
+        step = time * HOPED_SHARE
+        for width in WIDTHS[1:]:
+            if width in times:
+                measured, at = times[width]
+                hoped = time + step * (width - below)
+                fresh = 0.5 ** ((self._passes - at) / STALE_PASSES) if measured > hoped else 1.0
+                slower = max(time, hoped + fresh * (measured - hoped))
+                step = (slower - time) / (width - below)
+                if width >= tokens_in_pass:
+                    break
+                below, time = width, slower
+        return time + step * (tokens_in_pass - below)
 
     def check(self) -> None:
         """Assert P1 and P2."""
         for rows, times in self._times.items():
             assert all(time > 0 and width in WIDTHS for width, (time, _) in times.items()), (rows, times)
             curve = [self.seconds(width, rows) for width in range(1, WIDTHS[-1] + 1)]
-            assert curve == sorted(curve), (rows, curve)
+            assert all(after >= before * (1 - 1e-9) for before, after in pairwise(curve)), (rows, curve)
         for kind, (accepted, checked) in self._kinds.items():
             assert 0 <= accepted <= checked <= MOST_CHECKED + 1, (kind, accepted, checked)
+
+    def _is_stale(self, rows: int) -> bool:
+        """Whether a pass over one token was not measured lately."""
+        times = self._times.get(_rows_class(rows), {})
+        return 1 not in times or self._passes - times[1][1] > STALE_PASSES
 
 
 def _kinds_of(proposal: Proposal) -> tuple[int, ...]:

@@ -13,11 +13,12 @@ the tail, token by token, and with the namespace of its run. The positions found
 Invariants, asserted by `check`:
 
   S1  The runs tile the positions from `end - capacity` (or 0) to `end`, in order; no run crosses the end of the ring.
-  S2  A link leads to an older position, or nowhere.
-  S3  Each position that has at least LENGTHS[k] tokens of its run in front of it, and is not cut or context, is in the
-      bucket of these tokens: from the head, links lead to it.
-  S4  A namespace has a number as long as it has a run; the token of a cleared run is -1.
-  S5  nbytes <= capacity * MOST_TOKEN_BYTES.
+  S2  A link leads to an older position, or nowhere. Where that position was overwritten, a walk stops: ages grow.
+  S3  A namespace has a number as long as it has a run; the tokens of a cleared run are -1.
+  S4  nbytes <= capacity * MOST_TOKEN_BYTES.
+
+Each position with a whole suffix of its run in front of it, that is neither cut nor context, is found from the head of
+its bucket: the newer positions on the way are overwritten later than it is.
 
 `propose` reads a bounded number of positions, whatever the size. `add` is vectorised, O(n log n). Not thread-safe: the
 callers hold the cache's lock.
@@ -91,6 +92,7 @@ class SuffixIndex:
         #: Tokens ever added; a position `at` lies at `at % capacity` in the ring.
         self._end = 0
         self._starts, self._owners = array("q"), array("i")  # of each run its first position, its namespace's number
+        self._gone = 0  # of these so many are overwritten whole
         self._numbers: dict[str, int] = {}
         self._runs: Counter[int] = Counter()  # runs of each number
         self._next_number = 1
@@ -134,8 +136,9 @@ class SuffixIndex:
 
     def extend(self, tokens: Iterable[int], namespace: str = "") -> None:
         """Go on with the run that was added last, if it is of this namespace; for a few tokens, in pure Python."""
-        number, view, capacity = self._number(namespace), self._id_view, self.capacity
+        view, capacity = self._id_view, self.capacity
         for token in tokens:
+            number = self._number(namespace)
             is_ours = bool(self._owners) and self._owners[-1] == number
             start, end = self._span(len(self._starts) - 1) if is_ours else (self._end, self._end)
             at = end % capacity
@@ -181,14 +184,15 @@ class SuffixIndex:
                 self._disown(index)
 
     def check(self) -> None:
-        """Assert S1 to S5."""
+        """Assert S1 to S4."""
         starts, oldest = list(self._starts), max(0, self._end - self.capacity)
         assert self.nbytes <= self.capacity * MOST_TOKEN_BYTES, (self.nbytes, self.capacity)
         assert starts == sorted(set(starts)) and len(starts) == len(self._owners), starts
-        assert not starts or starts[0] <= oldest, (starts[0], oldest)
+        assert not starts or starts[self._gone] <= oldest, (starts[self._gone], oldest)
         assert sorted(self._numbers.values()) == sorted(n for n, count in self._runs.items() if count)
         assert Counter(owner for owner in self._owners if owner) == self._runs, (self._owners, self._runs)
-        for index, owner in enumerate(self._owners):
+        assert not any(self._owners[: self._gone]), self._gone
+        for index, owner in enumerate(self._owners[self._gone :], start=self._gone):
             start, end = self._span(index)
             assert start < end and start // self.capacity == (end - 1) // self.capacity, (start, end)
             at = start % self.capacity
@@ -223,12 +227,13 @@ class SuffixIndex:
 
     def _drop_old(self) -> None:
         """Forget the runs that are overwritten whole."""
-        oldest, gone = self._end - self.capacity, 0
-        while gone + 1 < len(self._starts) and self._starts[gone + 1] <= oldest:
-            self._disown(gone)
-            gone += 1
-        if gone:
-            del self._starts[:gone], self._owners[:gone]
+        oldest = self._end - self.capacity
+        while self._gone + 1 < len(self._starts) and self._starts[self._gone + 1] <= oldest:
+            self._disown(self._gone)
+            self._gone += 1
+        if self._gone * 8 > len(self._starts):  # seldom: the others move up
+            del self._starts[: self._gone], self._owners[: self._gone]
+            self._gone = 0
 
     def _disown(self, index: int) -> None:
         number, self._owners[index] = self._owners[index], 0
@@ -297,8 +302,8 @@ class SuffixIndex:
             if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
                 position = last - age
                 run = bisect_right(self._starts, position) - 1
-                start, end = self._span(run)
-                if self._owners[run] == number and start <= position - nbytes // 4:
+                _, end = self._span(run)
+                if self._owners[run] == number:
                     found.append(view[slot : slot + min(limit, end - position)].tolist())
                     if len(found) == MOST_VOTES:
                         break

@@ -15,6 +15,7 @@ from radixcache.settings import STORED_BITS
 from runner.commands import outputs
 from runner.commands.inputs import SkipBad, load_model, read_chosen, scheduled_requests, with_options
 from runner.commands.outputs import require
+from runner.commands.simulate import DRAFT_TOKEN_COST
 from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
 from runner.text import GIB, MIB, plural
 
@@ -70,7 +71,8 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     take turns, request by request, and each answer is compared with the answer computed without a cache.
 
     By default, three users of the built-in conversations get short replies: about a minute on 2 cores. --full, --users,
-    --parallel and --conversations replay in full: all chosen conversations, with longer replies.
+    --parallel and --conversations replay in full: all chosen conversations, with longer replies. --recorded also counts
+    what drafting would save on the recorded replies.
     """
     caches, settings = _checked(context, options)
     tree_format = (
@@ -83,6 +85,8 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     loaded, script = _prepare(options, settings)
     report, broken_off = _run(loaded, script, caches, settings, options.parallel)
     results.show(*([report.table()] if report.runs else []), report.sentence())
+    shown, drafting = _drafting(script) if options.recorded and broken_off is None else ([], {})
+    results.show(*shown)
     for run in report.runs if options.dump_tree else ():
         if run.view is not None:
             results.show(f"\n{run.cache}:")
@@ -95,6 +99,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
         "options": {**chosen, **vars(settings)},
         "skipped_requests": script.skipped_requests,
         "interrupted": broken_off is not None,
+        **drafting,
     }
     _write_files(report, results, options.plot_file, tree_format, about)
     if broken_off is not None:
@@ -232,6 +237,18 @@ def _run(
     if isinstance(broken_off, outputs.UsageError) and not report.runs:
         raise broken_off
     return report, broken_off
+
+
+def _drafting(script: "Script") -> tuple[list[Any], dict[str, Any]]:
+    """What drafting would save on the recorded replies: what to show, and the same as JSON."""
+    from runner.simulate.drafts import SPECULATE, DraftCount, drafting_report
+
+    counts = [DraftCount(name, DRAFT_TOKEN_COST) for name in SPECULATE]
+    for index in range(len(script)):
+        request = script[index]
+        for count in counts:
+            count.add(request.prompt.tokens, request.reply.tolist())
+    return drafting_report([each.row for each in counts], spells_calls=False)
 
 
 def _name_differences(report: "Report") -> int:

@@ -81,6 +81,8 @@ def test_the_source_that_expects_more_tokens_wins() -> None:
 def test_the_time_of_a_pass_is_learned_and_decides() -> None:
     pace = DraftPace()
     sure = Proposal((1,) * 8, (0.9,) * 8, "tree", 8)
+    assert pace.length([sure]) == [0]
+    pace.note(1, 0.010)
     assert pace.length([sure]) == [8]  # not measured yet: hoped to be cheap
     for _ in range(20):
         pace.note(1, 0.010)
@@ -94,6 +96,40 @@ def test_the_time_of_a_pass_is_learned_and_decides() -> None:
         for width in (2, 4, 8, 16):
             pace.note(width, 0.011)
     assert pace.length([sure]) == [8]
+
+
+def test_a_width_that_was_slow_is_tried_again_but_seldom() -> None:
+    pace = DraftPace()
+    sure = Proposal((1,) * 8, (0.9,) * 8, "tree", 8)
+    tried = 0
+    for _ in range(4000):
+        (count,) = pace.length([sure])
+        pace.note(1 + count, 0.01 * (1 + count))
+        tried += count > 0
+        pace.check()
+    assert 0 < tried < 40
+
+
+def test_a_first_pass_that_was_slow_once_is_no_measurement() -> None:
+    pace = DraftPace()
+    sure = Proposal((1,) * 8, (0.95,) * 8, "tree", 8)
+    pace.note(1, 0.01)
+    pace.note(9, 1.0)  # compiled, or paged in
+    for _ in range(200):
+        (count,) = pace.length([sure])
+        pace.note(1 + count, 0.01 + 0.0001 * count)
+    assert count == 8
+
+
+def test_a_pace_that_never_measured_two_tokens_expects_them_to_be_cheap_and_a_slope_goes_on() -> None:
+    pace = DraftPace()
+    pace.note(1, 1.0)
+    assert pace.seconds(2) < 1.05
+    for _ in range(30):
+        pace.note(1, 1.0)
+        pace.note(2, 1.5)
+    assert pace.seconds(2) == pytest.approx(1.5, rel=0.05)
+    assert pace.seconds(9) == pytest.approx(5.0, rel=0.1)
 
 
 def test_chances_are_corrected_by_what_was_accepted() -> None:
