@@ -32,10 +32,10 @@ FIRST_AFTER_S, INTERVAL_S = 10.0, 30.0
 
 
 class ProgressLines:
-    """Progress as a line on stderr every `INTERVAL_S`; nothing on a terminal, which shows a bar."""
+    """Progress as a line on stderr every `INTERVAL_S`; nothing on a terminal that shows a bar."""
 
-    def __init__(self) -> None:
-        self._next_s = float("inf") if sys.stderr.isatty() else time.monotonic() + FIRST_AFTER_S
+    def __init__(self, *, has_bar: bool = True) -> None:
+        self._next_s = float("inf") if has_bar and sys.stderr.isatty() else time.monotonic() + FIRST_AFTER_S
 
     def tell(self, text: Callable[[], str]) -> None:
         """Print the line if one is due."""

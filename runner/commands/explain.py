@@ -42,7 +42,7 @@ def explain(
     if unanswered := sum(not each.replies_recorded for each in conversations):
         noun = "conversation has" if unanswered == 1 else "conversations have"
         outputs.say(f"note: {unanswered} {noun} no recorded replies; a short text is used for each reply.")
-    outline, lines = load_outline(model), ProgressLines()
+    outline, lines = load_outline(model), ProgressLines(has_bar=False)
 
     from runner.breaks import breaks_text, find_breaks, unwritten_parts, with_replies
     from runner.files import json_bytes

@@ -19,7 +19,7 @@ from runner.commands.inputs import (
     with_options,
 )
 from runner.commands.outputs import require
-from runner.text import plural
+from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
     from radixcache import TreeView
@@ -77,7 +77,7 @@ def tree(
         sizes = options.load()
         outputs.require_policy(policy)
         conversations = read_chosen(inputs, skip_bad)
-        outline = load_outline(model)
+        outline, lines = load_outline(model), ProgressLines(has_bar=False)
 
         from runner.models.footprint import ModelConfigError
         from runner.models.sizes import model_bytes
@@ -92,7 +92,13 @@ def tree(
         scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
         with outputs.usage_errors(ScriptError, ValueError):
             cache, skipped = grow_tree(
-                scheduled, outline.tokenizer, sizes, budget_bytes=budget_bytes, policy=policy, skip_bad=skip_bad
+                scheduled,
+                outline.tokenizer,
+                sizes,
+                budget_bytes=budget_bytes,
+                policy=policy,
+                skip_bad=skip_bad,
+                on_progress=lambda done: lines.tell(lambda: f"{done:,} of {len(scheduled):,} requests"),
             )
         if skipped:
             outputs.say(f"note: {plural(len(skipped), 'request')} skipped, the first: {skipped[0]}")

@@ -307,6 +307,7 @@ def grow_tree(
     budget_bytes: int,
     policy: str = "lru",
     skip_bad: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> tuple[PrefixCache, list[str]]:
     """Serve conversations in sizes, with recorded replies. Returns the cache, and a line for each request left out.
 
@@ -315,7 +316,9 @@ def grow_tree(
     layout = SizedLayout(sizes.token_bytes, sizes.state_bytes, sizes.windows, GROW_TOKENS)
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy)
     model, skipped = SizedModel(), []
-    for request in requests:
+    for index, request in enumerate(requests):
+        if on_progress is not None:
+            on_progress(index)
         try:
             tokens, marks = _rendered(tokenizer, request, with_marks=layout.has_points)
             reply = recorded_reply(tokenizer, request, tokens)

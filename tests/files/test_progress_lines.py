@@ -20,3 +20,7 @@ def test_lines_are_rare_or_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == f"at {FIRST_AFTER_S:g} s\nat {FIRST_AFTER_S + INTERVAL_S:g} s\n"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     ProgressLines().tell(lambda: pytest.fail("a bar is drawn there"))
+    lines = ProgressLines(has_bar=False)
+    now_s[0] += FIRST_AFTER_S
+    lines.tell(lambda: "no bar is drawn here")
+    assert capsys.readouterr().err == "no bar is drawn here\n"
