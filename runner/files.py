@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,17 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     next(folder.iterdir(), None)  # rglob skips a folder that it cannot read
     found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)) and path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+#: What reading a file that `open_unpacked` opened raises, if it cannot be read or unpacked.
+UNREADABLE = (OSError, EOFError, zlib.error)
+
+
+def open_unpacked(path: Path) -> gzip.GzipFile | BufferedReader:
+    """Open a regular file to read its bytes, those of gzip unpacked."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if is_gzip else path.open("rb")
 
 
 def read_json(path: Path, wanted: str, error_class: type[Exception]) -> Any:

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from runner.files import UNREADABLE, open_unpacked
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
@@ -270,7 +271,7 @@ class Reading:
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | TraceError]]:
     """The place and the content of every line of a JSONL file that is not blank, from number 1, one at a time."""
     try:
-        with path.open("rb") as file:
+        with open_unpacked(path) as file:
             for number in count(1):
                 content = file.readline(MOST_RECORD_BYTES + 1)
                 if not content:
@@ -283,7 +284,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | TraceError]]:
                     yield where, TraceError(error)
                 elif content.strip():
                     yield where, _parse(content, where)
-    except OSError as error:
+    except UNREADABLE as error:
         raise unreadable(path, error) from error
 
 
@@ -300,8 +301,8 @@ def _parse(content: bytes, where: str) -> dict[str, Any] | TraceError:
     return value if isinstance(value, dict) else TraceError(f"{where}: found {shown(value)}; wanted an object.")
 
 
-def unreadable(path: Path, error: OSError) -> TraceError:
-    return TraceError(f"{path}: cannot be read ({error.strerror}); wanted a trace.")
+def unreadable(path: Path, error: Exception) -> TraceError:
+    return TraceError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); wanted a trace.")
 
 
 def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
+from runner.files import UNREADABLE, open_unpacked
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
@@ -481,10 +482,15 @@ class _Session:
 
 def _session_document(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MOST_RECORD_BYTES:
+        content = bytearray()
+        with open_unpacked(path) as file:
+            # In pieces: a read of so many bytes would allocate all of them.
+            while len(content) <= MOST_RECORD_BYTES and (more := file.read(1 << 16)):
+                content += more
+        if len(content) > MOST_RECORD_BYTES:
             raise TraceError(f"{path}: the session is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
-        document = json.loads(path.read_bytes())
-    except OSError as error:
+        document = json.loads(content)
+    except UNREADABLE as error:
         raise unreadable(path, error) from error
     except json.JSONDecodeError as error:
         raise TraceError(

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
-from runner.files import files_below
+from runner.files import UNREADABLE, files_below, open_unpacked
 from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_reader import NO_SESSIONS, read_conversations
 from runner.script.schedule import requests_of
@@ -42,7 +40,6 @@ CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
-GZIP = 31  # for zlib: a gzip header, and the largest window
 #: Blanks, and the mark that some editors put before UTF-8.
 _BLANK = b" \t\r\n\xef\xbb\xbf"
 _NOT_JSON = object()
@@ -176,20 +173,16 @@ def _beginning(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise TraceError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
-        with path.open("rb") as file:
+        with open_unpacked(path) as file:
             return file.read(_PROBE_BYTES)
-    except OSError as error:
+    except UNREADABLE as error:
         raise unreadable(path, error) from error
 
 
 def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
-        with suppress(zlib.error):  # the reader of conversations unpacks gzip itself
-            unpacked = zlib.decompressobj(GZIP).decompress(beginning, _PROBE_BYTES)
-            if _format_of(path, unpacked) == "conversations":
-                return "conversations"
-        raise TraceError(f"{path}: is compressed; wanted an unpacked file.")
+        raise TraceError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
     if not beginning.strip():
         raise TraceError(f"{path}: the file is empty; wanted a trace.")
     first = beginning.lstrip(_BLANK).split(b"\n", 1)[0]

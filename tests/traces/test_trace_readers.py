@@ -490,7 +490,7 @@ def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -
     trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
     assert len(trace.requests) == 1
     assert trace.notes == ("left out of the prompts, since chat templates have no text for them: 1 image_url.",)
-    with pytest.raises(TraceError, match=r"broken\.gz: is compressed"):
+    with pytest.raises(TraceError, match=r"broken\.gz: cannot be read \(Compressed file ended"):
         read_trace(tmp_path / "broken.gz")
 
 
@@ -510,9 +510,15 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
         assert str(raised.value) == f"{tmp_path / name}: {message}"
     with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
         read_trace("x" * 5000)
-    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"hash_ids": [1], "timestamp": 0}'))
-    with pytest.raises(TraceError, match=r"packed\.jsonl\.gz: is compressed; wanted an unpacked file"):
-        read_trace(tmp_path / "packed.jsonl.gz")
+    packed = gzip.compress(b"".join(json.dumps(line(at)).encode() + b"\n" for at in range(50)))
+    for name, content, message in (
+        ("cut.gz", packed[:-12], "cannot be read .*end-of-stream"),
+        ("twice.gz", gzip.compress(packed), "is compressed; wanted gzip, or an unpacked file"),
+        ("other.zip", b"PK\x03\x04", "is compressed; wanted gzip, or an unpacked file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TraceError, match=rf"{name}: {message}"):
+            read_trace(tmp_path / name)
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
         read_trace(tmp_path / "table.csv")
@@ -544,6 +550,20 @@ def test_format_is_told_by_content_also_where_the_first_line_is_broken(tmp_path)
     agent = session(tmp_path / "a.jsonl", ask(0, 64, [1]))
     agent.write_text(json.dumps(json.loads(agent.read_text()), indent=1))
     assert read_trace(agent).block_tokens == 64
+
+
+def test_packed_traces_are_read_as_unpacked_ones(tmp_path) -> None:
+    files = (
+        write(tmp_path / "m.jsonl", line(), line(5)),
+        session(tmp_path / "s.json", ask(0, 512, [1]), block_size=512),
+    )
+    unpacked = read_trace(*files)
+    for path in files:
+        Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    packed = read_trace(tmp_path)
+    for old, new in zip(unpacked.requests, packed.requests, strict=True):
+        assert (old.keys.tolist(), old.tokens, old.time_ms) == (new.keys.tolist(), new.tokens, new.time_ms)
 
 
 def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
