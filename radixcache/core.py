@@ -45,6 +45,7 @@ from radixcache.paging.resume import (
 from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
 from radixcache.speculate.drafting import TreeSource
+from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
 from radixcache.tokens import Keys, Quarantine, TokenIds
 from radixcache.tree.entries import NodeState, StateNode, Use
@@ -120,6 +121,7 @@ class Core:
         self._verifier = Verifier(settings.verify, settings.verify_seed, self.lock, states.events)
         self._tails = Tails()
         self._suffixes: SuffixIndex | None = None  # made when it is first asked for
+        self.draft_pace = DraftPace()
         #: The booking of each open group.
         self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0

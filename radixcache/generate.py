@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse, generation_stream, speculative_generate_step, wired_limit
+import numpy as np
+from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
@@ -22,6 +24,10 @@ from radixcache.chat_parts import Chat
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session, both_models
 from radixcache.settings import is_whole
+from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.pace import MOST_PROPOSED, Proposal
+from radixcache.speculate.suffix_index import TAIL_TOKENS
+from radixcache.tokens import vocabulary_size
 
 #: Further arguments of mlx_lm.stream_generate.
 OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"}
@@ -37,6 +43,8 @@ REFUSED = {
 
 #: Decoded tokens between two releases of MLX's free buffers.
 RELEASE_INTERVAL_TOKENS = 256
+#: With more tokens to evaluate again, nothing is drafted; a draft model finds all of them in the tail.
+MOST_OWED = TAIL_TOKENS
 
 Token = tuple[int, mx.array, bool]
 #: From a forward pass's tokens and logits (1, T, V): the next token (1,) and log-probabilities (1, V), both pending.
@@ -65,6 +73,8 @@ def stream_generate(
     keys: Any = None,
     embed: Callable[[int], mx.array] | None = None,
     chat: Chat | None = None,
+    speculate: Literal["tree", "prompt"] | None = None,
+    prediction: str | Sequence[int] | NDArray[Any] | None = None,
     **kwargs: Any,
 ) -> Generator[CachedGenerationResponse, None, None]:
     """Generate text token by token, as mlx_lm.stream_generate does.
@@ -81,11 +91,14 @@ def stream_generate(
         embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
             gets as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
         chat: as in PrefixCache.begin().
+        speculate: as in PrefixCache.drafting(): "tree" or "prompt". The tokens are those of a reply without drafts, and
+            with a seed the same are drawn; up to rounding, as passes over several tokens add up in another order.
+        prediction: what the reply will be, as text or token ids, as far as the caller can tell.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
-        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, or `embed` without `keys` or with a
-            draft model.
+        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, or `embed` without `keys` or with
+            drafts; `speculate` or `prediction` with an exact cache.
         CacheBusyError: every live slot of the cache is taken.
     """
     if not isinstance(cache, PrefixCache):
@@ -95,8 +108,11 @@ def stream_generate(
             raise ValueError(f"{name} cannot be used together with cache=: {REFUSED[name]}.")
     if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
-    if embed is not None and (keys is None or draft_model is not None):
-        raise ValueError("embed= needs keys=, as equal tokens may have different embeddings, and no draft_model.")
+    if embed is not None and (keys is None or (draft_model, speculate, prediction) != (None,) * 3):
+        raise ValueError(
+            "embed= needs keys=, as equal tokens may have different embeddings, and no draft_model, speculate= or "
+            "prediction=."
+        )
     if unknown := kwargs.keys() - OPTIONS:
         raise TypeError(f"stream_generate() got unexpected arguments: {', '.join(sorted(unknown))}.")
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -104,9 +120,12 @@ def stream_generate(
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    if isinstance(prediction, str):
+        prediction = tokenizer.encode(prediction, add_special_tokens=False)
+    drafting = cache.drafting(prompt, namespace, speculate=speculate, prediction=prediction)
     reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
     begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority, chat=chat)
-    tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, **kwargs)
+    tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, drafting, **kwargs)
     return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of)
 
 
@@ -156,32 +175,29 @@ def _tokens(
     stream: Any,
     max_tokens: int,
     embed: Callable[[int], mx.array] | None,
+    drafting: Drafting,
     session: Session,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     num_draft_tokens: int = 2,
     **sampling: Any,
 ) -> Generator[Token, None, None]:
-    whole = model if draft_model is None else both_models(model, draft_model, len(session.caches))
+    if draft_model is not None:
+        vocab_size = vocabulary_size(model)
+        model = both_models(model, draft_model, len(session.caches))
+        if num_draft_tokens:
+            drafting.model = DraftModel(session, draft_model, num_draft_tokens, stream, vocab_size)
     with mx.stream(stream):
         if embed is not None:
-            model = whole = _fed_with(embed(session.position), model)
-        session.prefill(whole, step_size=prefill_step_size, on_progress=prompt_progress_callback)
-    if draft_model is not None:
-        sampling |= {"max_tokens": max_tokens if max_tokens > 0 else 1 << 30, "num_draft_tokens": num_draft_tokens}
-        last, caches = mx.array(session.prompt[-1:]), session.caches
-        generator = speculative_generate_step(last, model, draft_model, stream, prompt_cache=caches, **sampling)
-        with closing(generator):
-            for token, logprobs, from_draft in generator:
-                session.extend([int(token)])
-                yield int(token), logprobs, bool(from_draft)
-        return
-    choose = _chooser(session.prompt, **sampling)
-    tokens = decode(session, model, session.prompt[-1:], choose, max_tokens=max_tokens, stream=stream)
-    for count, (token, logprobs) in enumerate(tokens):
+            model = _fed_with(embed(session.position), model)
+        session.prefill(model, step_size=prefill_step_size, on_progress=prompt_progress_callback)
+    choose, last = _chooser(session.prompt, **sampling), session.prompt[-1:]
+    drafts = None if drafting.is_empty else drafting
+    tokens = decode(session, model, last, choose, max_tokens=max_tokens, stream=stream, drafting=drafts)
+    for count, token in enumerate(tokens):
         if count == 0 and prompt_progress_callback is not None:
             prompt_progress_callback(len(session.prompt), len(session.prompt))
-        yield token, logprobs, False
+        yield token
 
 
 def _fed_with(embeddings: mx.array, model: Any) -> Callable[..., Any]:
@@ -220,31 +236,190 @@ def _chooser(
 
 
 def decode(
-    run: Any, model: Any, last: Any, choose: Choose, *, max_tokens: int, stream: Any = None
-) -> Iterator[tuple[int, mx.array]]:
-    """Yield at most `max_tokens` tokens (-1: no limit), each with its log-probabilities (V,).
+    run: Any,
+    model: Any,
+    last: Any,
+    choose: Choose,
+    *,
+    max_tokens: int,
+    stream: Any = None,
+    drafting: Drafting | None = None,
+) -> Iterator[Token]:
+    """Yield at most `max_tokens` tokens (-1: no limit), with log-probabilities (V,), and whether each was drafted.
 
     The forward pass that follows a token is dispatched before that token is read. If the caller stops at a token, that
-    pass is wasted; waiting for the decision would slow down every other token.
+    pass is wasted; waiting for the decision would slow down every other token. Where drafted tokens are likely, the
+    token is read first, and one pass checks what is proposed behind it.
 
     Args:
         run: has `step`, as a Session, and is prefilled up to the prompt's last token: `last`, (1,).
         stream: MLX's stream for the forward passes; None for the current one.
+        drafting: what is proposed; `run` is a Session then.
     """
+    if drafting is None:
+        decoding = _Decoding(run, model, last, choose, max_tokens, stream)
+    else:
+        decoding = _Drafted(run, model, last, choose, max_tokens, stream, drafting)
+    for count, token in enumerate(decoding.tokens(), start=1):
+        yield token
+        if count % RELEASE_INTERVAL_TOKENS == 0:
+            mx.clear_cache()
 
-    def forward(tokens: Any) -> tuple[mx.array, mx.array]:
-        with nullcontext() if stream is None else mx.stream(stream):
-            sampled, logprobs = choose(tokens, run.step(model, tokens))
+
+def check(tokens: Sequence[int], logits: mx.array, choose: Choose) -> list[tuple[int, mx.array]]:
+    """Choose what is said behind each of some tokens, of which all but the first are drafted, until a draft is wrong.
+
+    `choose` is called for one position after the other, and for none behind a wrong draft: samplers, processors and
+    grammars find what they would find without drafts, and as many random numbers are drawn.
+
+    Args:
+        tokens: T token ids: a known one, then the drafted ones.
+        logits: (1, T, V), those behind each.
+        choose: called with a list of one of the tokens, and the logits (1, 1, V) behind it.
+
+    Returns:
+        1 to T tokens with log-probabilities (V,). All but the last are drafted tokens.
+    """
+    said: list[tuple[int, mx.array]] = []
+    for at in range(len(tokens)):
+        sampled, logprobs = choose([tokens[at]], logits[:, at : at + 1])
+        said.append((int(sampled.item()), logprobs.squeeze(0)))  # type: ignore[arg-type]
+        if said[-1][0] not in tokens[at + 1 : at + 2]:
+            break
+    return said
+
+
+class _Decoding:
+    """A reply as it grows. `owed`: the tokens, known or pending, that the next pass evaluates."""
+
+    def __init__(self, run: Any, model: Any, last: Any, choose: Choose, max_tokens: int, stream: Any) -> None:
+        self._run, self._model, self._choose, self._stream = run, model, choose, stream
+        self._left = max_tokens
+        self._owed = last
+
+    def tokens(self) -> Iterator[Token]:
+        yield from self._ahead()
+
+    def _ahead(self) -> Iterator[Token]:
+        """Dispatch each pass before the token in front of it is read, until `_waits`."""
+        following = self._forward(self._owed)
+        goes_on = True
+        while goes_on:
+            self._left -= 1
+            sampled, logprobs = following
+            goes_on = self._left != 0 and not self._waits()
+            if goes_on:
+                following = self._forward(sampled)
+            token = int(sampled.item())  # type: ignore[arg-type]
+            self._note(token, is_known=goes_on)
+            yield token, logprobs, False
+
+    def _forward(self, tokens: Any) -> tuple[mx.array, mx.array]:
+        last = tokens[-1:] if isinstance(tokens, list) else tokens
+        with self._streaming():
+            sampled, logprobs = self._choose(last, self._run.step(self._model, tokens))
             mx.async_eval(sampled, logprobs)
         return sampled, logprobs.squeeze(0)
 
-    following = forward(last)
-    count = 0
-    while count != max_tokens:
-        count += 1
-        sampled, logprobs = following
-        if count != max_tokens:
-            following = forward(sampled)
-        yield int(sampled.item()), logprobs  # type: ignore[arg-type]
-        if count % RELEASE_INTERVAL_TOKENS == 0:
-            mx.clear_cache()
+    def _streaming(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else mx.stream(self._stream)
+
+    def _waits(self) -> bool:
+        """Whether the pending token must be read before the next pass is dispatched."""
+        return False
+
+    def _note(self, token: int, *, is_known: bool) -> None:
+        """A token was read; `is_known`: the pass that follows it was dispatched."""
+
+
+class _Drafted(_Decoding):
+    """A Session's reply, of which several tokens at a time are checked.
+
+    The session knows the tokens that were said, and no others, whenever the caller has the word. Where layers cannot
+    take back the rejected tokens alone, the accepted ones are `owed` again.
+    """
+
+    def __init__(
+        self, run: Session, model: Any, last: Any, choose: Choose, max_tokens: int, stream: Any, drafting: Drafting
+    ) -> None:
+        super().__init__(run, model, [int(each) for each in last], choose, max_tokens, stream)
+        self._drafting = drafting
+        self._read_s = time.perf_counter()
+
+    def tokens(self) -> Iterator[Token]:
+        while self._left != 0:
+            proposal = self._drafting.propose(self._most()) if len(self._owed) <= MOST_OWED else None
+            yield from self._ahead() if proposal is None else self._checked(proposal.tokens)
+
+    def _most(self) -> int:
+        """How many tokens may be proposed: the pass says one more."""
+        return min(self._left - 1, MOST_PROPOSED) if self._left > 0 else MOST_PROPOSED
+
+    def _waits(self) -> bool:
+        return self._drafting.is_likely(self._most())
+
+    def _note(self, token: int, *, is_known: bool) -> None:
+        self._note_time(len(self._owed))
+        self._drafting.said([token])
+        self._owed = [token]
+        if not is_known:
+            self._run.extend([token])
+
+    def _checked(self, draft: Sequence[int]) -> Iterator[Token]:
+        """Say the drafted tokens that are right, and the one behind them."""
+        run, owed = self._run, self._owed
+        start, tokens = run.position, [*owed, *draft]
+        with self._streaming():
+            logits = run.step(self._model, tokens, drafted=len(draft))
+            said = check(tokens[len(owed) - 1 :], logits[:, len(owed) - 1 :], self._choose)
+        self._note_time(len(tokens))
+        self._drafting.said([token for token, _ in said], len(said) - 1)
+        self._left -= len(said)
+        for token, logprobs in said[:-1]:
+            run.extend([token])
+            yield token, logprobs, True
+        text = [*owed, *(token for token, _ in said)]
+        with self._streaming():
+            reached = run.rewind(start + len(text) - 1, least=start)
+        run.extend(text[run.known_tokens - start :])
+        self._owed = text[reached - start :]
+        yield *said[-1], False
+
+    def _note_time(self, tokens_in_pass: int) -> None:
+        """Note the time since the last pass, with what the caller did: a pass over several tokens waits for that."""
+        before, self._read_s = self._read_s, time.perf_counter()
+        self._drafting.pace.note(tokens_in_pass, self._read_s - before)
+
+
+class DraftModel:
+    """A smaller model as a source of drafts: what it would say itself, on the session's caches behind the model's.
+
+    Each checked pass runs over both models' caches (`both_models`), so all layers stand at one offset. What the draft
+    model runs ahead is a scratch.
+    """
+
+    name = "draft"
+
+    def __init__(self, session: Session, model: Any, count: int, stream: Any, vocab_size: int | None) -> None:
+        """`count`: tokens that it proposes at a time, all below `vocab_size`."""
+        self._session, self._model, self._count, self._stream = session, model, count, stream
+        self._vocab_size = vocab_size
+        self._first = len(session.caches) - len(make_prompt_cache(model))
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        session = self._session
+        tokens: Any = mx.array([*tail[session.position - session.known_tokens :]])
+        chosen: list[mx.array] = []
+        chances: list[mx.array] = []
+        with mx.stream(self._stream), session.scratch(self._first) as caches:
+            for _ in range(min(limit, self._count)):
+                logits = self._model(tokens[None], cache=caches)[:, -1, : self._vocab_size]
+                tokens = mx.argmax(logits, axis=-1)
+                chosen.append(tokens)
+                chances.append(mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)))
+                mx.async_eval(tokens, chances[-1])
+            found = [np.asarray(mx.concatenate(each).astype(mx.float32)).tolist() for each in (chosen, chances)]
+        return Proposal(tuple(map(int, found[0])), tuple(found[1]), self.name)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Nothing: the session has them."""

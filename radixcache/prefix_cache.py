@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -55,9 +55,10 @@ from radixcache.settings import (
     require_pin,
     require_use,
 )
+from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, Source
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
-from radixcache.tokens import Keys, Quarantine, TokenIds, checked_prompt, require_namespace, vocabulary_size
+from radixcache.tokens import Keys, Quarantine, TokenIds, checked_prompt, require_namespace, token_ids, vocabulary_size
 from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
 from radixcache.tree.state_tree import StateTree
@@ -282,6 +283,42 @@ class PrefixCache:
         session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
         self._about.chats.add_copy(prompt_keys, chat, namespace)
         return session
+
+    def drafting(
+        self,
+        prompt: Any,
+        namespace: str = "",
+        *,
+        speculate: Literal["tree", "prompt"] | None = "tree",
+        prediction: Any = None,
+    ) -> Drafting:
+        """What may be proposed to a request as its next tokens, to be checked several in a forward pass.
+
+        Args:
+            prompt: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
+            namespace: nothing of other namespaces is proposed.
+            speculate: "tree": what was said before in the namespace, and in the prompt; "prompt": in the prompt alone;
+                None: nothing but the prediction.
+            prediction: token ids that the reply is expected to have, as `prompt`.
+
+        Raises:
+            ValueError: another `speculate`; or it or a prediction is given and the cache is exact, as a pass over
+                several tokens rounds differently, and measured times decide over how many.
+        """
+        core = self._core
+        if speculate not in ("tree", "prompt", None):
+            raise ValueError(f'speculate is {speculate!r:.80}; wanted "tree", "prompt" or None.')
+        if core.settings.exact and (speculate is not None or prediction is not None):
+            name = "prediction" if speculate is None else "speculate"
+            raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
+        sources: list[Source] = []
+        if prediction is not None and len(prediction):
+            sources.append(PredictionSource(token_ids(prediction, core.settings.vocab_size, "prediction")))
+        if speculate == "tree":
+            sources.append(core.tree_source(namespace))
+        if speculate is not None:
+            sources.append(PromptSource(prompt))
+        return Drafting(sources, core.draft_pace, prompt, evaluates_again=core.layout.has_states)
 
     def begin_many(
         self,

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dis
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_not
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ import psutil
 from mlx_lm.models.cache import CacheList, KVCache
 
 from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot, tokens_in
+from radixcache.adapters.point import copied
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.span import KeysAndValues, SpanSnapshot, stored_nbytes
 from radixcache.adapters.window import WindowAdapter, is_windowed
@@ -295,6 +297,22 @@ class Layout:
         """Undo a failed forward pass in every layer. False: the state of some layer is lost."""
         pairs = zip(self.leaves(caches), held, strict=True)
         return sum(not adapter.roll_back(cache, h) for (cache, adapter), h in pairs) == 0
+
+    @contextmanager
+    def scratch(self, caches: Sequence[Any], first: int) -> Iterator[list[Any]]:
+        """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
+        pairs = self.leaves(caches)[len(leaves(caches[:first])) :]
+        # Spans only need their offset. Of points, a second handle on each array keeps it from being written in place.
+        held = [copied(vars(each), mx.array) if its.is_point else its.hold(each, 1) for each, its in pairs]
+        try:
+            yield list(caches[first:])
+        finally:
+            for (cache, adapter), before in zip(pairs, held, strict=True):
+                if adapter.is_point:
+                    cache.__dict__.clear()
+                    cache.__dict__.update(before)
+                else:
+                    adapter.roll_back(cache, before)
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
         """Whether live state at `offset` can go back to `target` without a snapshot."""

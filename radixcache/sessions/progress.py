@@ -23,7 +23,7 @@ of windows too, as a ring that is filled in another order would add up in anothe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -240,6 +240,13 @@ class Progress:
         core.measure(live, caches)
         self._note_leaves()
         return target
+
+    def _drop_drafts(self, known: int) -> None:
+        """Take back what the last pass evaluated beyond the `known` tokens; the lock is held."""
+        if self.position > known:
+            # The caller has replaced caches: `_settle` finds what of them is certain.
+            with suppress(SnapshotError):
+                self._take_back(known, 0)
 
     def _copy_windows(self, start: int, *, is_last: bool) -> None:
         """Copy tokens from `start` on out of windows, before the windows are cut."""

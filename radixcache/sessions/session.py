@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core
@@ -139,22 +141,31 @@ class Session(Progress):
         self._evaluate_prompt(model, len(self.prompt) - 1, on_progress)
         self._owed = 0
 
-    def step(self, model: Any, tokens: Any) -> mx.array:
+    def step(self, model: Any, tokens: Any, *, drafted: int = 0) -> mx.array:
         """Run the forward pass of the next tokens: the rest of the prompt first, then sampled ones.
 
         Args:
             tokens: token ids, a sequence or an mx.array of shape (T,) or (1, T). An array need not be evaluated
                 once the prompt is done: nothing here waits for it.
+            drafted: how many of the last tokens are a draft. They are not known until extend() reports those that were
+                right; rewind() takes back the others, before the next step(). close() stores no others.
 
         Returns:
             Logits (1, T, V), unevaluated. A session that is verified waits for those of the prompt's last token.
 
         Raises:
-            ValueError: tokens that contradict the rest of the prompt, or what was reported by extend().
+            ValueError: tokens that contradict the rest of the prompt, or what was reported by extend(); or drafted
+                tokens of the last step() that were neither reported nor taken back.
             SessionClosedError: the session is closed, or its state was lost.
         """
         self._require_open()
         self._core.settings.require_model(model)
+        drafted = require_count("drafted", drafted, "tokens", least=0)
+        if self.position > self.known_tokens:
+            raise ValueError(
+                f"{self.position - self.known_tokens} drafted tokens of the last step() are neither reported by "
+                f"extend() nor taken back; call rewind({self.known_tokens}) first."
+            )
         self._compare_restored(model)
         self._sync(self.known_tokens)
         self._catch_up(model)
@@ -166,8 +177,8 @@ class Session(Progress):
             self._start_over(found, start)
             self._catch_up(model)
             logits, held = self._forward(model, array, count)
-        if self.position > self.known_tokens:
-            self._known.report(array, count - (self.position - self.known_tokens), count)
+        if self.position - drafted > self.known_tokens:
+            self._known.report(array, count - (self.position - self.known_tokens), count - drafted)
         if count > 1:
             self._hold_last_pass(start, held)
             # Windows are cut back only behind a first pass: rewind() may need the tokens that a later one left in them.
@@ -225,6 +236,16 @@ class Session(Progress):
         self._owed = 0
         return reached
 
+    @contextmanager
+    def scratch(self, first: int) -> Iterator[list[Any]]:
+        """The caches from layer `first` on, for forward passes of the block that leave nothing behind."""
+        self._require_open()
+        try:
+            with self._layout.scratch(self.caches, first) as caches:
+                yield caches
+        finally:
+            self._note_leaves()
+
     def close(self) -> None:
         """Store what was evaluated and free the live slot. Closing twice is fine."""
         if self.is_closed:
@@ -237,7 +258,6 @@ class Session(Progress):
             self.is_closed = True
             if not live.is_seat_of(self._seat):
                 return  # The cache took the slot back.
-            self._drop_held_pass()
             stored = self._request.keys[:0]
             try:
                 keys = self._settled_keys()
@@ -278,13 +298,19 @@ class Session(Progress):
             )
 
     def _settled_keys(self) -> Keys | None:
-        """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed."""
-        if self.is_lost:
-            return None
+        """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed.
+
+        Drafted tokens that nobody has reported are taken back.
+        """
         try:
-            self._layout.evaluate(self._live.caches)
+            if not self.is_lost:
+                self._layout.evaluate(self._live.caches)
+                self._drop_drafts(self.known_tokens)
         except Exception:  # The pending forward pass failed, and the state with it.
             self.is_lost = True
+        finally:
+            self._drop_held_pass()
+        if self.is_lost:
             return None
         return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
@@ -428,15 +454,16 @@ def open_session(
 
 def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
     """A callable that runs both models over the model's caches and then the draft model's: `cache_count` in all."""
-    layers = len(model.layers)
-    wanted = layers + len(draft_model.layers)
-    if cache_count != wanted:
+    # Not one for each layer: a model may have layers without state.
+    count, more = len(make_prompt_cache(model)), len(make_prompt_cache(draft_model))
+    if cache_count != count + more:
         raise ValueError(
-            f"the PrefixCache has {cache_count} layer caches; draft_model needs the {wanted} of both models, in order."
+            f"the PrefixCache has {cache_count} layer caches; draft_model needs the {count + more} of both models, "
+            "in order."
         )
 
     def both(tokens: Any, cache: list[Any]) -> Any:
-        draft_model(tokens, cache=cache[layers:])
-        return model(tokens, cache=cache[:layers])
+        draft_model(tokens, cache=cache[count:])
+        return model(tokens, cache=cache[:count])
 
     return both

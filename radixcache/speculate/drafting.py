@@ -124,17 +124,34 @@ class Drafting:
         sources: asked in this order; of equal proposals the first wins.
         pace: says how many tokens to propose.
         known: the prompt's last tokens, or all of it; the reply is added by `said`.
+        evaluates_again: as in DraftPace.length().
 
     Attributes:
         drafted: counts by source.
+        model: a draft model, or None. Asking it costs time, so it is asked where the sources are not worth a pass, and
+            all that it proposes is checked.
     """
 
-    def __init__(self, sources: Sequence[Source], pace: DraftPace, known: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        pace: DraftPace,
+        known: Sequence[int] = (),
+        *,
+        evaluates_again: bool = False,
+    ) -> None:
         self.pace = pace
+        self.evaluates_again = evaluates_again
+        self.model: Source | None = None
         self.drafted: dict[str, Drafted] = {}
         self._sources = list(sources)
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
         self._proposal = NOTHING
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is ever proposed."""
+        return not self._sources and self.model is None
 
     def candidate(self, limit: int = MOST_PROPOSED) -> Proposal:
         """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none."""
@@ -153,7 +170,21 @@ class Drafting:
     def propose(self, limit: int = MOST_PROPOSED) -> Proposal | None:
         """What the next pass over this request alone should check, at most `limit` tokens; None: nothing."""
         proposal = self.candidate(limit)
-        return self.choose(proposal, self.pace.length([proposal])[0])
+        count = self._worth(proposal)
+        if not count and limit > 0 and self.model is not None:
+            proposal = self.model.propose(self._tail, limit)
+            count = len(proposal.tokens)
+        return self.choose(proposal, count)
+
+    def is_likely(self, limit: int = MOST_PROPOSED) -> bool:
+        """Whether `propose` would propose something now, so that it may behind the next token too."""
+        return limit > 0 and (self.model is not None or self._worth(self.candidate(limit)) > 0)
+
+    def _worth(self, proposal: Proposal) -> int:
+        """How many tokens of a proposal a pass over this request alone should check."""
+        if not proposal.tokens:
+            return 0
+        return self.pace.length([proposal], evaluates_again=self.evaluates_again)[0]
 
     def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
         """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""

@@ -135,12 +135,16 @@ class DraftPace:
                 break
         return proposal.first(len(chances))._replace(chances=tuple(chances))
 
-    def length(self, proposals: Sequence[Proposal], rows: int | None = None) -> list[int]:
+    def length(
+        self, proposals: Sequence[Proposal], rows: int | None = None, *, evaluates_again: bool = False
+    ) -> list[int]:
         """For each row how many of its proposed tokens (with `corrected` chances) to check; 0: none.
 
         Args:
             proposals: one for each row that has one.
             rows: rows in the pass, with those that propose nothing. Default: one for each proposal.
+            evaluates_again: whether the next pass evaluates again what a row accepted beside a rejected token, as
+                recurrent layers need.
         """
         rows = len(proposals) if rows is None else rows
         if self._assumed is None and self._is_stale(rows):
@@ -149,7 +153,10 @@ class DraftPace:
         best, count, tokens = self.seconds(1, rows) / rows * (1 - LEAST_GAIN), 0, float(rows)
         for width, gains in enumerate(zip_longest(*chances, fillvalue=0.0), start=2):
             tokens += sum(gains)
-            each = self.seconds(width, rows) / tokens
+            seconds = self.seconds(width, rows)
+            if evaluates_again:  # at most all of it
+                seconds += (1 - math.prod(gains)) * (seconds - self.seconds(1, rows))
+            each = seconds / tokens
             if each < best:
                 best, count = each, width - 1
         return [min(count, len(proposal.tokens)) for proposal in proposals]

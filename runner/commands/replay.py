@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SHORT_USERS = ("recipe/mei", "recipe/olu", "travel/tomas")
 SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 64
 MAX_TOKENS, BUDGET_MIB = 8, 128
+Speculate = Literal["tree", "prompt"]
 NAMED_DIFFERENCES = 10  # how many differing answers are named one by one
 
 
@@ -51,6 +52,7 @@ class ReplayArguments:
     parallel: Annotated[int | None, Option(help="Serve N users together; --cache radix, mlx-lm or both.")] = None
     exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size, for equal bits.")] = False
     stored_bits: Annotated[int | None, Option(help="Bits of radix's keys and values that are not live: 8 or 4.")] = None
+    speculate: Annotated[Speculate | None, Option(help="Draft radix's replies from the tree or the prompt.")] = None
     disk: Annotated[Path | None, Option(help="Folder where radix keeps state, also for later replays.")] = None
     disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")] = None
@@ -141,6 +143,12 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     require(options.stored_bits is None or has_radix, "--stored-bits is for the radix cache; add radix to --cache.")
     rounds = "--stored-bits rounds stored state, so --exact is impossible. Leave one option out."
     require(options.stored_bits is None or not options.exact, rounds)
+    speculate = options.speculate
+    drafted = f"--speculate {speculate}"
+    require(speculate is None or has_radix, f"{drafted} is for the radix cache; add radix to --cache.")
+    alone = "works with one request at a time, and neither with --exact nor with --recorded."
+    is_plain = is_alone and not options.exact and not options.recorded
+    require(speculate is None or is_plain, f"{drafted} {alone} Leave one option out.")
     only_radix = "shows the radix cache; add radix to --cache."
     require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
     require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
@@ -152,6 +160,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         step_size=step_size,
         exact=options.exact,
         stored_bits=options.stored_bits,
+        speculate=speculate,
         keep_view=options.dump_tree or options.tree_file is not None,
         disk=None if disk is None else str(disk),
         disk_bytes=int(options.disk_gib * GIB),

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from radixcache.generate import decode
 from radixcache.settings import require_count
+from radixcache.speculate.drafting import Drafting
 
 DEFAULT_STEP_SIZE = 2048
 REPLACEMENT_CHARACTER = "\ufffd"  # what an unfinished character decodes to
@@ -277,11 +278,13 @@ def generate(
     cancelled: Callable[[], bool] = _never,
     on_progress: ProgressCallback | None = None,
     arrived_at_s: float | None = None,
+    drafting: Drafting | None = None,
 ) -> Iterator[Piece]:
     """Prefill the run's remaining prompt, then yield the reply token by token.
 
     The caller closes `run`. `tokenizer`, `max_tokens`, `stop_tokens`, `arrived_at_s` are as for Reply. `sampler` makes
     a token (1,) of log-probabilities (1, V); default: greedy. `cancelled` is called between chunks and tokens.
+    With `drafting`, what PrefixCache.drafting() gave for this prompt, the run is a session of that cache.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.
@@ -310,7 +313,8 @@ def generate(
             reply.cached_tokens = run.cached_tokens
             yield reply.end("cancelled")
             return
-        for token, logprobs in decode(run, model, mx.array(remaining[-1:]), choose, max_tokens=reply.max_tokens):
+        last, limit = mx.array(remaining[-1:]), reply.max_tokens
+        for token, logprobs, _ in decode(run, model, last, choose, max_tokens=limit, drafting=drafting):
             reply.cached_tokens = run.cached_tokens
             piece = reply.add(token, logprobs, cancelled)
             if len(reply.tokens) == 1 and on_progress is not None:

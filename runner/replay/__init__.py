@@ -1,6 +1,7 @@
 """Replay: the same requests through one cache after another, and what each of them cost."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 CACHE_NAMES = ("none", "single", "mlx-lm", "radix")  # the caches that a replay compares, by name
 TOGETHER = ("radix", "mlx-lm")  # the caches that can serve several users at a time
@@ -15,6 +16,7 @@ class ReplayOptions:
     step_size: int = 2048
     exact: bool = False
     stored_bits: int | None = None
+    speculate: Literal["tree", "prompt"] | None = None
     keep_view: bool = False
     disk: str | None = None
     disk_bytes: int = 0

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache, Session
 from radixcache.adapters.registry import leaves
+from radixcache.speculate.drafting import Drafting
 from radixcache.tokens import common_length
 from runner.engine.replies import DEFAULT_STEP_SIZE, LiveRun, ProgressCallback
 from runner.models.load import LoadedModel
@@ -52,6 +53,10 @@ class ComparedCache:
     def begin(self, prompt: Prompt) -> AbstractContextManager[LiveRun]:
         """A run at the deepest offset that can be restored. Leaving its block stores what the run evaluated."""
         raise NotImplementedError
+
+    def drafting(self, prompt: Prompt) -> Drafting | None:
+        """What is proposed to the reply; None: each token has a forward pass of its own."""
+        return None
 
     def close(self) -> None:
         self._live = []
@@ -132,6 +137,7 @@ class RadixPrefixes(ComparedCache):
     def __init__(self, model: Any, options: ReplayOptions) -> None:
         disk, disk_bytes = options.disk, options.disk_bytes
         self._store = None if disk is None else DiskStore(disk, budget_bytes=disk_bytes, write_on="close")
+        self._speculate = options.speculate
         self.shown: PrefixCache = PrefixCache(
             model,
             budget_bytes=options.budget_bytes,
@@ -156,6 +162,9 @@ class RadixPrefixes(ComparedCache):
 
     def begin(self, prompt: Prompt) -> Session:
         return self.shown.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
+
+    def drafting(self, prompt: Prompt) -> Drafting | None:
+        return None if self._speculate is None else self.shown.drafting(prompt.tokens, speculate=self._speculate)
 
     def close(self) -> None:
         """Write state to the store, then release all arrays."""

@@ -150,6 +150,7 @@ class OneAtATime:
             step_size=self._options.step_size,
             on_progress=on_progress,
             arrived_at_s=arrived_s,
+            drafting=self._cache.drafting(request.prompt),
         )
         completion, text = None, ""
         for piece in pieces:

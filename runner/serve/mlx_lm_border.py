@@ -10,8 +10,6 @@ from mlx_lm import server, tokenizer_utils, utils
 from mlx_lm.generate import TextStateMachine as TextStateMachine
 from mlx_lm.generate import make_text_state_machine as make_text_state_machine
 from mlx_lm.models.cache import KVCache as KVCache
-from mlx_lm.models.cache import RotatingKVCache as RotatingKVCache
-from mlx_lm.models.cache import can_trim_prompt_cache as can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer as BPEStreamingDetokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer as SPMStreamingDetokenizer

@@ -317,9 +317,6 @@ class Models:
         empty = mlx_lm_border.make_prompt_cache(loaded.model)
         if draft is not None:
             empty += mlx_lm_border.make_prompt_cache(draft)
-            has_window = any(isinstance(each, mlx_lm_border.RotatingKVCache) for each in empty)  # cannot trim when full
-            if has_window or not mlx_lm_border.can_trim_prompt_cache(empty):
-                raise ModelError(f"model {key.model} with draft model {key.draft}: layers cannot take back drafts.")
         models = [loaded.model] if draft is None else [loaded.model, draft]
         fresh = partial(copy.deepcopy, empty)
         is_parallel = (

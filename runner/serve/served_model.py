@@ -499,8 +499,7 @@ class ServedModel:
             logits_processors=processors,
             prefill_step_size=self._options.prefill_step_size,
             prompt_progress_callback=progress,
-            # A draft would have to be as the constraint says, too.
-            num_draft_tokens=opened.request.num_draft_tokens if opened.request.constraint is None else 0,
+            num_draft_tokens=opened.request.num_draft_tokens,
         )
         outcome: FinishReason | None = None
         stop_words = StopWords(opened.request.stop_words)

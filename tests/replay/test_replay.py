@@ -1,5 +1,6 @@
 """Replaying conversations through every cache gives the same answers, and each cache restores what it promises."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 from mlx_lm.server import ResponseGenerator
 
+from radixcache import core
+from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.pace import DraftPace
 from runner.engine.replies import generate
 from runner.models.load import load_model
 from runner.replay import CACHE_NAMES, ReplayOptions, caches
@@ -465,3 +469,17 @@ def test_generated_replies_are_in_the_next_prompts_and_fit_whatever_they_are():
     capacity = replayed._together[0].capacity
     assert capacity % 3 == 0
     assert capacity >= 3 * max(row.prompt_tokens + 12 for row in found.rows)
+
+
+def test_drafted_replies_are_those_without_drafts(monkeypatch):
+    monkeypatch.setattr(core, "DraftPace", partial(DraftPace, lambda rows, width: 1 + width / 100))
+    drafted = []
+    said = Drafting.said
+    monkeypatch.setattr(Drafting, "said", lambda self, tokens, accepted=0: drafted.append(said(self, tokens, accepted)))
+    plain = run("tiny:llama", ["radix"], max_tokens=40)["radix"]
+    assert not drafted
+    for speculate in ("tree", "prompt"):
+        found = run("tiny:llama", ["radix"], max_tokens=40, speculate=speculate)["radix"]
+        assert [row.output_hash for row in found.rows] == [row.output_hash for row in plain.rows]
+        assert len(drafted) < 40 * len(found.rows)
+        drafted.clear()

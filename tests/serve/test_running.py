@@ -169,8 +169,9 @@ def test_state_in_fewer_bits_is_found_again_by_sessions_and_by_rows(tiny: Loaded
             assert inside.layout(cache).stored_bits == 8
 
 
-def test_a_draft_model_changes_nothing_but_the_time_it_takes(tiny: LoadedModel) -> None:
-    with running(draft_model="tiny:qwen3", num_draft_tokens=2) as thread:
+@pytest.mark.parametrize("draft", ["qwen3", "mamba2", "llama_sliding"])
+def test_a_draft_model_changes_nothing_but_the_time_it_takes(tiny: LoadedModel, draft: str) -> None:
+    with running(draft_model=f"tiny:{draft}", num_draft_tokens=2) as thread:
         for _ in range(2):
             waiting = Waiting(thread, prompt=LONG)
             assert waiting.tokens == alone(tiny, LONG)[0]

@@ -43,7 +43,8 @@ def agree(
     assert [r.token for r in found] == [r.token for r in expected]
     assert [r.text for r in found] == [r.text for r in expected]
     assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
-    assert [r.from_draft for r in found] == [r.from_draft for r in expected]
+    # Where one token is left, nothing is drafted; mlx-lm drafts it.
+    assert [r.from_draft for r in found[:-1]] == [r.from_draft for r in expected[:-1]]
     assert [r.generation_tokens for r in found] == [r.generation_tokens for r in expected]
     assert [r.prompt_tokens for r in found] == [r.prompt_tokens for r in expected]
     for left, right in zip(found, expected, strict=True):
@@ -277,6 +278,7 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
         ({"max_tokens": -2}, "max_tokens is -2; wanted 1 or more, or -1"),
         ({"embed": len}, "embed= needs keys=, .* and no draft_model"),
         ({"embed": len, "keys": PROMPT, "draft_model": "draft"}, "embed= needs keys=, .* and no draft_model"),
+        ({"embed": len, "keys": PROMPT, "speculate": "tree"}, "embed= needs keys=, .* and no draft_model, speculate="),
     ],
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )

@@ -150,3 +150,11 @@ def test_all_rows_pay_for_the_widest() -> None:
     alone = pace.length([long], rows=16)[0]
     assert alone < 8  # fifteen rows would pay for the proposal of one
     assert pace.length([short], rows=16) == [0]
+
+
+def test_fewer_are_proposed_where_the_next_pass_evaluates_accepted_tokens_again() -> None:
+    pace = DraftPace(lambda rows, tokens_in_pass: 1 + tokens_in_pass / 2)
+    certain, doubtful = (Proposal((1, 2, 3), (chance,) * 3, "tree", 3) for chance in (1.0, 0.5))
+    for proposal, counts in ((certain, (3, 3)), (doubtful, (1, 0))):
+        again = [pace.length([proposal], evaluates_again=its)[0] for its in (False, True)]
+        assert again == [*counts]

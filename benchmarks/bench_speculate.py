@@ -1,0 +1,210 @@
+"""Measure drafting: tokens per forward pass, and decode speed beside plain decoding.
+
+A model of the size that fits here would not say what an agent said. So the replies are the recorded ones: a sampler
+computes its own token and then says the recorded one. The tree has the conversations in front of the one that is
+measured, and each reply is drafted from them and from its own prompt, as far as the measured times say that it pays.
+
+    tau-bench      recorded agents of tau-bench's airline task (--conversations FILE, default: shared/data beside the
+                   repository; without it, the built-in conversations only)
+    built-in       the built-in conversations
+    nothing twice  random tokens, of which no three come twice: nothing can be drafted
+
+Both sides decode every reply in turns, and restore the prompt from their own caches. A ratio is of all replies of a
+repeat together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+import runner  # noqa: F401  loads OpenBLAS before MLX
+from benchmarks.bench_replay import AIRLINE
+from benchmarks.harness.random_models import random_model
+from benchmarks.harness.record import Spread, arguments, publish, say
+from radixcache import PrefixCache
+from radixcache.generate import decode
+from radixcache.settings import SUFFIX_INDEX_BYTES
+from radixcache.speculate.drafting import Drafting, PromptSource, TreeSource
+from radixcache.speculate.pace import DraftPace
+from radixcache.speculate.suffix_index import SuffixIndex
+from runner.models.load import LoadedModel, load_model
+from runner.models.tiny import tiny_model
+from runner.script.conversation import Conversation
+from runner.script.conversation_reader import builtin_conversations, read_conversations
+from runner.script.schedule import schedule
+from runner.script.script import Script, ScriptError
+
+BUDGET_BYTES = 8 << 30
+#: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
+REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 24, 96, 4096, 3
+#: Conversations that were served before.
+SERVED = 150
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply to decode: the prompt, and what is said."""
+
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Replies, and the runs of tokens that were served before."""
+
+    name: str
+    served: list[NDArray[np.int32]]
+    replies: list[Reply]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(__doc__, given, add=_add)
+    is_quick = options.quick
+    demo = load_model("tiny" if is_quick else "demo")
+    vocabulary = 1 + max(demo.tokenizer.vocab.values())
+    texts = list(_texts(demo, None if is_quick else options.conversations, vocabulary, is_quick))
+    models = {demo.name: demo.model}
+    if not is_quick:
+        models |= {kind: random_model(kind, vocabulary=vocabulary) for kind in ("kv", "sliding", "hybrid")}
+    else:
+        models |= {kind: tiny_model(kind) for kind in ("llama_sliding", "nemotron_h")}
+    repeats = 2 if is_quick else REPEATS
+    rows = [_measure(name, model, text, repeats) for name, model in models.items() for text in texts]
+    publish(
+        "speculate",
+        "Replies with drafts from the tree and the prompt, and plain decoding; one user",
+        rows,
+        folder=options.results,
+        repeats=repeats,
+        conclusion=conclusion(rows),
+    )
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    beside = AIRLINE if AIRLINE.exists() else None
+    parser.add_argument("--conversations", type=Path, default=beside, metavar="FILE", help="recorded agents")
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Name the ratio of each row."""
+    return "Drafted over plain: " + ", ".join(
+        f"{row['model']} on {row['text']} {row['drafted / plain']:.2f}" for row in rows
+    )
+
+
+# What is said --------------------------------------------------------------------------------------------------------
+
+
+def _texts(loaded: LoadedModel, agents: Path | None, vocabulary: int, is_quick: bool) -> Iterator[Text]:
+    replies = 3 if is_quick else REPLIES
+    if agents is not None:
+        yield _recorded("tau-bench", loaded, read_conversations(agents).conversations, replies)
+    yield _recorded("built-in", loaded, builtin_conversations(), replies)
+    random = np.random.default_rng(0)
+    draws = [random.permutation(vocabulary)[:320].astype(np.int32) for _ in range(replies // 2)]
+    yield Text("nothing twice", [], [Reply(each[:224], each[224:]) for each in draws])
+
+
+def _recorded(name: str, loaded: LoadedModel, conversations: Sequence[Conversation], replies: int) -> Text:
+    """The first conversations were served; the replies are those of the next ones, in order."""
+    first = min(SERVED, len(conversations) // 2)
+    served = [_replies_of(loaded, each)[-1:] for each in conversations[:first]]
+    before = [np.concatenate([last.prompt, last.tokens]) for found in served for last in found]
+    chosen: list[Reply] = []
+    for conversation in conversations[first:]:
+        if len(chosen) < replies:
+            chosen += [each for each in _replies_of(loaded, conversation) if len(each.prompt) <= PROMPT_TOKENS]
+    return Text(name, before, [Reply(each.prompt, each.tokens[:REPLY_TOKENS]) for each in chosen[:replies]])
+
+
+def _replies_of(loaded: LoadedModel, conversation: Conversation) -> list[Reply]:
+    """The replies of a conversation that fits the model's context, in order; the last prompt has all earlier ones."""
+    try:
+        script = Script(loaded, schedule([conversation]), max_tokens=1, recorded=True, skip_bad=True)
+    except ScriptError:
+        return []
+    found = [script[index] for index in range(len(script))]
+    return [Reply(each.prompt.tokens, each.reply) for each in found if len(each.reply) > 1]
+
+
+# Measured ------------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """Decodes replies on a cache of its own; with an index, several tokens at a time."""
+
+    def __init__(self, model: Any, index: SuffixIndex | None) -> None:
+        self._model, self._index = model, index
+        self._cache = PrefixCache(model, budget_bytes=BUDGET_BYTES)
+        self._pace = DraftPace()
+        self.passes = self.proposed = self.accepted = self.tokens = 0
+
+    def decode_s(self, reply: Reply) -> float:
+        """Seconds from the prompt's last token to the reply's last one."""
+        said = iter(reply.tokens.tolist())
+
+        def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
+            logprobs = logits[:, -1] - mx.logsumexp(logits[:, -1], axis=-1, keepdims=True)
+            return mx.argmax(logprobs, axis=-1) * 0 + next(said), logprobs
+
+        drafts = None
+        if self._index is not None:
+            drafts = Drafting([TreeSource(self._index), PromptSource(reply.prompt)], self._pace, reply.prompt.tolist())
+        with self._cache.begin(reply.prompt) as session:
+            session.prefill(self._model)
+            began_s = time.perf_counter()
+            count = len(reply.tokens)
+            tokens = decode(session, self._model, reply.prompt[-1:], choose, max_tokens=count, drafting=drafts)
+            found = [is_drafted for _, _, is_drafted in tokens]
+            took_s = time.perf_counter() - began_s
+        self.tokens += len(found)
+        self.passes += len(found) - sum(found)
+        for each in drafts.drafted.values() if drafts is not None else ():
+            self.proposed += each.proposed
+            self.accepted += each.accepted
+        return took_s
+
+
+def _measure(name: str, model: Any, text: Text, repeats: int) -> dict[str, Any]:
+    say(f"{name}, {text.name}")
+    index = SuffixIndex(SUFFIX_INDEX_BYTES)
+    for run in text.served:
+        index.add(run)
+    plain, drafted = Side(model, None), Side(model, index)
+    ratios, speeds = [], []
+    for repeat in range(repeats + 1):
+        took_s = [0.0, 0.0]
+        for number, reply in enumerate(text.replies):
+            for side in (0, 1) if (number + repeat) % 2 else (1, 0):
+                took_s[side] += (plain, drafted)[side].decode_s(reply)
+        if repeat:  # the first fills the caches
+            ratios.append(took_s[0] / took_s[1])
+            speeds.append(sum(len(each.tokens) for each in text.replies) / took_s[1])
+    ratio = Spread.of(ratios)
+    return {
+        "text": text.name,
+        "model": name,
+        "replies": len(text.replies),
+        "tokens": sum(len(each.tokens) for each in text.replies),
+        "tokens per pass": drafted.tokens / drafted.passes,
+        "proposed per pass": drafted.proposed / drafted.passes,
+        "accepted %": 100 * drafted.accepted / drafted.proposed if drafted.proposed else None,
+        "drafted tokens/s": Spread.of(speeds).median,
+        "drafted / plain": ratio.median,
+        "min to max": ratio.range,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

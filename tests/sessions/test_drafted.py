@@ -1,0 +1,281 @@
+"""Replies whose tokens are drafted and checked several in a pass are those that are decoded one by one.
+
+The random walk in tests/walks/test_drafted_machine.py looks at what is stored, with caches that spell what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from radixcache import PrefixCache, Session, stream_generate
+from radixcache.generate import check, decode
+from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.pace import DraftPace, Proposal
+from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests import inside
+from tests.prompts import tokens
+
+PROMPT = tokens(1, 50)
+SOME_KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2"]
+#: Two of the highest logits that are nearer than this may change places where they are added up in another order.
+NEAR = 1e-3
+
+
+class Guess:
+    """A source that knows the reply, and is wrong at every `wrong`-th place; it proposes up to `most` tokens."""
+
+    name = "guess"
+
+    def __init__(self, reply: Sequence[int], wrong: int = 3, most: int = 4) -> None:
+        self._reply = [token if (at + 1) % wrong else (token + 1) % VOCABULARY_LENGTH for at, token in enumerate(reply)]
+        self._most, self._at = most, 0
+        self.limits: list[int] = []
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        self.limits.append(limit)
+        found = tuple(self._reply[self._at : self._at + min(limit, self._most)])
+        return Proposal(found, (0.9,) * len(found), self.name)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._at += len(tokens)
+
+
+def drafting(*sources: Any) -> Drafting:
+    """From these sources, where each further token of a pass costs next to nothing."""
+    return Drafting(sources, DraftPace(seconds=lambda rows, width: 1 + width / 100), PROMPT)
+
+
+def greedy(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
+    logprobs = logits[:, -1] - mx.logsumexp(logits[:, -1], axis=-1, keepdims=True)
+    return mx.argmax(logprobs, axis=-1), logprobs
+
+
+def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = None) -> list[tuple[int, Any, bool]]:
+    session.prefill(model)
+    return list(decode(session, model, session.prompt[-1:], greedy, max_tokens=count, drafting=drafts))
+
+
+def parts_at(found: Sequence[Any], expected: Sequence[Any]) -> int:
+    """How many tokens two replies have in common; where they part, the first's two highest logits must be near."""
+    for at, ((one, logprobs, _), (other, _, _)) in enumerate(zip(found, expected, strict=True)):
+        if one != other:
+            assert abs(float((logprobs[one] - logprobs[other]).item())) < NEAR
+            return at
+    return len(found)
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("kind", sorted(TINY_KINDS))
+def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as_far_as_it_was_said(kind: str) -> None:
+    model = tiny_model(kind)
+    with PrefixCache(model).begin(PROMPT) as session:
+        expected = decoded(session, model, 24)
+    reply = [token for token, _, _ in expected]
+    cache = PrefixCache(model)
+    with cache.begin(PROMPT) as session:
+        drafts = drafting(Guess(reply))
+        found = decoded(session, model, 24, drafts)
+        assert session.known_tokens == len(PROMPT) + 24
+        assert parts_at(found, expected) == 24, "no text has parted so far: one that does is to be looked at"
+    cache.check()
+    counts = drafts.drafted["guess"]
+    assert counts.accepted == sum(is_drafted for _, _, is_drafted in found) > 8
+    assert counts.accepted < counts.proposed
+    assert inside.stored_tokens(cache, [*PROMPT, *reply]) <= len(PROMPT) + 23
+    following = [*PROMPT, *reply, 3]
+    with cache.begin(following) as session, PrefixCache(model).begin(following) as cold:
+        assert session.cached_tokens >= len(PROMPT) + 16 or inside.layout(cache).has_states
+        assert parts_at(decoded(session, model, 4), decoded(cold, model, 4)) == 4
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("penalty", [None, 1.3])
+def test_a_seeded_sampler_says_the_same_with_drafts_and_draws_no_more_random_numbers(
+    kind: str, penalty: float | None
+) -> None:
+    model = tiny_model(kind)
+
+    def reply(seed: int, prediction: Sequence[int] | None = None) -> tuple[list[int], list[int], int]:
+        mx.random.seed(seed)
+        processors = make_logits_processors(repetition_penalty=penalty) if penalty else None
+        sampling: Any = {"sampler": make_sampler(temp=0.8, top_p=0.9), "logits_processors": processors}
+        said = replies(model, 16, prediction=prediction, **sampling)
+        return [each.token for each in said], np.asarray(mx.random.state[0]).tolist(), sum(r.from_draft for r in said)
+
+    for seed in range(3):
+        expected, state, _ = reply(seed)
+        for prediction, least in ((expected, 8), ([*expected[:5], 7, *expected[6:]], 4), ([9] * 16, 0)):
+            found, its_state, drafted = reply(seed, prediction)
+            assert (found, its_state) == (expected, state)
+            assert drafted >= least
+
+
+def test_processors_and_samplers_are_asked_once_for_each_token_in_order_whatever_is_drafted() -> None:
+    model, seen = tiny_model("llama_sliding"), []
+
+    def watch(history: mx.array, logits: mx.array) -> mx.array:
+        seen.append(np.asarray(history).tolist())
+        return logits
+
+    reply = [each.token for each in replies(model, 12)]
+    replies(model, 12, prediction=[*reply[:4], 7, *reply[5:]], logits_processors=[watch])
+    assert seen == [[*PROMPT, *reply[:at]] for at in range(12)]
+
+
+def cheap_passes(cache: PrefixCache) -> PrefixCache:
+    """The cache, where each further token of a pass is taken to cost next to nothing."""
+    inside.core(cache).draft_pace = DraftPace(seconds=lambda rows, width: 1 + width / 100)
+    return cache
+
+
+def replies(model: Any, count: int, cache: PrefixCache | None = None, prompt: Any = PROMPT, **more: Any) -> list[Any]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token_ids = set()  # a reply of random weights is as long as it was asked to be
+    cache = cheap_passes(PrefixCache(model) if cache is None else cache)
+    return list(stream_generate(model, tokenizer, prompt, count, cache=cache, **more))
+
+
+# The same distribution
+
+
+def chi_square_excess(found: Any, chances: Any) -> float:
+    """Chi-square of counts, as standard deviations above its mean; rare outcomes are taken together."""
+    expected = np.asarray(chances, np.float64) / np.sum(chances) * found.sum()
+    is_rare = expected < 10
+    found, expected = (np.append(each[~is_rare], each[is_rare].sum()) for each in (found, expected))
+    found, expected = found[expected > 0], expected[expected > 0]
+    freedom = len(found) - 1
+    return float((((found - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
+def categorical(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
+    return mx.random.categorical(logits[:, -1]), logits[:, -1]
+
+
+def test_of_20_000_checked_drafts_the_tokens_said_have_the_distribution_of_the_model() -> None:
+    mx.random.seed(1)
+    logits = mx.array(np.random.default_rng(3).normal(size=(1, 2, 8)), mx.float32)
+    draft, found = 3, np.zeros((8, 9))
+
+    for _ in range(20_000):
+        said = [token for token, _ in check([0, draft], logits, categorical)]
+        found[said[0], said[1] if len(said) > 1 else 8] += 1
+    first, second = np.asarray(mx.softmax(logits[0], axis=-1))
+    assert found[draft, 8] == found[np.arange(8) != draft, :8].sum() == 0
+    assert chi_square_excess(found.sum(axis=1), first) < 4
+    assert chi_square_excess(found[draft, :8], second) < 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_of_20_000_replies_the_first_tokens_have_the_distribution_of_the_model(has_drafts: bool) -> None:
+    model, prompt = tiny_model("llama"), PROMPT[:6]
+    cache, chances, draft = PrefixCache(model), [], []
+    for _ in range(2):
+        logits = model(mx.array([[*prompt, *draft]]), cache=make_prompt_cache(model))[0, -1]
+        chances.append(np.asarray(mx.softmax(logits)))
+        draft.append(int(mx.argmax(logits).item()))
+    mx.random.seed(2)
+    found = np.zeros((2, VOCABULARY_LENGTH))
+    with cache.begin(prompt) as session:
+        session.prefill(model)
+        for _ in range(20_000):
+            drafts = drafting(Guess(draft, wrong=3)) if has_drafts else None
+            first, second = decode(session, model, prompt[-1:], categorical, max_tokens=2, drafting=drafts)
+            found[0, first[0]] += 1
+            found[1, second[0]] += first[0] == draft[0]
+            assert session.rewind(len(prompt) - 1) == len(prompt) - 1
+    assert found[1].sum() > 200
+    assert max(map(chi_square_excess, found, chances)) < 4
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_where_the_pass_began(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    reply = [each.token for each in replies(model, 12)]
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        drafts = drafting(Guess(reply, wrong=100))
+        stream: Any = decode(session, model, PROMPT[-1:], greedy, max_tokens=12, drafting=drafts)
+        said = [next(stream) for _ in range(7)]  # of 4 and 1 tokens, and the first two of the next pass
+        assert [is_drafted for _, _, is_drafted in said] == [True] * 4 + [False] + [True] * 2
+        stream.close()
+        assert (session.known_tokens, session.position) == (57, 59)
+    cache.check()
+    has_states = inside.layout(cache).has_states
+    assert inside.stored_tokens(cache, [*PROMPT, *reply]) == (54 if has_states else 57)
+
+
+def test_a_step_is_refused_until_drafted_tokens_are_reported_or_taken_back() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        session.step(model, [PROMPT[-1], 1, 2, 3], drafted=3)
+        assert (session.known_tokens, session.position) == (50, 53)
+        session.extend([1])
+        with pytest.raises(ValueError, match=r"2 drafted tokens .* call rewind\(51\) first"):
+            session.step(model, [5])
+        assert session.rewind(51) == 51
+        session.step(model, [5, 6], drafted=1)
+        with pytest.raises(ValueError, match="drafted is -1; wanted a whole number of tokens, 0 or more"):
+            session.step(model, [5], drafted=-1)
+    assert inside.stored_tokens(cache, [*PROMPT, 1, 5, 6]) == 52
+    cache.check()
+
+
+# Draft models
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "mamba2", "nemotron_h", "gemma3_text", "deepseek_v41", "rwkv7"])
+@pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
+def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: str, seed: int) -> None:
+    model, draft = tiny_model(kind), tiny_model(kind, seed)
+    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+    prompt = PROMPT
+    for turn in range(2):
+        expected = [each.token for each in replies(model, 14, prompt=prompt)]
+        found = replies(model, 14, cache, prompt, draft_model=draft, num_draft_tokens=3)
+        cache.check()
+        assert [each.token for each in found] == expected
+        assert sum(each.from_draft for each in found) >= (10 if seed == 0 else 0)
+        assert found[0].cached_tokens >= 40 * turn
+        prompt = [*prompt, *expected, turn, 2]
+
+
+def test_the_tree_is_asked_before_a_draft_model() -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", 1)
+    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+    expected = [each.token for each in replies(model, 20)]
+    more: dict[str, Any] = {"draft_model": draft, "prediction": expected}
+    found = replies(model, 20, cache, **more)
+    assert [each.token for each in found] == expected
+    assert sum(each.from_draft for each in found) > 14
+
+
+# Where it is refused
+
+
+@pytest.mark.parametrize("more", [{"speculate": "tree"}, {"prediction": [1, 2]}], ids=str)
+def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model, exact=True)
+    with pytest.raises(ValueError, match=f"{next(iter(more))} with an exact cache: passes over several tokens have"):
+        stream_generate(model, tiny_tokenizer(), PROMPT, cache=cache, **more)
+    with pytest.raises(ValueError, match=r"speculate is 'trie'; wanted .tree., .prompt. or None"):
+        stream_generate(model, tiny_tokenizer(), PROMPT, cache=PrefixCache(model), **{"speculate": "trie"})
+    assert cache.stats.requests == 0
