@@ -512,9 +512,10 @@ class PrefixCache:
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
-        with self._core.lock:
-            self._core.tidy_unpinned()
-            return self._open.evictor.make_room(nbytes)
+        core, evictor = self._core, self._open.evictor
+        with core.lock:
+            core.tidy_unpinned()
+            return evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.

@@ -184,20 +184,20 @@ class Evictor:
         if self._states.duplicate_bytes:
             self._drop_duplicates(over)
         self._drop_spare(over)
-        while over() and self._give_way(over):
+        while (over_bytes := over()) and self._give_way(over, over_bytes):
             pass
 
-    def _give_way(self, over: Callable[[], int]) -> bool:
-        """Take the next step of 3 to 7; False: there is none."""
+    def _give_way(self, over: Callable[[], int], over_bytes: int) -> bool:
+        """Take the next step of 3 to 7 to free `over_bytes`, as `over` says now; False: there is none."""
         has_points = self._layout.has_points
         return (
             (has_points and self._states.windows.drop_unneeded(over))
             or (has_points and self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes)))
             or (len(self._slots.paths) > 1 and self.empty_slot(self._stale_path(), over))
-            or (has_points and self._cut_too_long(over()))
-            or self.evict_one(over())
+            or (has_points and self._cut_too_long(over_bytes))
+            or self.evict_one(over_bytes)
             or self.empty_slot(self._sharing_path(), over)
-            or self._cut_idle_tail(over())
+            or self._cut_idle_tail(over_bytes)
         )
 
     def _stale_path(self) -> LivePath | None:

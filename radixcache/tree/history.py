@@ -105,6 +105,8 @@ _Fields = tuple[EventKind, int, str, int, int, int, Detail]
 class Events:
     """The events of one cache on their way to its listener. Callers of `emit` hold the lock.
 
+    The methods that are called for each request ask first whether there is a listener: then no detail is made in vain.
+
     Attributes:
         history: evictions and prompts, recorded also without a listener.
         tick: the present tick, set by the cache.
@@ -124,16 +126,19 @@ class Events:
 
     def stored(self, node: Node[Any], start: int, nbytes: int, state: str = "tokens") -> None:
         """The tokens [start, node.end), or with `state` "checkpoint" point state at the end, became a stored prefix."""
-        self.emit(STORED, node.namespace, start, node.end, nbytes, {"state": state})
+        if self.is_on:
+            self.emit(STORED, node.namespace, start, node.end, nbytes, {"state": state})
 
     def asked(self, keys: Keys, namespace: str, taken: int, nbytes: int, detail: Detail) -> None:
         """A request took up the first `taken` tokens of its prompt."""
         self.history.asked(namespace, keys)
-        self.emit(RESUMED, namespace, 0, taken, nbytes, {"prompt_tokens": len(keys), **detail})
+        if self.is_on:
+            self.emit(RESUMED, namespace, 0, taken, nbytes, {"prompt_tokens": len(keys), **detail})
 
     def evicted(self, leaf: Node[Any], start: int, nbytes: int, was_wrong: bool) -> None:
         self.history.evicted(leaf, start, self.tick, was_wrong)
-        self.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, {"state": "tokens", "was_wrong": was_wrong})
+        if self.is_on:
+            self.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, {"state": "tokens", "was_wrong": was_wrong})
 
     def evicted_checkpoint(self, node: Node[Any], nbytes: int) -> None:
         self.history.evicted_checkpoint(node, self.tick)
