@@ -14,6 +14,7 @@ Times: two conversations take turns in one live slot. Moving away pages the long
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -46,28 +47,53 @@ BUDGETS_GIB = {"mooncake": (64, 256, 1024), "coding agents": (4, 16, 64)}
 #: Bits of keys, of values and of recurrent state.
 WAYS = {"8": (8, 8, None), "4": (4, 4, None), "keys 8, values 4": (8, 4, None), "keys 4, values 8": (4, 8, None)}
 STATES_TOO = {"states 8": (None, None, 8), "8, states 8": (8, 8, 8)}
-PROMPTS, REPLY_TOKENS, TINY_PROMPT_TOKENS = 12, 32, 200
+PARTS = ("held", "hits", "times", "error-tiny", "error-demo")
+PROMPTS, REPLY_TOKENS, TINY_PROMPT_TOKENS = 6, 32, 200
 LONG_TOKENS, SHORT_TOKENS, NEW_TOKENS = 4_000, 200, 16
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__, given, add=add_traces)
+    options = arguments(__doc__, given, add=add_options)
     quick, folder = options.quick, options.results
-    rows = list(held(2 if quick else 24))
-    title = "Tokens that a budget holds by bits at rest"
-    publish("stored-bits", title, rows, folder=folder, repeats=1, conclusion=conclusion(rows))
-    hits = list(hit_ratios(options.traces, quick))
-    publish("stored-bits-hits", "Hit ratios at equal bytes by bits at rest", hits, folder=folder, repeats=1)
-    errors = list(errors_of(["tiny:llama"] if quick else ["demo", *(f"tiny:{kind}" for kind in TINY_KINDS)], quick))
-    publish("stored-bits-error", "Error of what was rounded at rest", errors, folder=folder, repeats=1)
-    times = times_of(2 if quick else REPEATS, 200 if quick else LONG_TOKENS, quick)
-    title = "Time to move away from a conversation and back by bits at rest"
-    publish("stored-bits-times", title, times, folder=folder, repeats=2 if quick else REPEATS)
+    if "held" in options.parts:
+        rows = list(held(2 if quick else 24))
+        title = "Tokens that a budget holds by bits at rest"
+        publish("stored-bits", title, rows, folder=folder, repeats=1, conclusion=conclusion(rows))
+    if "hits" in options.parts:
+        hits = list(hit_ratios(options.traces, quick))
+        publish("stored-bits-hits", "Hit ratios at equal bytes by bits at rest", hits, folder=folder, repeats=1)
+    if "times" in options.parts:
+        repeats = 2 if quick else REPEATS
+        rows = times_of(repeats, 200 if quick else LONG_TOKENS, quick)
+        title = "Time to move away from a conversation and back by bits at rest"
+        publish("stored-bits-times", title, rows, folder=folder, repeats=repeats)
+    models = {"tiny": ["tiny:llama"] if quick else [f"tiny:{kind}" for kind in TINY_KINDS], "demo": ["demo"]}
+    for name, title in (("tiny", "tiny random models"), ("demo", "the demo model")):
+        if f"error-{name}" in options.parts and not (quick and name == "demo"):
+            rows = list(errors_of(models[name], quick))
+            file, title = f"stored-bits-error-{name}", f"Error of what was rounded at rest: {title}"
+            publish(file, title, rows, folder=folder, repeats=1, conclusion=errors_in_words(rows))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_traces(parser)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     ratios = [f"{row['times']:.2f} times with {row['bits']} bits" for row in rows[1:]]
     return f"The budget holds {' and '.join(ratios)} as many tokens as with 16."
+
+
+def errors_in_words(rows: Sequence[dict[str, Any]]) -> str:
+    """For each way to round the median and the largest error of all models, and the share of other greedy tokens."""
+    said = []
+    for way in dict.fromkeys(row["rounded"] for row in rows):
+        its = [row for row in rows if row["rounded"] == way]
+        median, most = statistics.median(row["error median"] for row in its), max(row["error max"] for row in its)
+        parted = statistics.mean(row["greedy tokens that differ %"] for row in its)
+        said.append(f"{way}: error {median:.2g}, at most {most:.2g}; {parted:.2g} % of greedy tokens differ")
+    return "\n".join(said)
 
 
 def held(budget_mib: int) -> Iterator[dict[str, Any]]:
@@ -120,7 +146,8 @@ def errors_of(names: Sequence[str], quick: bool) -> Iterator[dict[str, Any]]:
         has_states = any(isinstance(each, ArraysCache) for each in leaves(make_prompt_cache(model)))
         found: dict[str, list[tuple[float, float, float]]] = {}
         for prompt in prompts:
-            caches, reply, wanted = read(model, prompt)
+            caches, reply = read(model, prompt)
+            wanted = after_rounding(model, caches, (None, None, None), reply)
             for way, bits in {**WAYS, **(STATES_TOO if has_states else {})}.items():
                 logits = after_rounding(model, caches, bits, reply)
                 found.setdefault(way, []).append(compared(logits, wanted))
@@ -150,16 +177,16 @@ def prompts_for(name: str, count: int) -> tuple[Any, list[list[int]]]:
     return loaded.model, prompts
 
 
-def read(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[int], mx.array]:
-    """Caches at the end of a prompt but its last token, the tokens to read from there, and their logits (T, V)."""
+def read(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """Caches at the end of a prompt but its last token, and the tokens to read from there."""
     caches = make_prompt_cache(model)
     model(mx.array([prompt[:-1]]), cache=caches)
     mx.eval([cache.state for cache in leaves(caches)])
-    before, tokens, logits = deepcopy(caches), [prompt[-1]], []
+    before, tokens = deepcopy(caches), [prompt[-1]]
     for _ in range(REPLY_TOKENS):
-        logits.append(model(mx.array([tokens[-1:]]), cache=caches)[0, -1])
-        tokens.append(int(mx.argmax(logits[-1]).item()))  # type: ignore[arg-type]
-    return before, tokens[:-1], mx.stack(logits).astype(mx.float32)
+        logits = model(mx.array([tokens[-1:]]), cache=caches)[0, -1]
+        tokens.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+    return before, tokens[:-1]
 
 
 def after_rounding(
@@ -172,8 +199,7 @@ def after_rounding(
             cache.cache = [None if array is None else rounded(array, bits[2]) for array in cache.cache]
         elif getattr(cache, "keys", None) is not None:
             cache.keys, cache.values = rounded(cache.keys, bits[0]), rounded(cache.values, bits[1])
-    logits = [model(mx.array([[token]]), cache=mine)[0, -1] for token in reply]
-    return mx.stack(logits).astype(mx.float32)
+    return model(mx.array([reply]), cache=mine)[0].astype(mx.float32)  # type: ignore[no-any-return]
 
 
 def rounded(array: Any, bits: int | None) -> Any:

@@ -274,7 +274,7 @@ def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(ll
     cache.check()
 
 
-@pytest.mark.parametrize(("method", "times"), [("page_out", 2), ("page_in", 1), ("reserve", 2)])
+@pytest.mark.parametrize(("method", "times"), [("page_out", 2), ("copy", 2), ("page_in", 1), ("reserve", 2)])
 def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
     method: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

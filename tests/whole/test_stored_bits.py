@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from tests import inside
 from tests.groups.cold import cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
+from tests.sessions.test_failures import FailingCopies
 from tests.whole.test_bytes import active_bytes
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
@@ -246,6 +248,41 @@ def test_many_switches_do_not_add_up() -> None:
             prompts[name] = [*prompts[name], *tokens(100 * turn + seed, 3)]
     assert cache.stats.paged_in_bytes > 30 * 100 * inside.layout(cache).token_bytes
     assert max(errors[-8:]) < 0.1
+
+
+def test_moving_away_evicts_no_more_than_the_pages_take() -> None:
+    # Both fill the buffers, which grow by 256 tokens.
+    model, prompts = shared_model("llama"), (tokens(1, 250), tokens(2, 254, first=7))
+    budget_bytes = 1 << 30
+    for _ in range(2):
+        cache = PrefixCache(model, budget_bytes=budget_bytes, stored_bits=8)
+        for prompt in prompts:
+            with cache.begin(prompt, reserve=0) as session:
+                session.prefill(model)
+                session.step(model, prompt[-1:])
+            cache.check()
+        stats = cache.stats
+        budget_bytes = stats.live_bytes + stats.paged_bytes
+        assert stats.evictions == 0
+        assert inside.stored_tokens(cache, prompts[0]) == len(prompts[0])
+
+
+@pytest.mark.parametrize("method", ["page_out", "page_in", "split"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_copy_that_fails_leaves_nothing_wrong(method: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, at, reached = shared_model("llama"), 1, True
+    while reached:
+        cache = PrefixCache(model, stored_bits=8, live_slots=2)
+        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
+            for prompt in (FIRST, OTHER, SECOND, [*FIRST[:70], 9], [*OTHER, 5], [*FIRST, 3]):
+                with suppress(MemoryError):
+                    serve(cache, model, prompt)
+                cache.check()
+        for prompt in ([*OTHER, 9], [*FIRST, 9]):
+            assert error(serve(cache, model, prompt)[1], cold(model, prompt)) < STORED_TOLERANCES[8]
+        reached = failing.reached
+        assert reached or at > 1
+        at += 2
 
 
 def test_wrong_settings_are_refused_by_name() -> None:
