@@ -74,7 +74,7 @@ class Form:
         role, content: keys of a turn.
         roles: the role that each name of a role means; names are in lower case.
         id, user: keys of a record.
-        is_body: a record may be one request, of which only the last turn is asked.
+        is_body: a record may be the body of one request of a log.
         read: makes records of other forms from one record.
         join: makes records of other forms from all records of a file, and says where each of them begins. A file is of
             this form if one of its first records has the keys.
