@@ -97,13 +97,10 @@ class SuffixIndex:
         self._runs: Counter[int] = Counter()  # runs of each number
         self._next_number = 1
 
-    def __len__(self) -> int:
-        """Tokens held."""
-        return min(self._end, self.capacity)
-
     @property
     def tokens(self) -> int:
-        return len(self)
+        """Tokens held."""
+        return min(self._end, self.capacity)
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +196,7 @@ class SuffixIndex:
             ids = self._ids[at : at + end - start]
             assert owner or (ids == -1).all(), (start, end)
         for links in self._link_views:
-            for slot in range(len(self)):
+            for slot in range(self.tokens):
                 assert not links[slot] or self._age(links[slot] - 1) > self._age(slot) or self._end > self.capacity
 
     # Feeding

@@ -12,6 +12,7 @@ import pytest
 
 from runner.models.tiny import tiny_tokenizer
 from runner.script.conversation_reader import read_conversations
+from runner.simulate import drafts
 from runner.simulate.drafts import DraftCount, leaves_calls_out, recorded_turns
 
 Command = Callable[..., tuple[int, str, str]]
@@ -70,6 +71,16 @@ def test_calls_that_the_template_leaves_out_are_counted_as_text_of_the_reply(age
     assert len(texts) == 4
     assert '"name": "look_up_the_weather"' in texts[0]
     assert "It is sunny." in texts[1]
+
+
+def test_what_a_template_writes_behind_the_end_of_a_reply_is_not_counted(
+    agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    (end, *_) = tokenizer.eos_token_ids
+    monkeypatch.setattr(drafts, "recorded_reply", lambda *_: np.array([5, 6, end, 7], np.int32))
+    conversations = read_conversations(agents).conversations
+    assert {tuple(reply) for _, _, reply in recorded_turns(conversations, tokenizer)} == {(5, 6, end)}
 
 
 def test_simulate_and_advise_say_what_drafting_saves(command: Command, agents: Path, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_nothing_is_proposed_where_a_token_more_costs_a_pass() -> None:
 
 def test_a_reply_that_repeats_its_prompt_and_itself_is_proposed_from_there() -> None:
     prompt = list(range(50))
-    reply = [*range(10, 40), 99, *range(10, 40)]
-    drafting = Drafting([PromptSource(prompt)], DraftPace(free), prompt)
-    assert spoken(reply, drafting) < len(reply) / 2
+    for reply in ([200, 201, *range(10, 40)], [*range(100, 130), 99, *range(100, 130)]):
+        drafting = Drafting([PromptSource(prompt)], DraftPace(free), prompt)
+        assert spoken(reply, drafting) < len(reply) * 0.7
 
 
 def test_a_prediction_is_followed_and_found_again_behind_an_edit() -> None:
@@ -107,7 +107,7 @@ def test_a_width_that_was_slow_is_tried_again_but_seldom() -> None:
         pace.note(1 + count, 0.01 * (1 + count))
         tried += count > 0
         pace.check()
-    assert 0 < tried < 40
+    assert 10 < tried < 40
 
 
 def test_a_first_pass_that_was_slow_once_is_no_measurement() -> None:
