@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def explain(
     context: Context,
-    file: Annotated[list[Path], Argument(help="Files of conversations, as for replay; read as one.")],
+    file: Annotated[list[Path], Argument(help="Conversations as for replay, or a folder like ~/.claude/projects.")],
     model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder or hub id, without weights.")] = "demo",
     users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None,
     seed: Annotated[int, Option(help="Seed of the schedule, as for replay.")] = 0,
@@ -31,8 +31,9 @@ def explain(
     """Show what breaks the prefix of conversations.
 
     Lists messages and template pieces by the tokens that they lose. A token is lost if an earlier request evaluated it
-    and a later request has to evaluate it again. The requests are rendered and run through the cache as in replay, with
-    sizes in place of layer state: no model runs, and no weights are loaded.
+    and a later request has to evaluate it again. In sessions of coding agents, all that a request behind a compaction
+    evaluates is lost, too. The requests are rendered and run through the cache as in replay, with sizes in place of
+    layer state: no model runs, and no weights are loaded.
     """
     outputs.require_counts(users=users, requests=requests, top=top)
     budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
