@@ -7,9 +7,9 @@ Decoding dispatches the forward pass of a token before it returns the token, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from radixcache.chat_parts import Chat
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session, both_models
 from radixcache.settings import is_whole
-from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.drafting import Drafted, Drafting
 from radixcache.speculate.pace import MOST_PROPOSED, Proposal
 from radixcache.speculate.suffix_index import TAIL_TOKENS
 from radixcache.tokens import vocabulary_size
@@ -53,9 +53,10 @@ Choose = Callable[[Any, mx.array], tuple[mx.array, mx.array]]
 
 @dataclass
 class CachedGenerationResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, and how many prompt tokens were restored."""
+    """mlx-lm's response, how many prompt tokens were restored, and by source what became of the drafted tokens."""
 
     cached_tokens: int = 0
+    drafted: Mapping[str, Drafted] = field(default_factory=dict)
 
 
 def stream_generate(
@@ -126,7 +127,7 @@ def stream_generate(
     reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
     begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority, chat=chat)
     tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, drafting, **kwargs)
-    return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of)
+    return _respond(model, tokenizer, max_tokens, stream, begin, tokens_of, drafting.drafted)
 
 
 def _respond(
@@ -136,6 +137,7 @@ def _respond(
     stream: Any,
     begin: Callable[[], Session],
     tokens_of: Callable[[Session], Generator[Token, None, None]],
+    drafted: Mapping[str, Drafted],
 ) -> Generator[CachedGenerationResponse, None, None]:
     # A speculative generator removes rejected tokens when it ends: before the session closes.
     with wired_limit(model, [stream]), begin() as session, closing(tokens_of(session)) as tokens:
@@ -164,6 +166,7 @@ def _respond(
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=finish,
                 cached_tokens=session.cached_tokens,
+                drafted=drafted,
             )
             if finish is not None:
                 return

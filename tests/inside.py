@@ -22,6 +22,7 @@ from radixcache.groups.tails import TailLayer
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState
 from radixcache.settings import Settings
+from radixcache.speculate.pace import DraftPace
 from radixcache.tree.entries import StateNode
 from runner.models import demo as demo_model
 
@@ -48,6 +49,11 @@ def states(cache: PrefixCache) -> Any:
 def suffixes(cache: PrefixCache) -> Any:
     """The suffix index; None until a request has asked for drafts."""
     return cache._core._suffixes
+
+
+def assume_pace(cache: PrefixCache, pace: DraftPace) -> None:
+    """Let drafts go by this pace, before any generator of the cache is made."""
+    core(cache).draft_pace = pace
 
 
 def paths(cache: PrefixCache) -> list[LivePath]:

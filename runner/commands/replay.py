@@ -146,9 +146,8 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     speculate = options.speculate
     drafted = f"--speculate {speculate}"
     require(speculate is None or has_radix, f"{drafted} is for the radix cache; add radix to --cache.")
-    alone = "works with one request at a time, and neither with --exact nor with --recorded."
-    is_plain = is_alone and not options.exact and not options.recorded
-    require(speculate is None or is_plain, f"{drafted} {alone} Leave one option out.")
+    is_plain = not options.exact and not options.recorded
+    require(speculate is None or is_plain, f"{drafted} works neither with --exact nor with --recorded. Leave one out.")
     only_radix = "shows the radix cache; add radix to --cache."
     require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
     require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")

@@ -11,6 +11,10 @@ A round:
     step       dispatch the next forward pass of all replies, on tokens that nobody has read
     read       read the tokens of the step before and hand them out; after a chunk, those of this step
 
+With drafts: if a proposal behind the tokens that were read is worth a pass, the round first reads the tokens of the
+step before, and proposes behind those. Then one pass evaluates each reply's next token and its drafts, and the round
+hands out all that it says. Where nothing is proposed to any reply, the round is as above.
+
 What breaks this order:
 
     cancelled         a request without a first token ends at once; a reply ends with the token that is on its way
@@ -27,12 +31,13 @@ many bytes of the budget with all evictable state gone. A request that does not 
 all behind it, but not those behind a request that waits to share more with a prompt in prefill.
 
 Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
-prefilled after at most twice its own chunks and those of earlier requests. Nothing here reads a clock. Not thread-safe.
-A signal must not interrupt a round.
+prefilled after at most twice its own chunks and those of earlier requests. The clock is read only to measure passes for
+drafts. Not thread-safe. A signal must not interrupt a round.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -44,14 +49,25 @@ from radixcache import CacheFullError, Group, RequestTooLargeError, Row, Session
 from radixcache.errors import ShiftError, without_frames
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
+from radixcache.speculate.pace import NOTHING, DraftPace, Proposal
 from runner.engine.replies import Piece
-from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSequence, next_tokens, sample_each
+from runner.engine.sequence import (
+    ContextError,
+    ContextWindow,
+    Ticket,
+    TokenSequence,
+    next_tokens,
+    sample_drafts,
+    sample_each,
+)
 
 # Tokens of a chunk, which bound the pauses of running replies: at most a second of a small model on slow cores.
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
+#: By request, tokens that are proposed to it.
+Drafts = dict[TokenSequence, tuple[int, ...]]
 
 
 class AdmissionQueue:
@@ -132,11 +148,41 @@ class AdmissionQueue:
         return needed if self._context is None else min(needed, self._context)
 
 
+class PassTimes:
+    """Measures passes for a DraftPace: plain steps from the end of a round to the next, checks each by themselves."""
+
+    def __init__(self, pace: DraftPace) -> None:
+        self.pace = pace
+        self._ended_s, self._rows = 0.0, 0
+        self._owing: tuple[int, float] | None = None  # width and seconds of a check behind which rows owe tokens
+
+    def end_round(self, rows: int, *, is_plain: bool) -> None:
+        """A round ended; `is_plain`: its only pass was a step of so many rows, dispatched ahead as the one before."""
+        now_s = time.perf_counter()
+        if is_plain and rows == self._rows:
+            self.pace.note(1, now_s - self._ended_s, rows)
+        self._ended_s, self._rows = now_s, rows
+
+    def note_check(self, width: int, rows: int, elapsed_s: float, *, owes: bool) -> None:
+        """A check ended. `owes`: rows evaluate tokens again in the next pass, whose time is added to this one's."""
+        if self._owing is not None:
+            width, before_s = self._owing
+            elapsed_s = before_s + max(0.0, elapsed_s - self.pace.seconds(1, rows))
+        self._owing = (width, elapsed_s) if owes else None
+        if not owes:
+            self.pace.note(width, elapsed_s, rows)
+
+
 class Engine:
     """Moves the queue's requests forward. `ready` has the pieces to hand out, in order."""
 
     def __init__(
-        self, model: Any, new_group: Callable[[], Group], queue: AdmissionQueue, window: ContextWindow | None
+        self,
+        model: Any,
+        new_group: Callable[[], Group],
+        queue: AdmissionQueue,
+        window: ContextWindow | None,
+        pace: DraftPace,
     ) -> None:
         self.ready: deque[tuple[Ticket, Piece]] = deque()
         self.group = new_group()
@@ -144,6 +190,8 @@ class Engine:
         self._steps = 0
         self._owes_step = False  # whether a chunk was evaluated, and no step since
         self._failure: Exception | None = None
+        self._checked: list[tuple[TokenSequence, Piece]] = []  # what a check said, to be handed out
+        self._times = PassTimes(pace)
 
     def round(self) -> None:
         self._end_cancelled()
@@ -163,8 +211,13 @@ class Engine:
         self._read([each for each in stepping if each.reply.left == len(each.unread)])
         first = [each for each in stepping if not each.is_decoding]
         continuing = self._continuing(stepping)
-        self._step(continuing)
+        drafts = self._propose(continuing)
+        was_ahead = all(each.unread for each in continuing) and not has_prefilled
+        self._step(continuing, drafts)
         self._tell_progress(first)
+        for sequence, piece in self._checked:
+            self._deliver(sequence, piece)
+        self._checked.clear()
         # Tokens of this step are read in the next round, except first tokens and those before a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
@@ -179,6 +232,7 @@ class Engine:
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
         self._failure = None
+        self._times.end_round(len(continuing), is_plain=was_ahead and not drafts)
 
     def finish(self, sequence: TokenSequence, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
@@ -288,16 +342,74 @@ class Engine:
                 continuing.append(sequence)
         return continuing
 
-    def _step(self, sequences: list[TokenSequence]) -> None:
+    def _propose(self, sequences: list[TokenSequence]) -> Drafts:
+        """What the next pass checks for these. Reads their pending tokens if that may be worth it."""
+        drafts, owed = self._worthwhile(sequences), any(each.row.owed_tokens for each in sequences)
+        if (drafts or owed) and any(each.unread for each in sequences):
+            self._read(sequences)
+            drafts = self._worthwhile([each for each in sequences if each in self._queue.running])
+        for sequence, proposal in drafts.items():
+            assert sequence.drafting is not None
+            sequence.drafting.choose(proposal, len(proposal.tokens))
+        return {sequence: proposal.tokens for sequence, proposal in drafts.items()}
+
+    def _worthwhile(self, sequences: list[TokenSequence]) -> dict[TokenSequence, Proposal]:
+        """The proposals to these requests that are worth their share of a pass together."""
+        most = [each.most_drafted(self._window) for each in sequences]
+        if not any(most) or (len(sequences) > 1 and not self.group.drafts_together(self._model)):
+            return {}
+        proposals = [
+            each.drafting.candidate(limit) if each.drafting is not None and limit else NOTHING
+            for each, limit in zip(sequences, most, strict=True)
+        ]
+        counts = self._times.pace.length(proposals, len(sequences))
+        return {
+            each: proposal.first(count)
+            for each, proposal, count in zip(sequences, proposals, counts, strict=True)
+            if count
+        }
+
+    def _check(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
+        """Run one pass over the next token and the drafts of each, and read what it says."""
+        said: dict[TokenSequence, list[int]] = {each: [] for each in sequences}
+
+        def take(sequence: TokenSequence) -> Piece | None:
+            piece = self._take(sequence) if sequence.failure is None else None
+            if piece is not None:
+                self._checked.append((sequence, piece))
+                said[sequence].append(sequence.reply.tokens[-1])
+            return piece
+
+        rows, its = [each.row for each in sequences], [drafts.get(each, ()) for each in sequences]
+        tokens = [[each.next_token, *draft] for each, draft in zip(sequences, its, strict=True)]
+        width = max(len(each) + row.owed_tokens for row, each in zip(rows, tokens, strict=True))
+        began_s = time.perf_counter()
+        counts = self.group.check_drafts(
+            self._model, rows, tokens, lambda logits: sample_drafts(sequences, its, logits, take)
+        )
+        self._times.note_check(
+            width, len(rows), time.perf_counter() - began_s, owes=any(row.owed_tokens for row in rows)
+        )
+        for sequence, count in zip(sequences, counts, strict=True):
+            if sequence.drafting is not None:
+                sequence.drafting.said(said[sequence], count - 1)
+
+    def _step(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
         while sequences := [each for each in sequences if each in self._queue.running]:
             # In batch order: another order would rearrange tokens and logits.
             sequences.sort(key=lambda each: each.row.at)
             try:
-                tokens = next_tokens(sequences)
-                logits = self.group.step(self._model, [each.row for each in sequences], tokens)
-                sample_each(sequences, logits)
+                if drafts or any(each.row.owed_tokens for each in sequences):
+                    self._check(sequences, drafts)
+                else:
+                    tokens = next_tokens(sequences)
+                    logits = self.group.step(self._model, [each.row for each in sequences], tokens)
+                    sample_each(sequences, logits)
                 break
             except NO_ROOM as error:
+                if drafts:  # there may be room without them
+                    drafts = {}
+                    continue
                 if len(self._queue.running) == 1:
                     sequences[0].failure = without_frames(error)
                     break
@@ -316,31 +428,42 @@ class Engine:
         """Wait for the next token of each running one of these, and hand it out."""
         try:
             running = [each for each in sequences if each in self._queue.running and each.unread]
-            read = [(each, *each.unread[0].read()) for each in running]
+            for sequence in running:
+                sequence.unread[0].read()
         except Exception as error:
             self._lose_all(error)
             return
-        for sequence, token, logprob, is_wrong in read:
+        for sequence in running:
             if sequence in self._queue.running:  # a failure of another request may have ended it
-                self._hand_out(sequence, token, logprob, is_wrong)
+                self._hand_out(sequence)
 
-    def _hand_out(self, sequence: TokenSequence, token: int, logprob: float, is_wrong: bool) -> None:
-        if is_wrong:
-            sequence.row.distrust_from(sequence.proven_tokens)
-            self.fail(sequence, FloatingPointError("the model's logits for this request are not numbers."))
-            return
+    def _hand_out(self, sequence: TokenSequence) -> None:
+        piece = self._take(sequence)
+        if piece is not None:
+            self._deliver(sequence, piece)
+            if sequence.drafting is not None:
+                sequence.drafting.said(sequence.reply.tokens[-1:])
+        if sequence.failure is not None and sequence in self._queue.running:
+            self.fail(sequence, sequence.failure)
+
+    def _take(self, sequence: TokenSequence) -> Piece | None:
+        """Add the next unread token to the reply. None: `failure` says why not."""
         sampled = sequence.unread.popleft()
+        token, logprob, is_wrong = sampled.read()
         try:
-            piece = sequence.reply.add(token, sampled.of.logprobs[sampled.row], sequence.ticket.cancelled, logprob)
+            if is_wrong:
+                sequence.row.distrust_from(sequence.proven_tokens)
+                raise FloatingPointError("the model's logits for this request are not numbers.")
+            return sequence.reply.add(token, sampled.of.logprobs[sampled.row], sequence.ticket.cancelled, logprob)
         except Exception as error:
-            self.fail(sequence, error)
-            return
+            sequence.failure = without_frames(error)
+            return None
+
+    def _deliver(self, sequence: TokenSequence, piece: Piece) -> None:
         if piece.completion is not None:
             self.finish(sequence, piece)
         else:
             self.ready.append((sequence.ticket, piece))
-            if sequence.failure is not None:
-                self.fail(sequence, sequence.failure)
 
     def _keep_to_budget(self) -> None:
         """While the running requests are beyond the budget, let the one that came last wait; the first goes on."""

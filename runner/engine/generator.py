@@ -12,8 +12,8 @@ are in runner/engine/engine.py.
 Invariants, each with a test:
 
   PG1  A reply does not depend on other requests: whether they join, leave, fail or are cancelled.
-  PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply. First
-       tokens of a chunk of prefill are handed out before the step.
+  PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply, or
+       drafted tokens are checked. First tokens of a chunk of prefill are handed out before the step.
   PG3  A request is admitted when cells and bytes suffice for prompt and reply, or when no other one runs. If they run
        out later, the request that came last waits again, with its text, and resumes from what the tree has of it. A
        request alone goes on beyond the budget, as in `PrefixCache`.
@@ -29,7 +29,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from radixcache import Group, PrefixCache
 from radixcache.lock import uninterrupted
@@ -57,6 +57,8 @@ class ParallelGenerator:
         free_share: share of the context that such a cut frees; see `runner.engine.sequence`.
         namespace: of requests that name none, as in `PrefixCache.begin`.
         priority: of all requests, as in `PrefixCache.begin`.
+        speculate: what is proposed to replies and checked several tokens in a pass, as in `PrefixCache.drafting`:
+            "tree", "prompt", or None: only predictions. Replies are the same, up to rounding, and with a seed as well.
 
     Raises:
         ValueError: an argument out of its range.
@@ -76,6 +78,7 @@ class ParallelGenerator:
         free_share: float = FREE_SHARE,
         namespace: str = "",
         priority: int = 0,
+        speculate: Literal["tree", "prompt"] | None = None,
     ) -> None:
         capacity = require_count("capacity", capacity, "tokens")
         max_rows = require_count("max_rows", max_rows, "requests")
@@ -87,7 +90,9 @@ class ParallelGenerator:
         self._vocabulary_length = vocabulary_size(model)
         self._queue = AdmissionQueue(capacity, max_rows, context, step_size)
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
-        self._engine = Engine(model, new_group, self._queue, self._window)
+        self._drafting = partial(cache.drafting, speculate=speculate)
+        pace = cache.drafting([0], speculate=None).pace
+        self._engine = Engine(model, new_group, self._queue, self._window, pace)
         self._arrivals = threading.Condition()  # guards the fields below
         self._submitted: list[TokenSequence] = []
         self._tickets = 0
@@ -117,6 +122,7 @@ class ParallelGenerator:
         cuts_characters: bool = True,
         namespace: str | None = None,
         reserve: int | None = None,
+        prediction: Any = None,
         on_progress: ProgressCallback | None = None,
         arrived_at_s: float | None = None,
     ) -> Ticket:
@@ -137,6 +143,7 @@ class ParallelGenerator:
             stop_words: texts that end the reply.
             cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
             namespace: default: the generator's.
+            prediction: token ids that the reply is expected to have; they are proposed to it.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
 
@@ -150,6 +157,8 @@ class ParallelGenerator:
             reserve = require_count("reserve", reserve, "tokens")
         if sampler is not None and not callable(sampler):
             raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
+        namespace = self._namespace if namespace is None else namespace
+        drafting = self._drafting(ids, namespace, prediction=prediction)
         outline = Outline.of(len(ids), marks, keep)
         reply = Reply(
             self._tokenizer,
@@ -170,7 +179,8 @@ class ParallelGenerator:
             sampler,
             reserve=max_tokens if reserve is None else reserve,
             on_progress=on_progress,
-            namespace=self._namespace if namespace is None else namespace,
+            namespace=namespace,
+            drafting=None if drafting.is_empty else drafting,
             processors=logits_processors,
             guidance=guidance,
         )

@@ -30,8 +30,10 @@ from numpy.typing import NDArray
 
 from radixcache import Row
 from radixcache.errors import refuse_copy, without_frames
+from radixcache.speculate.drafting import Drafted, Drafting
+from radixcache.speculate.pace import MOST_PROPOSED
 from radixcache.tokens import TokenIds
-from runner.engine.replies import Completion, ProgressCallback, Reply, Sampler, greedy, log_probabilities, sample
+from runner.engine.replies import Completion, Piece, ProgressCallback, Reply, Sampler, greedy, log_probabilities, sample
 
 SINK_TOKENS = 4  # tokens that stay at the beginning of a prompt without marks
 OPENING_TOKENS = 16  # most tokens that stay behind the last mark: the opening of the reply
@@ -117,6 +119,7 @@ class Ticket:
     Attributes:
         matched_tokens, reason: what the cache found of the prompt, as for a Session; 0 and None before admission.
         completion: the result, once the request is over; the last piece carries the same.
+        drafted: by source, how many tokens were proposed and accepted so far.
     """
 
     def __init__(self, number: int, prompt_tokens: int) -> None:
@@ -124,6 +127,7 @@ class Ticket:
         self.matched_tokens = 0
         self.reason: str | None = None
         self.completion: Completion | None = None
+        self.drafted: dict[str, Drafted] = {}
         self._cancelled = threading.Event()
 
     def __repr__(self) -> str:
@@ -176,6 +180,7 @@ class TokenSequence:
         failure: what its sampler or its step raised; reported when the tokens before it are read.
         in_reply, reserve: tokens of the reply that are part of `tokens`; for which room is reserved.
         note: why the reply cannot go on, though nothing failed.
+        drafting: what is proposed to it; None: nothing.
     """
 
     ticket: Ticket
@@ -195,11 +200,14 @@ class TokenSequence:
     failure: Exception | None = None
     in_reply: int = 0
     note: str | None = None
+    drafting: Drafting | None = None
 
     def __post_init__(self) -> None:
         self.last: Sampled | None = None
         self.unread: deque[Sampled] = deque()
         self._said: TokenBuffer | None = None  # prompt and reply, for the processors
+        if self.drafting is not None:
+            self.ticket.drafted = self.drafting.drafted
 
     @property
     def row(self) -> Row:
@@ -226,6 +234,20 @@ class TokenSequence:
         """Tokens of its row whose state has given a token that was read; 0 before the first."""
         read = len(self.reply.tokens) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
+
+    @property
+    def next_token(self) -> int:
+        """The token that its next forward pass evaluates; waits for it."""
+        return int(self.tokens[-1]) if self.last is None else self.last.read()[0]
+
+    def most_drafted(self, window: ContextWindow | None) -> int:
+        """How many tokens may be proposed to it now: a pass says one more than are accepted."""
+        if self.drafting is None or not self.is_decoding or self.row.owed_tokens:
+            return 0
+        left = self.reply.left - len(self.unread) - 1
+        if window is not None:
+            left = min(left, window.tokens - self.row.position - 1)
+        return max(0, min(left, MOST_PROPOSED))
 
     def note_match(self) -> None:
         """Note what the cache has of the prompt. A first chunk may find more than admission did."""
@@ -287,6 +309,36 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
         if sequence.failure is None:
             sequence.last = Sampled(predictions, row)
             sequence.unread.append(sequence.last)
+
+
+def sample_drafts(
+    sequences: Sequence[TokenSequence],
+    drafts: Sequence[Sequence[int]],
+    logits: mx.array,
+    take: Callable[[TokenSequence], Piece | None],
+) -> list[int]:
+    """Sample what each sequence says behind its next token and behind each drafted one, as far as its drafts are right.
+
+    One position after the other, so samplers, processors and guidance find what they find without drafts.
+
+    Args:
+        logits: (N, T, V), behind the next token and the drafted ones.
+        take: adds a sampled token to its reply; None: that failed.
+
+    Returns:
+        For each sequence how many of its tokens in the pass are part of its text.
+    """
+    counts, going = [1] * len(sequences), [*range(len(sequences))]
+    for at in range(logits.shape[1]):
+        if not going:
+            break
+        sample_each([sequences[row] for row in going], logits[mx.array(going), at : at + 1])
+        pieces = {row: take(sequences[row]) for row in going}
+        right = [row for row, piece in pieces.items() if piece and piece.token in drafts[row][at : at + 1]]
+        for row in right:
+            counts[row] += 1
+        going = [row for row in right if pieces[row].completion is None]  # type: ignore[union-attr]
+    return counts
 
 
 def _replace_rows(

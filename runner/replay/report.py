@@ -39,6 +39,8 @@ class Summary:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    proposed_tokens: int  # drafted tokens that were checked
+    accepted_tokens: int
     output_tokens_per_s: float  # of all users together, over the whole run, like `prompt_tokens_per_s`
     prompt_tokens_per_s: float
     ttft_ms_p50: float
@@ -58,10 +60,17 @@ class Summary:
     def cached_share(self) -> float:
         return self.cached_tokens / self.prompt_tokens
 
+    @property
+    def drafted_words(self) -> str:
+        return f"{self.accepted_tokens:,}/{self.proposed_tokens:,}" if self.proposed_tokens else "-"
+
 
 #: Keys of a summary that JSON has only for one user at a time, and only for several.
 ONE_USER_KEYS = {"prefill_s", "decode_s", "begin_s", "close_s", "peak_allocated_bytes", "answers_equal"}
-MANY_USERS_KEYS = {"users_at_a_time", "output_tokens", "output_tokens_per_s", "prompt_tokens_per_s", "token_ms_p50"}
+MANY_USERS_KEYS = {
+    "users_at_a_time", "output_tokens", "proposed_tokens", "accepted_tokens", "output_tokens_per_s",
+    "prompt_tokens_per_s", "token_ms_p50",
+}  # fmt: skip
 
 #: Header, cell, and for how many users at a time the column is; None: for any number.
 COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
@@ -71,6 +80,7 @@ COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | Non
     ("prompt tokens", lambda each: f"{each.prompt_tokens:,}", None),
     ("cached tokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
     ("tokens per s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
+    ("drafted tokens accepted", lambda each: each.drafted_words, "many"),
     ("TTFT p50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
     ("TTFT p95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
     ("token p50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
@@ -197,6 +207,8 @@ class Report:
             prompt_tokens=prompt_tokens,
             cached_tokens=sum(row.cached_tokens for row in rows),
             output_tokens=output_tokens,
+            proposed_tokens=sum(row.proposed_tokens or 0 for row in rows),
+            accepted_tokens=sum(row.accepted_tokens or 0 for row in rows),
             output_tokens_per_s=output_tokens / run.wall_s,
             prompt_tokens_per_s=prompt_tokens / run.wall_s,
             ttft_ms_p50=p50,

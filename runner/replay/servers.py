@@ -53,6 +53,8 @@ class RequestRow:
     paged_bytes: int | None = None
     peak_bytes: int  # the most held after a chunk or the reply; with several users, by all requests up to this one
     allocated_bytes: int | None = None  # the most that MLX had beyond the model and other caches, after the reply
+    proposed_tokens: int | None = None  # drafted tokens that were checked
+    accepted_tokens: int | None = None  # those of them that became part of the reply
     output_tokens: int
     output_hash: str
     done_reason: str
@@ -181,9 +183,15 @@ class TreeServer:
             stored_bits=options.stored_bits,
         )
         self.peak_tokens = 0
-        self._max_tokens = options.max_tokens
+        self._max_tokens, self._is_drafted = options.max_tokens, options.speculate is not None
         self._generator = ParallelGenerator(
-            self.shown, loaded.model, loaded.tokenizer, capacity=capacity, max_rows=users, step_size=options.step_size
+            self.shown,
+            loaded.model,
+            loaded.tokenizer,
+            capacity=capacity,
+            max_rows=users,
+            step_size=options.step_size,
+            speculate=options.speculate,
         )
         self._requests: dict[Ticket, tuple[int, RenderedRequest]] = {}
         self._texts: dict[Ticket, str] = defaultdict(str)
@@ -213,7 +221,9 @@ class TreeServer:
             if done.error is not None:
                 raise done.error
             index, request = self._requests.pop(ticket)
-            figures = {"waited_ms": _waited_ms(done), "peak_bytes": self.peak_bytes}
+            figures: dict[str, Any] = {"waited_ms": _waited_ms(done), "peak_bytes": self.peak_bytes}
+            for what in ("proposed", "accepted") if self._is_drafted else ():
+                figures[f"{what}_tokens"] = sum(getattr(each, what) for each in ticket.drafted.values())
             row = _request_row(request, done, ticket.matched_tokens, ticket.reason, **figures)
             yield Answer(index, row, done.tokens, self._texts.pop(ticket))
 

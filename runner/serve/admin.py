@@ -63,7 +63,7 @@ SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only c
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
     "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
-    "ttft_ms", "tokens_per_s", "outcome", "saved_s", "fork_words",
+    "ttft_ms", "tokens_per_s", "outcome", "saved_s", "fork_words", "accepted_tokens", "rejected_tokens",
 )  # fmt: skip
 
 

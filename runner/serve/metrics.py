@@ -51,6 +51,12 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("reason",),
     ),
     "generated_tokens": ("Generated tokens.", ()),
+    "proposed_tokens": ("Drafted tokens that were checked, by source.", ("source",)),
+    "accepted_tokens": (
+        "Drafted tokens that became part of a reply, by source: each saved its reply a forward pass.",
+        ("source",),
+    ),
+    "draft_passes": ("Forward passes that checked drafted tokens of a reply, by source.", ("source",)),
     "evictions": ("Evictions and drops, by kind of state and cause.", ("state", "cause")),
 }
 #: Histograms: radixcache_serve_NAME_seconds, help, buckets.
@@ -157,6 +163,10 @@ class Watch(Collector):
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["cached_tokens"].inc(record.cached_tokens)
         self._counters["generated_tokens"].inc(record.completion_tokens)
+        for source, drafted in record.drafted.items():
+            self._counters["proposed_tokens"].labels(source).inc(drafted.proposed)
+            self._counters["accepted_tokens"].labels(source).inc(drafted.accepted)
+            self._counters["draft_passes"].labels(source).inc(drafted.passes)
         for reason, tokens in record.short_tokens.items():
             self._counters["shortfall_tokens"].labels(reason).inc(tokens)
         timed = [("queue", record.queue_ms), ("time_to_first_token", record.ttft_ms)]
@@ -231,9 +241,12 @@ def in_a_line(record: RequestRecord) -> str:
     short = ", ".join(f"{tokens:,} {reason}" for reason, tokens in record.short_tokens.items())
     why = f" (not: {short})" if short else ""
     where = f", {record.fork_words}" if record.fork_words else ""
+    proposed = record.accepted_tokens + record.rejected_tokens
+    drafted = f" ({record.accepted_tokens:,} of {proposed:,} drafted)" if proposed else ""
     line = (
         f"{record.id[:8]}{whose} on {cut(record.names.model)!r}: {record.prompt_tokens:,} prompt tokens, "
-        f"{record.cached_tokens:,} cached{why}{where}, {record.completion_tokens:,} generated, {record.outcome}"
+        f"{record.cached_tokens:,} cached{why}{where}, {record.completion_tokens:,} generated{drafted}, "
+        f"{record.outcome}"
     )
     shown = ("queued {:,.1f} ms", "TTFT {:,.1f} ms", "{:,.1f} tokens/s")
     for form, value in zip(shown, (record.queue_ms, record.ttft_ms, record.tokens_per_s), strict=True):

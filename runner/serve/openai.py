@@ -276,6 +276,22 @@ class AllowedChoice(Checked):
     allowed_tools: AllowedFunctions
 
 
+class PredictedText(Checked):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Checked):
+    """The reply that the client expects, such as the file that it asks to edit. It only saves time."""
+
+    type: Literal["content"]
+    content: str | Many[PredictedText]
+
+    @property
+    def whole(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(OpenAIBody):
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
@@ -288,6 +304,7 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["auto", "none", "required", "any"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
     move_volatile: bool = True
+    prediction: Prediction | None = None
 
     def request(
         self, namespace: str, *, format_field: str = "response_format", marked_texts: Sequence[tuple[int, int]] = ()
@@ -305,8 +322,13 @@ class ChatBody(OpenAIBody):
             messages, marked_texts = behind_tools(messages, marked_texts)
         request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
         arguments = {**self._reasoning_args(), **self.chat_template_kwargs}
-        constraint = self._constraint(format_field)
-        return replace(request, tools=self.tools or None, chat_template_kwargs=arguments or None, constraint=constraint)
+        return replace(
+            request,
+            tools=self.tools or None,
+            chat_template_kwargs=arguments or None,
+            constraint=self._constraint(format_field),
+            prediction="" if self.prediction is None else self.prediction.whole,
+        )
 
     def _reasoning_args(self) -> dict[str, Any]:
         thinking = self.thinking.is_on if isinstance(self.thinking, ThinkingChoice) else self.thinking
@@ -588,12 +610,19 @@ class OpenAIReply:
         prompt = sum(reply.prompt_tokens for reply in self._replies[:: self._form.n])
         completion = sum(record.completion_tokens for record in records)
         cached = sum(record.cached_tokens for record in records[:: self._form.n])
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        accepted, rejected = (
+            sum(getattr(each, f"{how}_tokens") for each in records) for how in ("accepted", "rejected")
+        )
+        if accepted or rejected:
+            named = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+            usage["completion_tokens_details"] = named
+        return usage
 
 
 def written_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:

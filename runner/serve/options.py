@@ -28,6 +28,10 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
     num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model proposes at a time.", min=1, max=64)] = 3
+    speculate: Annotated[
+        Literal["tree", "prompt", "none"],
+        Option(help="Draft replies from what was said before (tree), from their own prompt, or not."),
+    ] = "none"
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a model.")] = False
     log_level: str = "INFO"
     chat_template: Annotated[str, Option(help="Chat template to use instead of the tokenizer's own.")] = ""
@@ -113,6 +117,10 @@ class ServeOptions:
     show_text: Annotated[bool, Option("--show-text", help="Show decoded text on /cache.")] = False
 
     @property
+    def drafts(self) -> Literal["tree", "prompt"] | None:
+        return None if self.speculate == "none" else self.speculate
+
+    @property
     def is_only_model(self) -> bool:
         return None not in (self.api_keys, self.model) if self.only_model is None else self.only_model
 
@@ -180,6 +188,11 @@ def require_compatible(options: ServeOptions) -> None:
             raise ValueError(f"--context does not work with {option}, which runs requests alone. Leave one out.")
     if options.stored_bits is not None and options.exact:
         raise ValueError("--stored-bits rounds stored state, so --exact is impossible. Leave one out.")
+    if options.exact and options.speculate != "none":
+        raise ValueError(
+            f"--speculate {options.speculate} does not work with --exact, as passes over several tokens "
+            "round differently. Leave one out."
+        )
     if options.kv_bits is not None and options.quantized_kv_start:
         raise ValueError(
             f"--quantized-kv-start is {options.quantized_kv_start}; wanted 0: keys and values that prompts share are "

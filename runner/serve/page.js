@@ -17,6 +17,7 @@
     ["saved", "n", (r) => (r.saved_s >= 0.005 ? seconds(r.saved_s) : "")],
     ["why not more", "why", why],
     ["generated", "n", (r) => number(r.completion_tokens)],
+    ["drafted", "n", (r) => (r.accepted_tokens + r.rejected_tokens ? number(r.accepted_tokens) : "")],
     ["queued ms", "n", (r) => rounded(r.queue_ms)],
     ["TTFT ms", "n", (r) => rounded(r.ttft_ms)],
     ["tokens/s", "n", (r) => rounded(r.tokens_per_s)],

@@ -58,6 +58,7 @@ class RenderedPrompt:
         parts: where each part ends, and its name; empty: not known, see `part_at`.
         chat: what the template took; None: there is no template.
         echo: its text, if the request wants it with the reply.
+        prediction: the reply that the client expects, in tokens; None: it expects none.
     """
 
     tokens: list[int]
@@ -67,6 +68,7 @@ class RenderedPrompt:
     parts: tuple[tuple[int, str], ...] = ()
     chat: Chat | None = None
     echo: str = ""
+    prediction: list[int] | None = None
 
     @property
     def keys(self) -> list[int] | None:
@@ -119,6 +121,9 @@ def prompt_of(
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
+        if request.prediction:
+            predicted = tokenizer.encode(request.prediction, add_special_tokens=False)
+            prompt = replace(prompt, prediction=predicted)
     except ApiError:
         raise
     except Exception as error:  # Templates and tokenizers are foreign code, and may raise anything.

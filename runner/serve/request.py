@@ -34,6 +34,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from radixcache.errors import CacheFullError, RequestTooLargeError
+from radixcache.speculate.drafting import Drafted
 from runner.script.conversation import first_finding
 
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
@@ -85,6 +86,7 @@ class Request:
         logit_bias to frequency_context_size: for mlx_lm.sample_utils.make_logits_processors.
         seed: None: all such requests draw from one random stream.
         constraint: None: the reply may be anything.
+        prediction: text that the client expects as the reply; "": none.
         client: whose request it is; clients take turns.
     """
 
@@ -117,6 +119,7 @@ class Request:
     seed: int | None = None
     namespace: str = ""
     constraint: Constraint | None = None
+    prediction: str = ""
     client: str = field(default_factory=CLIENT.get)
 
     @property
@@ -188,7 +191,7 @@ class RequestRecord:
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
     and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
     the prompt with its fork, `fork_hint` says what to do about it; `naming` sets both. `keys`: the tree's keys of the
-    prompt. `saved_s`: the prefill that it did without.
+    prompt. `saved_s`: the prefill that it did without. `drafted`: by source, what became of the drafted tokens.
     """
 
     id: str
@@ -211,9 +214,19 @@ class RequestRecord:
     naming: Future[None] | None = None
     keys: Any = None
     saved_s: float = 0.0
+    drafted: Mapping[str, Drafted] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"naming": None}  # A replica sends records to the server, and what runs stays behind.
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that became part of the reply."""
+        return sum(each.accepted for each in self.drafted.values())
+
+    @property
+    def rejected_tokens(self) -> int:
+        return sum(each.proposed for each in self.drafted.values()) - self.accepted_tokens
 
     @property
     def fork_words(self) -> str:

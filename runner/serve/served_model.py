@@ -393,6 +393,7 @@ class ServedModel:
             max_rows=options.decode_concurrency,
             step_size=min(options.prefill_step_size, PARALLEL_STEP_SIZE),
             context=options.context,
+            speculate=options.drafts,
         )
 
     def _start_together(self, prepared: _Prepared, generator: ParallelGenerator) -> None:
@@ -410,6 +411,7 @@ class ServedModel:
                 cuts_characters=False,
                 namespace=opened.request.namespace,
                 reserve=RESERVE_TOKENS,
+                prediction=prompt.prediction,
                 on_progress=opened.progress,
                 arrived_at_s=opened.arrived_s,
             )
@@ -441,6 +443,7 @@ class ServedModel:
     def _hand_out(self, ticket: Ticket, piece: Piece) -> None:
         opened, done = self._together[ticket], piece.completion
         opened.record.matched_tokens, opened.record.reason = ticket.matched_tokens, ticket.reason
+        opened.record.drafted = ticket.drafted
         if piece.token is not None and not opened.is_over:
             ended = None if done is None else done.done_reason
             reason: FinishReason | None = ended if ended == "stop" or ended == "length" else None
@@ -500,13 +503,15 @@ class ServedModel:
             prefill_step_size=self._options.prefill_step_size,
             prompt_progress_callback=progress,
             num_draft_tokens=opened.request.num_draft_tokens,
+            speculate=self._options.drafts,
+            prediction=None if self._options.exact else prompt.prediction,
         )
         outcome: FinishReason | None = None
         stop_words = StopWords(opened.request.stop_words)
         with closing(replies):
             try:
                 for each in replies:
-                    opened.record.cached_tokens = each.cached_tokens
+                    opened.record.cached_tokens, opened.record.drafted = each.cached_tokens, each.drafted
                     is_last = each.finish_reason is not None or opened.is_cancelled
                     text, stop_word = stop_words.add(each.text, is_last=is_last)
                     outcome = each.finish_reason if stop_word is None else "stop"

@@ -271,7 +271,7 @@ def test_a_body_that_is_no_object_of_json_is_refused(raw):
 def test_fields_that_change_nothing_here_are_taken():
     plain = asked_by({"messages": [USER]})
     more = {
-        "prediction": {"type": "content", "content": "x"}, "service_tier": "auto", "store": True, "user": "u",
+        "service_tier": "auto", "store": True, "user": "u",
         "verbosity": "low", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k",
     }  # fmt: skip
     assert asked_by({"messages": [USER], **more}) == plain

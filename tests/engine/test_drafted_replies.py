@@ -1,0 +1,298 @@
+"""Replies with drafts are those without, whatever is proposed; what is stored is what was said, and no more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from radixcache import PrefixCache
+from radixcache.speculate.pace import DraftPace
+from runner.engine.sequence import Ticket
+from runner.models.load import LoadedModel
+from runner.models.tiny import TINY_KINDS
+from runner.serve.served_model import SeededSampler
+from tests import inside
+from tests.engine.test_parallel_generate import (
+    PROMPTS,
+    alone,
+    done,
+    drain,
+    load,
+    new_cache,
+    new_generator,
+    require_right_tree,
+    submit,
+    tokens_of,
+)
+from tests.sessions.test_failures import Fuse, fused, raising
+
+LENGTH = 24
+FAST = ("llama", "gemma3_text", "qwen3_next")
+#: Full attention, windows in some layers, recurrent state beside attention.
+DRAFTED_KINDS = ("llama", "llama_sliding", "qwen3_next")
+KINDS = [
+    kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in TINY_KINDS
+    if kind not in ("llama4", "deepseek_v41")
+]
+MORE_PROMPTS = [np.append(prompt, [30 + index]) for index, prompt in enumerate(PROMPTS[:3])]
+
+
+def free_cache(loaded: LoadedModel, **more: Any) -> PrefixCache:
+    """A cache whose passes are taken to last equally long, so that all that may be right is checked."""
+    cache = new_cache(loaded, **more)
+    inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1.0))
+    return cache
+
+
+def misled(tokens: Sequence[int], seed: int, share: float = 0.2) -> list[int]:
+    """These tokens, some of them wrong."""
+    draw = random.Random(seed)
+    return [(token + 1) % 200 if draw.random() < share else token for token in tokens]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_greedy_replies_are_the_same_and_take_fewer_passes(kind: str, rows: int) -> None:
+    loaded, prompts = load(kind), [*PROMPTS, *MORE_PROMPTS][:rows]
+    wanted = [alone(loaded, prompt, LENGTH) for prompt in prompts]
+    cache = free_cache(loaded)
+    with new_generator(loaded, cache, capacity=4096) as generator:
+        together = rows == 1 or generator.group.drafts_together(loaded.model)
+        tickets = [
+            submit(generator, prompt, LENGTH, prediction=misled(its, seed))
+            for seed, (prompt, its) in enumerate(zip(prompts, wanted, strict=True))
+        ]
+        drain(generator)
+    assert [tokens_of(ticket) for ticket in tickets] == wanted
+    accepted = sum(each.accepted for ticket in tickets for each in ticket.drafted.values())
+    assert accepted >= 3 * rows or not together
+    require_right_tree(loaded, cache, prompts)
+
+
+def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_is_not() -> None:
+    loaded = load("llama")
+    cache = free_cache(loaded)
+    for namespace, is_known in (("a", False), ("a", True), ("b", False)):
+        with new_generator(loaded, cache, speculate="tree") as generator:
+            ticket = submit(generator, PROMPTS[1], LENGTH, namespace=namespace)
+            drain(generator)
+        assert tokens_of(ticket) == alone(loaded, PROMPTS[1], LENGTH)
+        assert ("tree" in ticket.drafted) == is_known
+        assert not is_known or ticket.drafted["tree"].accepted >= LENGTH // 2
+
+
+@pytest.mark.parametrize("kind", DRAFTED_KINDS)
+def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: str) -> None:
+    """Several requests at a time, each with its own sampler, processors and guidance."""
+    loaded = load(kind)
+
+    def ask(predictions: Sequence[Any]) -> list[Ticket]:
+        with new_generator(loaded, free_cache(loaded)) as generator:
+            tickets = []
+            for seed, (prompt, prediction) in enumerate(zip(PROMPTS[:3], predictions, strict=True)):
+                more: dict[str, Any] = {"sampler": SeededSampler(make_sampler(temp=1.0, top_p=0.9), seed)}
+                if seed == 1:
+                    more["logits_processors"] = make_logits_processors({7: 4.0}, 1.3, 20, frequency_penalty=0.5)
+                if seed == 2:
+                    more["guidance"] = Alternating()
+                tickets.append(submit(generator, prompt, LENGTH, prediction=prediction, **more))
+            drain(generator)
+        return tickets
+
+    wanted = [tokens_of(ticket) for ticket in ask([None] * 3)]
+    for share in (0.0, 0.3):
+        found = ask([misled(its, seed, share) for seed, its in enumerate(wanted)])
+        assert [tokens_of(ticket) for ticket in found] == wanted
+        assert all(ticket.drafted for ticket in found)
+
+
+class Alternating:
+    """Guidance: even and odd tokens in turn. It must be told each token once, in order."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, before: int | None) -> Any:
+        assert before is None or before % 2 == (self.calls - 1) % 2, (before, self.calls)
+        self.calls += 1
+        return np.arange(1 << 18) % 2 == (self.calls - 1) % 2
+
+
+@pytest.mark.parametrize("kind", DRAFTED_KINDS)
+def test_what_ends_a_reply_inside_of_a_check_ends_it_there(kind: str) -> None:
+    """A stop token, a stop word, the longest reply, and a request that is cancelled; nothing behind is stored."""
+    loaded, prompt = load(kind), PROMPTS[1]
+    wanted = alone(loaded, prompt, LENGTH)
+    prediction = [*wanted, *range(60, 90)]
+    stop = wanted[5]
+    at = wanted.index(stop) + 1
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"stop_tokens": [stop]}, at, "stop"),
+        ({"max_tokens": 7}, 7, "length"),
+        ({"on_piece": 4}, 4, "cancelled"),
+    ]
+    for more, length, reason in cases:
+        cache = free_cache(loaded)
+        cancel_at = more.pop("on_piece", None)
+        with new_generator(loaded, cache) as generator:
+            ticket = submit(generator, prompt, more.pop("max_tokens", LENGTH), prediction=prediction, **more)
+            count = 0
+            for _ in range(200):
+                count += len(generator.round())
+                if cancel_at is not None and count >= 1:
+                    ticket.cancel()
+                if ticket.completion is not None:
+                    break
+        assert done(ticket).done_reason == reason
+        assert done(ticket).tokens == wanted[: len(done(ticket).tokens)]
+        assert cancel_at is not None or len(done(ticket).tokens) == length
+        stored = cache.explain([*prompt, *wanted, 5]).matched_tokens
+        assert stored <= len(prompt) + len(done(ticket).tokens)
+        require_right_tree(loaded, cache, [prompt])
+
+
+def test_a_stop_word_inside_of_a_check_ends_the_text_before_it() -> None:
+    loaded = load("llama")
+    said = [int(token) for token in loaded.tokenizer.encode("one two three stop four five")]
+    for prediction in (None, said):
+        with new_generator(loaded, cache := free_cache(loaded)) as generator:
+            ticket = submit(
+                generator,
+                PROMPTS[0],
+                len(said),
+                logits_processors=[forced(said)],
+                stop_words=["stop"],
+                prediction=prediction,
+            )
+            pieces = drain(generator)[ticket]
+        assert "".join(piece.text for piece in pieces) == "one two three "
+        assert pieces[-1].stop_word == "stop"
+        assert bool(ticket.drafted) == (prediction is not None)
+        stored = cache.explain([*PROMPTS[0], *said]).matched_tokens
+        assert stored <= len(PROMPTS[0]) + len(done(ticket).tokens)
+
+
+def forced(said: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that makes the reply these tokens, whatever the model says."""
+    start = len(PROMPTS[0])
+
+    def force(tokens: mx.array, logits: mx.array) -> mx.array:
+        at = len(tokens) - start
+        return mx.where(mx.arange(logits.shape[-1]) == said[at], 50.0, logits) if at < len(said) else logits
+
+    return force
+
+
+@pytest.mark.parametrize(("at", "after"), [(6, True), (9, False)])
+@pytest.mark.parametrize("kind", DRAFTED_KINDS)
+def test_a_model_that_raises_in_a_check_leaves_right_state_and_clear_errors(kind: str, at: int, after: bool) -> None:
+    loaded = load(kind)
+    cache = free_cache(loaded)
+    wanted = [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:3]]
+    with new_generator(loaded, cache) as generator:
+        inside.try_ways(loaded.model)
+        with fused(loaded.model, Fuse(at, raising(ValueError, after))):
+            tickets = [
+                submit(generator, prompt, LENGTH, prediction=misled(its, 3))
+                for prompt, its in zip(PROMPTS, wanted, strict=False)
+            ]
+            drain(generator)
+        for ticket, its in zip(tickets, wanted, strict=True):
+            assert tokens_of(ticket) == its[: len(tokens_of(ticket))]
+        assert any(done(ticket).done_reason == "error" for ticket in tickets)
+        generator.group.check()
+    require_right_tree(loaded, cache, PROMPTS[:3])
+
+
+def test_a_sampler_that_raises_in_a_check_ends_its_own_reply_alone() -> None:
+    loaded = load("llama")
+    wanted = [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:2]]
+    calls = 0
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise LookupError("spoilt")
+        return mx.argmax(logprobs, axis=-1)
+
+    cache = free_cache(loaded)
+    with new_generator(loaded, cache) as generator:
+        spoilt = submit(generator, PROMPTS[0], LENGTH, sampler=sampler, prediction=wanted[0])
+        other = submit(generator, PROMPTS[1], LENGTH, prediction=misled(wanted[1], 1))
+        drain(generator)
+    assert (done(spoilt).done_reason, type(done(spoilt).error)) == ("error", LookupError)
+    assert tokens_of(spoilt) == wanted[0][:5]
+    assert tokens_of(other) == wanted[1]
+    assert cache.explain([*PROMPTS[0], *wanted[0], 5]).matched_tokens <= len(PROMPTS[0]) + 5
+    require_right_tree(loaded, cache, PROMPTS[:2])
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_drafts_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: Any) -> None:
+    loaded = load(data.draw(st.sampled_from(DRAFTED_KINDS)))
+    cache = free_cache(loaded)
+    capacity = data.draw(st.sampled_from([180, 260, 1024]))
+    context = data.draw(st.sampled_from([None, None, 150]))
+    joins = data.draw(
+        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 20), st.integers(0, 9)), max_size=8)
+    )
+    cancels = dict(data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 7)), max_size=4)))
+    more = {"capacity": capacity, "context": context, "step_size": data.draw(st.sampled_from([16, 512]))}
+    if context is not None and context > capacity:
+        return
+    speculate = data.draw(st.sampled_from(["tree", "prompt", None]))
+    tickets: list[tuple[Ticket, Any]] = []
+    with new_generator(loaded, cache, speculate=speculate, **more) as generator:
+
+        def happen(count: int) -> None:
+            for at, prompt, length, seed in joins:
+                if at == count:
+                    its = misled(alone(loaded, PROMPTS[prompt], 20), seed) if seed % 3 else None
+                    ticket = submit(generator, PROMPTS[prompt], length, reserve=4, prediction=its)
+                    tickets.append((ticket, PROMPTS[prompt]))
+            if count in cancels and cancels[count] < len(tickets):
+                tickets[cancels[count]][0].cancel()
+
+        drain(generator, happen)
+    for ticket, prompt in tickets:
+        assert done(ticket).done_reason in ("length", "cancelled"), done(ticket)
+        if not done(ticket).shifted_tokens and not done(ticket).omitted_tokens:
+            assert done(ticket).tokens == alone(loaded, prompt, 20)[: len(done(ticket).tokens)]
+    require_right_tree(loaded, cache, PROMPTS[:3])
+
+
+def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than_they_save() -> None:
+    loaded = load("llama")
+    wanted = alone(loaded, PROMPTS[0], LENGTH)
+    cache = new_cache(loaded)
+    inside.assume_pace(cache, DraftPace(lambda rows, tokens: float(tokens)))
+    with new_generator(loaded, cache) as generator:
+        ticket = submit(generator, PROMPTS[0], LENGTH, prediction=wanted)
+        drain(generator)
+    assert (tokens_of(ticket), ticket.drafted) == (wanted, {})
+    measured = DraftPace()
+    noted: list[tuple[int, int]] = []
+    note = measured.note
+    measured.note = lambda tokens, seconds, rows=1: noted.append((tokens, rows)) or note(tokens, seconds, rows)  # type: ignore[method-assign, func-returns-value]
+    cache = new_cache(loaded)
+    inside.assume_pace(cache, measured)
+    with new_generator(loaded, cache) as generator:
+        for prompt in PROMPTS[:2]:
+            submit(generator, prompt, 2 * LENGTH)
+        drain(generator)
+        assert (1, 2) in noted
+        assert all(tokens == 1 for tokens, _ in noted)
+        submit(generator, PROMPTS[0], 2 * LENGTH, prediction=alone(loaded, PROMPTS[0], 2 * LENGTH))
+        drain(generator)
+    assert any(tokens > 1 for tokens, _ in noted), noted
