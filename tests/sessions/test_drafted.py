@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache, Session, stream_generate
-from radixcache.generate import check, decode
+from radixcache.generate import IDLE_STRIDE, IDLE_TOKENS, check, decode
 from radixcache.speculate.drafting import Drafting
 from radixcache.speculate.pace import DraftPace, Proposal
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
@@ -129,6 +129,13 @@ def test_processors_and_samplers_are_asked_once_for_each_token_in_order_whatever
     reply = [each.token for each in replies(model, 12)]
     replies(model, 12, prediction=[*reply[:4], 7, *reply[5:]], logits_processors=[watch])
     assert seen == [[*PROMPT, *reply[:at]] for at in range(12)]
+
+
+def test_where_nothing_was_drafted_for_long_drafts_are_looked_for_less_often() -> None:
+    model, guess = tiny_model("llama"), Guess([])
+    with PrefixCache(model).begin(PROMPT) as session:
+        assert len(decoded(session, model, 98, drafting(guess))) == 98
+    assert len(guess.limits) == 1 + IDLE_TOKENS + (96 - IDLE_TOKENS) // IDLE_STRIDE
 
 
 def cheap_passes(cache: PrefixCache) -> PrefixCache:
