@@ -658,6 +658,7 @@ class Core:
 
     def counters(self) -> dict[str, Any]:
         account, states, verifier, pinned_bytes = self._account, self._states, self._verifier, self._pins.nbytes
+        suffixes = self._suffixes
         return {
             **states.tally.counts(),
             **self._counts,
@@ -689,6 +690,8 @@ class Core:
             "verify_mismatches": verifier.mismatch_count,
             "verify_largest_error": verifier.largest_error,
             "verify_bytes": account.second_bytes,
+            "suffix_index_tokens": 0 if suffixes is None else suffixes.tokens,
+            "suffix_index_bytes": 0 if suffixes is None else suffixes.nbytes,
             "quarantined": len(self._quarantine),
             "event_failures": states.events.failures,
             "dropped_events": states.events.dropped,

@@ -77,6 +77,8 @@ class CacheStats:
         "", "Largest error of all comparisons, relative to the largest magnitude in the array."
     )
     verify_bytes: int = gauge("bytes", "Second states of running checks; they count against the budget.")
+    suffix_index_tokens: int = gauge("tokens", "Tokens in the index from which replies are drafted.")
+    suffix_index_bytes: int = gauge("bytes", "Bytes of that index, beside the budget; 0: no request asked for drafts.")
     quarantined: int = gauge("prefixes", "Prefixes in quarantine.")
     event_failures: int = counter("calls", "Calls of on_event that raised.")
     dropped_events: int = counter("events", "Events dropped because too many waited for the listener.")

@@ -94,8 +94,12 @@ def test_what_was_said_with_wrong_state_is_forgotten() -> None:
 
 
 def test_the_option_bounds_its_bytes() -> None:
-    cache = PrefixCache(tiny_model("llama"), suffix_index_bytes=1 << 20)
+    model = tiny_model("llama")
+    cache = PrefixCache(model, suffix_index_bytes=1 << 20)
+    said_alone(cache, model, PROMPT, REPLY)
+    assert (cache.stats.suffix_index_tokens, cache.stats.suffix_index_bytes) == (0, 0)
     inside.core(cache).tree_source()
-    assert inside.suffixes(cache).nbytes <= 1 << 20
+    assert 0.9 * (1 << 20) * 34 / 39 < cache.stats.suffix_index_bytes <= 1 << 20
+    assert cache.stats.suffix_index_tokens == len(PROMPT) + len(REPLY)
     with pytest.raises(ValueError, match="suffix_index_bytes is 0"):
         PrefixCache(tiny_model("llama"), suffix_index_bytes=0)
