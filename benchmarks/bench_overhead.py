@@ -47,7 +47,7 @@ from radixcache.ledger import Ledger
 from runner.models.tiny import tiny_model
 
 AIM_TOKEN_US = 50.0
-AIM_REQUEST_MS = 2.0
+AIM_REQUEST_MS = 0.8
 AIM_NODES = 10_000
 
 

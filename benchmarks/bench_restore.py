@@ -40,9 +40,9 @@ from runner.models.load import ModelError, load_model
 
 UNLIMITED_BYTES = 1 << 40
 PREFILL_TOKENS = 512
-AIM_RATIO = 1.05
+AIM_RATIO = 1.15
 # Stored prompt tokens, and new tokens per request.
-SIZES = ((512, 16), (512, 64), (2000, 1), (2000, 16), (2000, 128))
+SIZES = ((512, 16), (512, 64), (2000, 1), (2000, 16), (2000, 128), (8000, 16))
 QUICK_SIZES = ((40, 1), (40, 20))
 #: Largest difference of logits from rounding. Logits are about 1 to 10.
 ROUNDING = 1e-3
