@@ -2,13 +2,14 @@
 
 Every server runs in its own environment (`--venvs`), on the same model folder, with a prefix cache of 2 GiB. All
 servers of a model run at the same time. They take turns by scenario, and the first server changes each time. Only one
-server has requests at any time.
+server has requests at any time. In "decode", servers take turns by request.
 
     shared      8 users with one system prompt, one after the other
     at once     8 users with another system prompt, at the same time
     growing     2 conversations of 4 turns, by turns
     edit        a long conversation, then twice the same conversation with another message in the middle
     regenerate  the same request three times
+    decode      one user: the same request nine times, with replies of 96 tokens
     restart     two requests; the server restarts, with its disk option if it has one; then one of the requests again,
                 and one with another last message. Only the requests after the restart count.
     window      3 users with a system prompt, and a conversation of 2 turns, on a model with sliding windows
@@ -17,6 +18,7 @@ server has requests at any time.
     evaluated tokens  prompt tokens minus cached tokens, as the server reports them; empty: the server does not report
                       them
     TTFT ms           from the request to the first piece of text
+    decode ms         from the first piece of text to the last one, by the tokens of the reply after the first, median
     tokens/s          generated tokens by the seconds of the whole scenario
     peak MB           peak resident memory of the process tree during the scenario, including the model
     equal             answers that equal those of a cold run: the last request of two users, sent to the same server
@@ -70,6 +72,7 @@ class Scenario:
     Attributes:
         kind: the model: main, window or hybrid.
         before: requests before a restart, which do not count; empty: no restart.
+        by_request: whether the servers take turns by request, which compares short times on a noisy machine.
     """
 
     name: str
@@ -77,6 +80,8 @@ class Scenario:
     kind: str = "main"
     at_once: bool = False
     before: Sequence[Prompt] = ()
+    by_request: bool = False
+    reply_tokens: int = REPLY_TOKENS
 
 
 def scenarios(scale: float = 1.0) -> list[Scenario]:
@@ -110,6 +115,7 @@ def scenarios(scale: float = 1.0) -> list[Scenario]:
         Scenario("growing", [turns("growing", user, 4, 100, 100) for user in range(2)]),
         Scenario("edit", [[behind("edit", 200, *long, words=150), *edited]]),
         Scenario("regenerate", [[behind("regenerate", 600, "question")] * 3]),
+        Scenario("decode", [[behind("decode", 300, "question")] * 9], by_request=True, reply_tokens=96),
         Scenario("restart", [[again[0]], [again[2]]], before=again[:2]),
         Scenario("window", mixed("window"), kind="window"),
         Scenario("hybrid", mixed("hybrid"), kind="hybrid"),
@@ -155,6 +161,11 @@ class Run:
     total_s: float
     peak_bytes: int
 
+    def __add__(self, other: Run) -> Run:
+        """Return both runs as one; the same users go on."""
+        answers = [[*own, *more] for own, more in zip(self.answers, other.answers, strict=True)]
+        return Run(answers, self.total_s + other.total_s, max(self.peak_bytes, other.peak_bytes))
+
     @property
     def flat(self) -> list[Answer]:
         return [answer for user in self.answers for answer in user]
@@ -164,7 +175,7 @@ def ask_all(process: PeerProcess, scenario: Scenario, model: str) -> Run:
     """Send all requests of a scenario: users at the same time, or one request of each user by turns."""
 
     def talk(prompts: Sequence[Prompt]) -> list[Answer]:
-        return [ask_stream(process.url, model, prompt, REPLY_TOKENS) for prompt in prompts]
+        return [ask_stream(process.url, model, prompt, scenario.reply_tokens) for prompt in prompts]
 
     began_s = time.perf_counter()
     with process.measured():
@@ -217,12 +228,16 @@ class Bench:
                 except PeerError as error:
                     self._leave_out(name, f"all on the {kind} model", error)
             for index, scenario in enumerate(wanted):
-                for name in rotated(list(up), index) if up else ():
-                    say(f"{scenario.name}: {name}")
-                    self._record(scenario, name, up[name], ask_all(up[name], scenario, str(model)))
-                    if up[name].has_ended:
-                        self._leave_out(name, f"what follows {scenario.name}", PeerError("the server crashed"))
-                        del up[name]
+                turns = max(map(len, scenario.users)) if scenario.by_request else 1
+                for turn in range(turns):
+                    users = [user[turn : turn + 1] for user in scenario.users]
+                    part = replace(scenario, users=users) if scenario.by_request else scenario
+                    for name in rotated(list(up), index + turn) if up else ():
+                        say(f"{scenario.name}: {name}")
+                        self._record(part, name, up[name], ask_all(up[name], part, str(model)))
+                        if up[name].has_ended:
+                            self._leave_out(name, f"what follows {scenario.name}", PeerError("the server crashed"))
+                            del up[name]
 
     def _measure_restart(self, scenario: Scenario, model: Path) -> None:
         for name in rotated(list(self._servers), len(NAMES) // 2):
@@ -251,7 +266,7 @@ class Bench:
                         answers = self._cold[scenario.name, name] = []
                         for prompts in scenario.users[-COLD_USERS:]:
                             process.clear_cache()
-                            answers.append(ask_stream(process.url, str(model), prompts[-1], REPLY_TOKENS))
+                            answers.append(ask_stream(process.url, str(model), prompts[-1], scenario.reply_tokens))
                         if found := sum(answer.cached_tokens or 0 for answer in answers):
                             self.notes[name].append(f"{scenario.name}: the cold run found {found} cached tokens")
             except PeerError as error:
@@ -271,7 +286,8 @@ class Bench:
         say(f"left out: {name}, {where}: {error}")
 
     def _record(self, scenario: Scenario, name: str, process: PeerProcess, run: Run) -> None:
-        self._runs[scenario.name, name] = run
+        before = self._runs.get((scenario.name, name))
+        self._runs[scenario.name, name] = run if before is None else before + run
         if errors := [answer.error for answer in run.flat if answer.error]:
             self.notes[name].append(f"{scenario.name}: {len(errors)} of {len(run.flat)} requests failed: {errors[0]}")
 
@@ -306,6 +322,8 @@ def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | Non
     prompt_tokens = sum(answer.prompt_tokens or 0 for answer in good)
     cached_tokens = sum(min(answer.cached_tokens or 0, answer.prompt_tokens or 0) for answer in good)
     ttft_ms = [1e3 * answer.ttft_s for answer in good]
+    later_tokens = [((each.completion_tokens or 0) - 1, each.decode_s) for each in good]
+    decode_ms = [1e3 * seconds / tokens for tokens, seconds in later_tokens if tokens > 0]
     return {
         "scenario": scenario,
         "server": server,
@@ -315,6 +333,7 @@ def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | Non
         "evaluated tokens": prompt_tokens - cached_tokens if reports else None,
         "TTFT ms p50": float(np.percentile(ttft_ms, 50)) if good else None,
         "TTFT ms p95": float(np.percentile(ttft_ms, 95)) if good else None,
+        "decode ms": float(np.median(decode_ms)) if decode_ms else None,
         "tokens/s": sum(answer.completion_tokens or 0 for answer in good) / run.total_s,
         "peak MB": run.peak_bytes / 1e6,
         "equal": equal,
@@ -324,7 +343,9 @@ def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | Non
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Count the scenarios in which radixcache is the best, and name the other scenarios."""
     said = []
-    for figure, best in (("evaluated tokens", min), ("TTFT ms p50", min), ("tokens/s", max), ("peak MB", min)):
+    figures = ("evaluated tokens", "TTFT ms p50", "decode ms", "tokens/s", "peak MB")
+    for figure in figures:
+        best = max if figure == "tokens/s" else min
         lost, count = [], 0
         for scenario in dict.fromkeys(row["scenario"] for row in rows):
             found = {row["server"]: row[figure] for row in rows if row["scenario"] == scenario}

@@ -119,6 +119,7 @@ SCENARIOS = {
     "growing": "two growing conversations",
     "edit": "an edited conversation",
     "regenerate": "the same request again",
+    "decode": "one user, long replies",
     "restart": "after a restart (with a disk if the server has one)",
     "window": "a sliding-window model",
     "hybrid": "a hybrid model",

@@ -20,6 +20,7 @@ class Answer:
 
     Attributes:
         ttft_s: seconds to the first piece of text; the total if there was none.
+        decode_s: seconds from the first piece of text to the last one.
         text: content and reasoning together.
         prompt_tokens, cached_tokens, completion_tokens: as the server reports them; None: not reported.
         error: one line if the request failed.
@@ -32,6 +33,7 @@ class Answer:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
+    decode_s: float = 0.0
 
 
 def ask_stream(url: str, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Answer:
@@ -64,6 +66,7 @@ def ask_stream(url: str, model: str, messages: Sequence[Mapping[str, str]], max_
 def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
     """Read the server-sent events of a reply as they arrive."""
     first_s: float | None = None
+    last_s = 0.0
     parts: list[str] = []
     usage: dict[str, Any] = {}
     for line in lines:
@@ -78,7 +81,8 @@ def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
             said = "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))
             said = said or delta.get("reasoning") or ""
             if said:
-                first_s = first_s or time.perf_counter()
+                last_s = time.perf_counter()
+                first_s = first_s or last_s
                 parts.append(said)
     now_s = time.perf_counter()
     return Answer(
@@ -88,6 +92,7 @@ def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
         usage.get("prompt_tokens", usage.get("input_tokens")),
         cached_tokens(usage),
         usage.get("completion_tokens", usage.get("output_tokens")),
+        decode_s=last_s - first_s if first_s else 0.0,
     )
 
 
