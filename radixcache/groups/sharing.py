@@ -75,9 +75,12 @@ class Sharing:
         """How many tokens of a prompt would be shared with the rows if it were admitted now; changes nothing."""
         rows, limit = self._room.rows_of(namespace), len(keys) - 1
         match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
-        offered = max((reach for reach, _ in self._reaches(rows, keys, namespace)), default=0)
-        if offered > plan.resume:
-            return min(offered, limit)
+        offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
+        if other is not None and offered > plan.resume:
+            start, has_room = min(match.offset, offered), self._evictor.could_fit
+            end = self._end_with_room(other, start, offered, has_room, plain=self._goes_on_in_place(other, offered))
+            if end is not None:
+                return min(end, limit)
         # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
         guarded = {id(node) for row in rows for node in row.path()}
         return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
@@ -246,8 +249,7 @@ class Sharing:
         # Other checkpoints stay with the row, which can drop them; those of windows alone cost nothing.
         offsets = (end,) if self._layout.has_states else range(end + 1)
         given = [each for each in row.own.checkpoints if each.offset in offsets]
-        # The row goes on with its own values, not with rounded ones.
-        plain = row.in_segments and self.is_long(end - row.path_end) and not row.orphans
+        plain = self._goes_on_in_place(row, end)  # with its own values, not with rounded ones
         if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch", plain=plain):
             return
         ids = set(map(id, given))
@@ -259,6 +261,10 @@ class Sharing:
         self._room.stand(row, self._states.match(known, row.request.namespace).node)
         if row.in_segments and self.is_long(row.path_end - start) and not row.orphans:
             self._leave_in_place(row, start, row.path_end)
+
+    def _goes_on_in_place(self, row: Row, end: int) -> bool:
+        """Whether a row that gives the tree its tokens up to `end` then reads them in place."""
+        return row.in_segments and self.is_long(end - row.path_end) and not row.orphans
 
     def _put(
         self,
@@ -279,25 +285,16 @@ class Sharing:
         core, layout, batch = self._core, self._layout, row.batch
         match = self._states.match(keys, row.request.namespace)
         start, end = match.offset, len(keys)
-        in_place = any(start < high for _, high in row.in_place)  # then it is not in the tails
-        if not layout.has_points if start == end else in_place:
-            return False
-        takes = layout.has_points and row.lost is None and (row.position == end or not layout.has_states)
         is_alone = closing and all(each is None or each is row for each in batch.rows)
         held = batch.nbytes
         freed_bytes = held if is_alone else 0  # a batch with other rows frees nothing
         with self._states.guarded(match.node):
-            token_bytes = layout.stored_token_bytes + (layout.token_bytes if plain and layout.stored_bits else 0)
-            need = (end - start) * token_bytes - freed_bytes
-            need += self._room.point_bytes(end) if takes else 0
-            if need > 0 and not has_room(need):
-                if layout.has_points:
-                    return False
-                end = max(start, end - -(-self._evictor.over_bytes(need) // max(1, token_bytes)))
-                if start == end:
-                    return False
+            fits = self._end_with_room(row, start, end, has_room, plain=plain, freed_bytes=freed_bytes)
+            if fits is None:
+                return False
+            end = fits
             stored = [*checkpoints]
-            if takes:
+            if self._takes_checkpoint(row, end):
                 core.capture(row.own, match.path, self._room.points_of(row), end)
                 leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
@@ -312,6 +309,28 @@ class Sharing:
                 row.own.clear()  # what is in the tree is booked there
             self._pager.put(keys[:end], row.request.namespace, found, None, row.request.use, windows, stored)
         return True
+
+    def _takes_checkpoint(self, row: Row, end: int) -> bool:
+        """Whether the tree gets a copy of a row's point layers at `end`, where they are now."""
+        has_states = self._layout.has_states
+        return self._layout.has_points and row.lost is None and (row.position == end or not has_states)
+
+    def _end_with_room(
+        self, row: Row, start: int, end: int, has_room: Callable[[int], bool], *, plain: bool, freed_bytes: int = 0
+    ) -> int | None:
+        """Where the part of a row's tokens [start, end) ends that the tree has room for; None: nothing, or no room."""
+        layout = self._layout
+        in_place = any(start < high for _, high in row.in_place)  # then it is not in the tails
+        if not layout.has_points if start == end else in_place:
+            return None
+        token_bytes = layout.stored_token_bytes + (layout.token_bytes if plain and layout.stored_bits else 0)
+        need = (end - start) * token_bytes - freed_bytes
+        need += self._room.point_bytes(end) if self._takes_checkpoint(row, end) else 0
+        if need <= 0 or has_room(need):
+            return end
+        if not layout.has_points:
+            end -= -(-self._evictor.over_bytes(need) // max(1, token_bytes))
+        return end if not layout.has_points and end > start else None
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:
         """Take a row's tokens [start, end), which the tree has now, out of the tails, and read them in place."""

@@ -210,6 +210,18 @@ def test_what_a_session_stored_beside_a_row_is_not_counted_as_shared_with_the_ro
             row.close()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba"])
+def test_what_the_tree_has_no_room_for_is_not_counted_as_shared(kind: str) -> None:
+    model, cache = opened(kind, budget_bytes=1)
+    with cache.begin_many([PROMPTS[0]], capacity=1000) as group:
+        (row,) = group.rows
+        prefilled(group, model, row)
+        promised = group.sharable_tokens(np.array([*PROMPTS[0], 5]))
+        used = group.used_tokens
+        assert (promised, group.admit([*PROMPTS[0], 5]).cached_tokens, group.used_tokens - used) == (0, 0, 0)
+        checked(cache, group)
+
+
 def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
     with grouped("llama", [PROMPTS[2]], capacity=128) as (model, _, group):
         (first,) = group.rows
