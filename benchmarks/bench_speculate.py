@@ -10,7 +10,8 @@ measured, and each reply is drafted from them and from its own prompt, as far as
     nothing twice  random tokens, of which no three come twice: nothing can be drafted
 
 Both sides decode every reply in turns, and restore the prompt from their own caches. A ratio is of all replies of a
-repeat together.
+repeat together. With 4 and 8 users, the replies are decoded together, by a ParallelGenerator on each side; the time is
+that of the rounds in which nobody's prompt is evaluated.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +39,20 @@ from radixcache.settings import SUFFIX_INDEX_BYTES
 from radixcache.speculate.drafting import Drafting, PromptSource, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import SuffixIndex
+from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel, load_model
 from runner.models.tiny import tiny_model
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Script, ScriptError
+from runner.text import plural
 
 BUDGET_BYTES = 8 << 30
 #: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
 REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 24, 96, 4096, 3
+#: Users at a time, with the demo model alone; tokens that they may have together.
+USERS, CAPACITY = (4, 8), 1 << 20
 #: Conversations that were served before.
 SERVED = 150
 
@@ -80,10 +86,13 @@ def main(given: Sequence[str] | None = None) -> None:
     else:
         models |= {kind: tiny_model(kind) for kind in ("llama_sliding", "nemotron_h")}
     repeats = 2 if is_quick else REPEATS
-    rows = [_measure(name, model, text, repeats) for name, model in models.items() for text in texts]
+    rows = [_measure(name, Side, model, text, repeats) for name, model in models.items() for text in texts]
+    for users in (2,) if is_quick else USERS:
+        sides = partial(Rows, loaded=demo, users=users)
+        rows += [_measure(demo.name, sides, demo.model, text, 2, users) for text in texts if text.name != "built-in"]
     publish(
         "speculate",
-        "Replies with drafts from the tree and the prompt, and plain decoding; one user",
+        "Replies with drafts from the tree and the prompt, and plain decoding",
         rows,
         folder=options.results,
         repeats=repeats,
@@ -99,7 +108,8 @@ def _add(parser: argparse.ArgumentParser) -> None:
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Name the ratio of each row."""
     return "Drafted over plain: " + ", ".join(
-        f"{row['model']} on {row['text']} {row['drafted / plain']:.2f}" for row in rows
+        f"{row['model']} on {row['text']} for {plural(row['users'], 'user')} {row['drafted / plain']:.2f}"
+        for row in rows
     )
 
 
@@ -150,8 +160,11 @@ class Side:
         self._pace = DraftPace()
         self.passes = self.proposed = self.accepted = self.tokens = 0
 
-    def decode_s(self, reply: Reply) -> float:
-        """Seconds from the prompt's last token to the reply's last one."""
+    def decode_s(self, replies: Sequence[Reply]) -> float:
+        """Seconds from each prompt's last token to the reply's last one."""
+        return sum(map(self._decode_s, replies))
+
+    def _decode_s(self, reply: Reply) -> float:
         said = iter(reply.tokens.tolist())
 
         def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -176,18 +189,71 @@ class Side:
         return took_s
 
 
-def _measure(name: str, model: Any, text: Text, repeats: int) -> dict[str, Any]:
-    say(f"{name}, {text.name}")
+class Rows:
+    """As Side, for replies that are decoded together."""
+
+    def __init__(self, model: Any, index: SuffixIndex | None, *, loaded: LoadedModel, users: int) -> None:
+        cache = PrefixCache(model, budget_bytes=BUDGET_BYTES)
+        self._generator = ParallelGenerator(cache, model, loaded.tokenizer, capacity=CAPACITY, max_rows=users)
+        self._index, self._pace = index, cache.drafting([0], speculate=None).pace
+        if index is not None:
+            # Not the cache's own index: it would have the replies themselves after the first repeat.
+            self._generator._drafting = self._drafts  # type: ignore[assignment]
+        self.passes = self.proposed = self.accepted = self.tokens = 0
+
+    def _drafts(self, prompt: Any, _: str, prediction: Any = None) -> Drafting:
+        assert self._index is not None
+        return Drafting([TreeSource(self._index), PromptSource(prompt)], self._pace, prompt.tolist())
+
+    def decode_s(self, replies: Sequence[Reply]) -> float:
+        """Seconds of the rounds in which all are decoding."""
+        generator = self._generator
+        tickets = [
+            generator.submit(reply.prompt, max_tokens=len(reply.tokens), sampler=_speaker(reply.tokens), stop_tokens=())
+            for reply in replies
+        ]
+        took_s, first = 0.0, set[int]()
+        while not all(ticket.completion for ticket in tickets):
+            is_decoding, began_s = len(first) == len(tickets), time.perf_counter()
+            pieces = generator.round()
+            took_s += time.perf_counter() - began_s if is_decoding else 0.0
+            first |= {ticket.number for ticket, _ in pieces}
+        for ticket in tickets:
+            drafted = ticket.drafted.values()
+            accepted = sum(each.accepted for each in drafted)
+            self.proposed += sum(each.proposed for each in drafted)
+            self.accepted += accepted
+            self.tokens += len(ticket.completion.tokens) if ticket.completion else 0
+            self.passes += len(ticket.completion.tokens) - accepted if ticket.completion else 0
+        return took_s
+
+
+def _speaker(tokens: NDArray[np.int32]) -> Callable[[mx.array], mx.array]:
+    """A sampler that computes its own token and says the recorded one."""
+    said = iter(tokens.tolist())
+    return lambda logprobs: mx.argmax(logprobs, axis=-1) * 0 + next(said)
+
+
+def _measure(
+    name: str,
+    side: Callable[[Any, SuffixIndex | None], Side | Rows],
+    model: Any,
+    text: Text,
+    repeats: int,
+    users: int = 1,
+) -> dict[str, Any]:
+    say(f"{name}, {text.name}, {plural(users, 'user')}")
     index = SuffixIndex(SUFFIX_INDEX_BYTES)
     for run in text.served:
         index.add(run)
-    plain, drafted = Side(model, None), Side(model, index)
+    plain, drafted = side(model, None), side(model, index)
+    asked = [text.replies[at : at + users] for at in range(0, len(text.replies), users)]
     ratios, speeds = [], []
     for repeat in range(repeats + 1):
         took_s = [0.0, 0.0]
-        for number, reply in enumerate(text.replies):
-            for side in (0, 1) if (number + repeat) % 2 else (1, 0):
-                took_s[side] += (plain, drafted)[side].decode_s(reply)
+        for number, replies in enumerate(asked):
+            for which in (0, 1) if (number + repeat) % 2 else (1, 0):
+                took_s[which] += (plain, drafted)[which].decode_s(replies)
         if repeat:  # the first fills the caches
             ratios.append(took_s[0] / took_s[1])
             speeds.append(sum(len(each.tokens) for each in text.replies) / took_s[1])
@@ -195,6 +261,7 @@ def _measure(name: str, model: Any, text: Text, repeats: int) -> dict[str, Any]:
     return {
         "text": text.name,
         "model": name,
+        "users": users,
         "replies": len(text.replies),
         "tokens": sum(len(each.tokens) for each in text.replies),
         "tokens per pass": drafted.tokens / drafted.passes,

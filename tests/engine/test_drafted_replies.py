@@ -155,6 +155,7 @@ def test_what_ends_a_reply_inside_of_a_check_ends_it_there(kind: str) -> None:
         assert done(ticket).done_reason == reason
         assert done(ticket).tokens == wanted[: len(done(ticket).tokens)]
         assert cancel_at is not None or len(done(ticket).tokens) == length
+        assert reason != "length" or sum(each.proposed for each in ticket.drafted.values()) < length
         stored = cache.explain([*prompt, *wanted, 5]).matched_tokens
         assert stored <= len(prompt) + len(done(ticket).tokens)
         require_right_tree(loaded, cache, [prompt])
