@@ -20,8 +20,8 @@ stream_generate
 PUBLIC_NAMES = _PUBLIC_NAMES.split()
 
 _METHODS = """
-begin begin_many check clear clear_quarantine close dump edges explain fetch flush insert learn make_room mismatches
-names pin reclaim render snapshot_stats stats unpin view warm
+begin begin_many check clear clear_quarantine close drafting dump edges explain fetch flush insert learn make_room
+mismatches names pin reclaim render snapshot_stats stats unpin view warm
 """
 METHODS = _METHODS.split()
 
@@ -87,7 +87,7 @@ def test_the_arguments_of_the_public_calls_are_those_of_the_documentation() -> N
     begun = parameters(cache.begin)
     assert begun[:6] == ["tokens", "keys", "namespace", "marks", "reserve", "priority"]
     assert {"model", "step_size", "on_progress"} <= set(parameters(session.prefill))
-    assert parameters(session.step) == ["model", "tokens"]
+    assert parameters(session.step) == ["model", "tokens", "drafted"]
     assert parameters(session.extend) == ["tokens"]
     assert parameters(cache.fetch)[:1] == ["tokens"]
     assert parameters(cache.insert)[:2] == ["tokens", "caches"]
