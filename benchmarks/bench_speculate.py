@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,12 @@ from runner.models.load import LoadedModel, load_model
 from runner.models.tiny import tiny_model
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
-from runner.script.schedule import schedule
-from runner.script.script import Script, ScriptError
+from runner.simulate.drafts import recorded_turns
 from runner.text import plural
 
 BUDGET_BYTES = 8 << 30
 #: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
-REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 24, 96, 4096, 3
+REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 16, 64, 4096, 3
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
 #: Conversations that were served before.
@@ -122,30 +122,24 @@ def _texts(loaded: LoadedModel, agents: Path | None, vocabulary: int, is_quick: 
         yield _recorded("tau-bench", loaded, read_conversations(agents).conversations, replies)
     yield _recorded("built-in", loaded, builtin_conversations(), replies)
     random = np.random.default_rng(0)
-    draws = [random.permutation(vocabulary)[:320].astype(np.int32) for _ in range(replies // 2)]
+    draws = [random.permutation(vocabulary)[: 224 + REPLY_TOKENS].astype(np.int32) for _ in range(replies // 2)]
     yield Text("nothing twice", [], [Reply(each[:224], each[224:]) for each in draws])
 
 
 def _recorded(name: str, loaded: LoadedModel, conversations: Sequence[Conversation], replies: int) -> Text:
-    """The first conversations were served; the replies are those of the next ones, in order."""
+    """The first conversations were served; the replies are those of the next ones, in order, with their tool calls."""
     first = min(SERVED, len(conversations) // 2)
-    served = [_replies_of(loaded, each)[-1:] for each in conversations[:first]]
-    before = [np.concatenate([last.prompt, last.tokens]) for found in served for last in found]
-    chosen: list[Reply] = []
-    for conversation in conversations[first:]:
-        if len(chosen) < replies:
-            chosen += [each for each in _replies_of(loaded, conversation) if len(each.prompt) <= PROMPT_TOKENS]
-    return Text(name, before, [Reply(each.prompt, each.tokens[:REPLY_TOKENS]) for each in chosen[:replies]])
-
-
-def _replies_of(loaded: LoadedModel, conversation: Conversation) -> list[Reply]:
-    """The replies of a conversation that fits the model's context, in order; the last prompt has all earlier ones."""
-    try:
-        script = Script(loaded, schedule([conversation]), max_tokens=1, recorded=True, skip_bad=True)
-    except ScriptError:
-        return []
-    found = [script[index] for index in range(len(script))]
-    return [Reply(each.prompt.tokens, each.reply) for each in found if len(each.reply) > 1]
+    turns = recorded_turns(conversations[:first], loaded.tokenizer)
+    # A conversation's last prompt has all its earlier replies.
+    served = {
+        each.conversation_id: np.concatenate([prompt, np.array(reply, np.int32)]) for each, prompt, reply in turns
+    }
+    chosen = (
+        Reply(prompt, np.array(reply[:REPLY_TOKENS], np.int32))
+        for _, prompt, reply in recorded_turns(conversations[first:], loaded.tokenizer)
+        if len(prompt) <= PROMPT_TOKENS and len(reply) > 1
+    )
+    return Text(name, list(served.values()), list(islice(chosen, replies)))
 
 
 # Measured ------------------------------------------------------------------------------------------------------------
