@@ -45,8 +45,6 @@ REFUSED = {
 RELEASE_INTERVAL_TOKENS = 256
 #: With more tokens to evaluate again, nothing is drafted; a draft model finds all of them in the tail.
 MOST_OWED = TAIL_TOKENS
-#: Behind so many tokens without a draft, drafts are looked for at every IDLE_STRIDE-th token: looking takes time, too.
-IDLE_TOKENS, IDLE_STRIDE = 32, 4
 
 Token = tuple[int, mx.array, bool]
 #: From a forward pass's tokens and logits (1, T, V): the next token (1,) and log-probabilities (1, V), both pending.
@@ -350,7 +348,6 @@ class _Drafted(_Decoding):
         super().__init__(run, model, [int(each) for each in last], choose, max_tokens, stream)
         self._drafting = drafting
         self._read_s = time.perf_counter()
-        self._idle_tokens = 0
 
     def tokens(self) -> Iterator[Token]:
         while self._left != 0:
@@ -362,9 +359,6 @@ class _Drafted(_Decoding):
         return min(self._left - 1, MOST_PROPOSED) if self._left > 0 else MOST_PROPOSED
 
     def _waits(self) -> bool:
-        self._idle_tokens += 1
-        if self._idle_tokens > IDLE_TOKENS and self._idle_tokens % IDLE_STRIDE:
-            return False
         return self._drafting.is_likely(self._most())
 
     def _note(self, token: int, *, is_known: bool) -> None:
@@ -376,7 +370,7 @@ class _Drafted(_Decoding):
 
     def _checked(self, draft: Sequence[int]) -> Iterator[Token]:
         """Say the drafted tokens that are right, and the one behind them."""
-        run, owed, self._idle_tokens = self._run, self._owed, 0
+        run, owed = self._run, self._owed
         start, tokens = run.position, [*owed, *draft]
         with self._streaming():
             logits = run.step(self._model, tokens, drafted=len(draft))

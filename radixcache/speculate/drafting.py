@@ -10,6 +10,9 @@ tokens, and lets DraftPace say how many of these are worth checking:
 
 For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
 
+Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens without a draft, looks become as rare as is needed
+to take at most `LOOK_SHARE` of the time of plain passes: with a slow model at each token, with a tiny one at few.
+
 Invariants, asserted by `check`:
 
   D1  Of each source, 0 <= accepted <= proposed, and passes <= proposed.
@@ -17,6 +20,7 @@ Invariants, asserted by `check`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +31,10 @@ from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIn
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
+#: Behind so many tokens without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
+IDLE_TOKENS, LOOK_S, LOOK_SHARE = 16, 1e-4, 0.01
+#: Most tokens from one look to the next.
+MOST_STRIDE = 16
 
 
 class Source(Protocol):
@@ -147,16 +155,20 @@ class Drafting:
         self._sources = list(sources)
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
         self._proposal = NOTHING
+        self._idle_tokens = 0  # said since the last draft
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is ever proposed."""
         return not self._sources and self.model is None
 
-    def candidate(self, limit: int = MOST_PROPOSED) -> Proposal:
-        """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none."""
+    def candidate(self, limit: int = MOST_PROPOSED, rows: int = 1) -> Proposal:
+        """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none.
+
+        `rows`: of the pass, each of which is looked at.
+        """
         best, most = NOTHING, 0.0
-        for source in self._sources:
+        for source in [] if self._rests(rows) else self._sources:
             proposal = self.pace.corrected(source.propose(self._tail, limit))
             if (expected := proposal.expected()) > most:
                 best, most = proposal, expected
@@ -180,6 +192,13 @@ class Drafting:
         """Whether `propose` would propose something now, so that it may behind the next token too."""
         return limit > 0 and (self.model is not None or self._worth(self.candidate(limit)) > 0)
 
+    def _rests(self, rows: int) -> bool:
+        """Whether this is no token to look at."""
+        if self._idle_tokens <= IDLE_TOKENS:
+            return False
+        stride = math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows)))
+        return self._idle_tokens % min(stride, MOST_STRIDE) != 0
+
     def _worth(self, proposal: Proposal) -> int:
         """How many tokens of a proposal a pass over this request alone should check."""
         if not proposal.tokens:
@@ -189,6 +208,7 @@ class Drafting:
     def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
         """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
         proposal, self._proposal = self._proposal, NOTHING
+        self._idle_tokens = 0 if proposal.tokens else self._idle_tokens + len(tokens)
         if proposal.tokens:
             self.pace.note_accepted(proposal, accepted)
             drafted = self.drafted.setdefault(proposal.source, Drafted())

@@ -359,7 +359,7 @@ class Engine:
         if not any(most) or (len(sequences) > 1 and not self.group.drafts_together(self._model)):
             return {}
         proposals = [
-            each.drafting.candidate(limit) if each.drafting is not None and limit else NOTHING
+            each.drafting.candidate(limit, len(sequences)) if each.drafting is not None and limit else NOTHING
             for each, limit in zip(sequences, most, strict=True)
         ]
         counts = self._times.pace.length(proposals, len(sequences))
