@@ -50,7 +50,7 @@ from runner.text import plural
 
 BUDGET_BYTES = 8 << 30
 #: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
-REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 16, 64, 4096, 3
+REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 8, 48, 2048, 2
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
 #: Conversations that were served before.
