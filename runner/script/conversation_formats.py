@@ -293,19 +293,19 @@ def _object_of(value: Any) -> dict[str, Any]:
 
 
 def _with_reply(body: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
-    """A body whose last turn is the reply."""
+    """A body whose last turn is the reply. Counted as left out: further replies, and a response without one."""
     response = _object_of(response.get("body")) or response
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items = response_items.as_items(body.get("input"))
     if isinstance(output, list) and isinstance(items, list):
         return {**body, "input": [*items, *output]}
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        reply = choices[0].get("message")
+        reply, further = choices[0].get("message"), len(choices) - 1
     else:
-        reply = {"role": "assistant", "content": content} if content else None
+        reply, further = {"role": "assistant", "content": content} if content else None, 0
     if not isinstance(reply, dict) or not isinstance(body.get("messages"), list):
-        return body
-    return {**body, "messages": [*body["messages"], reply]}
+        return {**body, "left_out": Counter({"response": 1})} if response else body
+    return {**body, "messages": [*body["messages"], reply], "left_out": +Counter({"further choice": further})}
 
 
 def _read_tau_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:

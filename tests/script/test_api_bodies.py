@@ -272,6 +272,15 @@ def test_a_body_may_be_inside_another_record_with_its_response(record: Any, role
     assert len([*requests_of(found)]) == 1
 
 
+def test_what_a_response_has_beyond_its_first_reply_is_counted() -> None:
+    further = {"message": {"role": "assistant", "content": "43"}}
+    several = read_one({"id": "a", "body": BODY, "response": {"choices": [{"message": REPLY}, further, further]}})
+    assert several.left_out == {"further choice": 2}
+    unknown = read_one({"id": "a", "body": BODY, "response": {"error": "overloaded"}})
+    assert unknown.left_out == {"response": 1}
+    assert [message["role"] for message in unknown.messages] == ["user"]
+
+
 def test_a_batch_of_no_chats_is_refused() -> None:
     with pytest.raises(ConversationError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
         read_one({"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "Go"}})
