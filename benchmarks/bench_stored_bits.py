@@ -9,7 +9,10 @@ Error: prompts are prefilled, their state is rounded as a tree would store it, a
 model's own greedy one. An error is the largest difference of logits over the largest logit, without and with rounding.
 The demo model gets prompts of the built-in conversations, the tiny random models get random tokens.
 
-Times: two conversations take turns in one live slot. Moving away pages the long one out; the hit pages it in.
+Times: a conversation is put into the tree, and a request goes on from it.
+
+Reads: one layer's attention in float32 over state as it is, over its codes (`mx.quantized_matmul`), and over copies
+that are made plain in each pass. Rows of a group read plain copies, which are made once.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +33,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.random_models import VOCABULARY, random_model
-from benchmarks.harness.record import REPEATS, Spread, arguments, publish, rotated, say
+from benchmarks.harness.record import REPEATS, Spread, arguments, elapsed_ms, publish, rotated, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
 from radixcache import PrefixCache, render_chat
 from radixcache.adapters.registry import leaves
@@ -47,9 +51,14 @@ BUDGETS_GIB = {"mooncake": (64, 256, 1024), "coding agents": (4, 16, 64)}
 #: Bits of keys, of values and of recurrent state.
 WAYS = {"8": (8, 8, None), "4": (4, 4, None), "keys 8, values 4": (8, 4, None), "keys 4, values 8": (4, 8, None)}
 STATES_TOO = {"states 8": (None, None, 8), "8, states 8": (8, 8, 8)}
-PARTS = ("held", "hits", "times", "error-tiny", "error-demo")
+PARTS = ("held", "hits", "times", "reads", "error-tiny", "error-demo")
 PROMPTS, REPLY_TOKENS, TINY_PROMPT_TOKENS = 6, 32, 200
-LONG_TOKENS, SHORT_TOKENS, NEW_TOKENS = 4_000, 200, 16
+LONG_TOKENS, SHORT_TOKENS, NEW_TOKENS, STEP_SIZE = 4_000, 200, 16, 512
+#: The heads of the demo model. With fewer queries for a key, codes do better.
+KEY_HEADS, QUERIES_PER_KEY, HEAD_SIZE = 3, 3, 64
+
+#: Packed codes, scales and biases.
+Codes = tuple[mx.array, mx.array, mx.array]
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -65,8 +74,12 @@ def main(given: Sequence[str] | None = None) -> None:
     if "times" in options.parts:
         repeats = 2 if quick else REPEATS
         rows = times_of(repeats, 200 if quick else LONG_TOKENS, quick)
-        title = "Time to move away from a conversation and back by bits at rest"
+        title = "Time to store a conversation and to go on from it by bits at rest"
         publish("stored-bits-times", title, rows, folder=folder, repeats=repeats)
+    if "reads" in options.parts:
+        repeats = 2 if quick else 15
+        rows = reads_of(repeats, 256 if quick else LONG_TOKENS)
+        publish("stored-bits-reads", "Attention over state in fewer bits", rows, folder=folder, repeats=repeats)
     models = {"tiny": ["tiny:llama"] if quick else [f"tiny:{kind}" for kind in TINY_KINDS], "demo": ["demo"]}
     for name, title in (("tiny", "tiny random models"), ("demo", "the demo model")):
         if f"error-{name}" in options.parts and not (quick and name == "demo"):
@@ -222,29 +235,34 @@ def compared(found: mx.array, wanted: mx.array) -> tuple[float, float, float]:
 
 
 def times_of(repeats: int, long_tokens: int, quick: bool) -> list[dict[str, Any]]:
-    """Move from a long conversation to a short one and back, all numbers of bits by turns."""
+    """Put a conversation into the tree and answer a request that goes on from it, all numbers of bits by turns."""
     model = random_model("kv", small=quick)
     random = np.random.default_rng(1)
-    long, short = (random.integers(1, VOCABULARY, count).tolist() for count in (long_tokens, SHORT_TOKENS))
+    stored, others = (random.integers(1, VOCABULARY, count).tolist() for count in (long_tokens, SHORT_TOKENS))
+    state = make_prompt_cache(model)
+    for start in range(0, long_tokens, STEP_SIZE):
+        mx.eval(model(mx.array([stored[start : start + STEP_SIZE]]), cache=state))
     caches = {bits: PrefixCache(model, stored_bits=bits, budget_bytes=4 << 30) for bits in BITS}
     found: dict[Any, list[tuple[float, float, float]]] = {bits: [] for bits in BITS}
     for turn in range(repeats + 1):
         for bits in rotated(BITS, turn):
             cache = caches[bits]
             cache.clear()
-            serve(cache, model, long)
-            away_ms, _ = serve(cache, model, short)
+            serve(cache, model, others)  # the buffers of the live slot are there
+            began = time.perf_counter()
+            cache.insert(stored, state)
+            insert_ms = (time.perf_counter() - began) * 1e3
             new = random.integers(1, VOCABULARY, NEW_TOKENS).tolist()
-            found[bits].append((away_ms, *serve(cache, model, [*long, *new])))
+            found[bits].append((insert_ms, *serve(cache, model, [*stored, *new])))
     rows = []
     for bits in BITS:
-        away, back, ttft = (Spread.of(column) for column in zip(*found[bits][1:], strict=True))
+        insert, begin, ttft = (Spread.of(column) for column in zip(*found[bits][1:], strict=True))
         rows.append(
             {
                 "bits": f"{bits or 32}",
                 "stored tokens": long_tokens,
-                "begin that pages out ms": away.median,
-                "begin of the hit ms": back.median,
+                "insert ms": insert.median,
+                "begin of the hit ms": begin.median,
                 "TTFT of the hit ms": ttft.median,
                 "min to max": ttft.range,
             }
@@ -252,12 +270,55 @@ def times_of(repeats: int, long_tokens: int, quick: bool) -> list[dict[str, Any]
     return rows
 
 
+def reads_of(repeats: int, tokens: int) -> list[dict[str, Any]]:
+    """One layer's attention over plain state, over codes, and over codes that are made plain for each pass."""
+    keys, values = (mx.random.normal((1, KEY_HEADS, tokens, HEAD_SIZE)) for _ in range(2))
+    rows = []
+    for queries in (1, 8, 64):
+        query = mx.random.normal((1, KEY_HEADS * QUERIES_PER_KEY, queries, HEAD_SIZE))
+        for bits in (8, 4):
+            forms = mx.quantize(keys, bits=bits), mx.quantize(values, bits=bits)
+            mx.eval(query, keys, values, forms)
+            ways = [
+                partial(attention, query, keys, values),
+                partial(attention_on_codes, query, *forms, bits),
+                partial(attention_on_copies, query, *forms, bits),
+            ]
+            times: list[list[float]] = [[] for _ in ways]
+            for turn in range(repeats + 1):
+                for way in rotated(range(len(ways)), turn):
+                    times[way].append(elapsed_ms(lambda run=ways[way]: mx.eval(run())))  # type: ignore[misc]
+            plain_ms, codes_ms, copies_ms = (statistics.median(its[1:]) for its in times)
+            row = {"bits": bits, "queries": queries, "tokens": tokens, "plain ms": plain_ms}
+            rows.append(row | {"codes, times plain": codes_ms / plain_ms, "copies, times plain": copies_ms / plain_ms})
+    return rows
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=HEAD_SIZE**-0.5)
+
+
+def attention_on_copies(queries: mx.array, keys: Codes, values: Codes, bits: int) -> mx.array:
+    return attention(queries, *(mx.dequantize(*form, bits=bits) for form in (keys, values)))
+
+
+def attention_on_codes(queries: mx.array, keys: Codes, values: Codes, bits: int) -> mx.array:
+    grouped = (queries * HEAD_SIZE**-0.5).reshape(1, KEY_HEADS, QUERIES_PER_KEY, -1, HEAD_SIZE)
+    scores = mx.softmax(times_codes(grouped, keys, bits, transpose=True), axis=-1, precise=True)
+    return times_codes(scores, values, bits, transpose=False)
+
+
+def times_codes(array: mx.array, form: Codes, bits: int, *, transpose: bool) -> mx.array:
+    codes, scales, biases = (mx.expand_dims(each, 2) for each in form)
+    return mx.quantized_matmul(array, codes, scales, biases, transpose=transpose, bits=bits)
+
+
 def serve(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> tuple[float, float]:
     """The ms of begin(), and until the first token."""
     began = time.perf_counter()
     with cache.begin(prompt) as session:
         begun = time.perf_counter()
-        session.prefill(model, step_size=512)
+        session.prefill(model, step_size=STEP_SIZE)
         mx.eval(session.step(model, prompt[-1:]))
         done = time.perf_counter()
     return (begun - began) * 1e3, (done - began) * 1e3

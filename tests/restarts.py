@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.layers.stored import weights_identity
-from radixcache.layers.trials import GRID_STEPS, TOLERANCES
+from radixcache.layers.trials import GRID_STEPS, STORED_TOLERANCES, TOLERANCES
 from radixcache.paging.rates import StoreRates
 from tests.prompts import tokens
 
@@ -92,10 +92,13 @@ def cold(model: Any, prompt: Sequence[int], kv_bits: int | None = None) -> NDArr
     return _cold[key]
 
 
-def is_close(logits: NDArray[Any], wanted: NDArray[Any], kv_bits: int | None = None) -> bool:
+def is_close(
+    logits: NDArray[Any], wanted: NDArray[Any], kv_bits: int | None = None, stored_bits: int | None = None
+) -> bool:
     """Whether they differ by no more than rounding, and two steps of the grid where state is quantized."""
     tolerance = TOLERANCES[mx.float16] if mx.cuda.is_available() else 1e-4
     tolerance += 0 if kv_bits is None else GRID_STEPS * 2 / (2**kv_bits - 1)
+    tolerance += STORED_TOLERANCES.get(stored_bits or 0, 0.0)
     return float(np.abs(logits - wanted).max()) <= tolerance * float(np.abs(wanted).max())
 
 

@@ -57,8 +57,9 @@ def test_two_processes_share_prefixes_and_answer_as_a_cold_one(redis: Server, ll
         assert is_close(logits, cold(llama, third))
 
 
+@pytest.mark.parametrize("stored_bits", [None, 8])
 def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alone(
-    own_server: Server, llama: Any
+    own_server: Server, llama: Any, stored_bits: int | None
 ) -> None:
     clock, found = Clock(), []
     with store_at(own_server.url, clock=clock) as store:
@@ -68,14 +69,15 @@ def test_a_server_that_is_killed_and_comes_back_in_mid_replay_costs_prefill_alon
             if turn == 5:
                 own_server.start()
                 clock.now_s += 60.0
-                with PrefixCache(llama, store=store) as cache:
+                with PrefixCache(llama, store=store, stored_bits=stored_bits) as cache:
                     cache.explain(prompt)  # asks, and so has the server tried
                 assert store._calls.trial is not None
                 store._calls.trial.result(60)
-            with PrefixCache(llama, store=store) as cache:  # as another machine, that has nothing itself
+            # As another machine, that has nothing itself.
+            with PrefixCache(llama, store=store, stored_bits=stored_bits) as cache:
                 cached, logits = serve(cache, llama, prompt)
                 assert cache.flush(60)
-            assert is_close(logits, cold(llama, prompt)), turn
+            assert is_close(logits, cold(llama, prompt), stored_bits=stored_bits), turn
             found.append(cached)
         first, second, *_ = map(len, conversation())
         assert found == [0, first + 3, 0, 0, 0, 0, second + 3, 400]

@@ -163,19 +163,27 @@ def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(opened: Open, tm
         assert is_close(logits, cold(model, prompt))
 
 
-SLOW_WALKS = [("llama", "second_use", 20), ("llama_sliding", "close", 20), ("lfm2", "second_use", 20)]
+SLOW_WALKS = [
+    ("llama", "second_use", 20, None),
+    ("llama_sliding", "close", 20, None),
+    ("lfm2", "second_use", 20, None),
+    ("llama", "second_use", 20, 4),
+    ("llama_sliding", "close", 20, 8),
+    ("lfm2", "eviction", 20, 8),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "write_on", "steps"),
+    ("kind", "write_on", "steps", "stored_bits"),
     [
-        ("llama", "close", 5),
-        ("lfm2", "eviction", 5),
+        ("llama", "close", 5, None),
+        ("lfm2", "eviction", 5, None),
+        ("llama", "eviction", 5, 8),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_WALKS),
     ],
 )
 def test_a_store_whose_calls_fail_changes_no_answer(
-    opened: Open, kind: str, write_on: str, steps: int, caplog: pytest.LogCaptureFixture
+    opened: Open, kind: str, write_on: str, steps: int, stored_bits: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests out of a few conversations, in a small budget, with restarts and failures; every answer is right."""
     random, model = np.random.default_rng(steps), tiny_model(kind)
@@ -190,9 +198,11 @@ def test_a_store_whose_calls_fail_changes_no_answer(
             if cache is not None:
                 cache.close()
             failing = Failing(opened(write_on=write_on), steps * 1000 + step)
-            cache = PrefixCache(tiny_model(kind), store=failing, budget_bytes=budget_bytes)  # type: ignore[arg-type]
+            more: Any = {"store": failing, "budget_bytes": budget_bytes, "stored_bits": stored_bits}
+            cache = PrefixCache(tiny_model(kind), **more)
         which = int(random.integers(len(turns)))
-        assert is_close(serve(cache, model, turns[which])[1], wanted[which]), (step, which)
+        found = serve(cache, model, turns[which])[1]
+        assert is_close(found, wanted[which], stored_bits=stored_bits), (step, which)
         assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
     assert cache is not None
     cache.close()
