@@ -187,7 +187,7 @@ HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
     (bench_serve, "serve", lambda rows: all(r["prefilled tokens"] < 50 for r in rows if r["load"] == "stall")),
     (bench_serve, "serve", lambda rows: all(row["gap ms max"] > 0 for row in rows)),
 ]
-SLOW = (bench_growth, bench_hostile, bench_memory, bench_tree, bench_serve)
+SLOW = (bench_growth, bench_hostile, bench_memory, bench_tree, bench_serve, bench_speculate)
 MODULES = list(dict.fromkeys(benchmark for benchmark, _, _ in HOLDS))
 
 

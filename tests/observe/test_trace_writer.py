@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def test_a_file_name_is_enough_and_no_token_or_namespace_gets_into_the_file(llam
     cache.fetch(prompt)
     text = file.read_text(encoding="utf-8")
     assert "secret" not in text
-    assert "201" not in text.replace('"tokens": 201', "")
+    assert not re.search(r"\b201\b", re.sub(r'"[^"]*"', "", text))  # hashes are strings
     assert [request.tokens for request in read_trace(file).requests] == [200, 200]
     # Another namespace is another prefix.
     assert not set(read_trace(file).requests[0].keys) & set(read_trace(file).requests[1].keys)

@@ -94,7 +94,7 @@ def test_what_is_written_and_when_is_said() -> None:
 
 
 @given(paths=words, blocks=st.integers(6, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_disk_that_holds_everything_makes_the_cache_infinite(paths: list[list[int]], blocks: int) -> None:
     trace = made(paths)
     row, disk = run(trace, blocks)
@@ -120,7 +120,7 @@ def test_a_disk_that_holds_everything_makes_the_cache_infinite(paths: list[list[
     ),
     write_on=st.sampled_from(["eviction", "second_use", "close"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_disk_s_budget_holds(
     paths: list[list[int]], memory: int, blocks: int, sizes: BlockSizes, write_on: Any
 ) -> None:
@@ -198,6 +198,7 @@ def test_advise_says_what_a_disk_brings(command: Command, trace_file: Path, monk
         assert "disk" not in command("advise", trace_file, *more)[1]
 
 
+@pytest.mark.slow
 def test_the_curve_bounds_what_a_simulation_with_a_disk_finds() -> None:
     memory_blocks = 20
     random = np.random.default_rng(5)
