@@ -367,7 +367,8 @@ class _Search:
         report.reported_requests += 1
         report.reported_prompt_tokens += call.prompt_tokens
         report.reported_cached_tokens += call.cached_tokens
-        missed = min(self._reported.get(request.conversation_id, 0), call.prompt_tokens) - call.cached_tokens
+        before = 0 if call.opening else self._reported.get(request.conversation_id, 0)
+        missed = min(before, call.prompt_tokens) - call.cached_tokens
         if missed >= MIN_MISSED:
             report.reported_missed_requests += 1
             report.reported_missed_tokens += missed

@@ -1,4 +1,4 @@
-"""A recorded conversation in OpenAI chat form, and the checks that data is one.
+"""A recorded conversation in OpenAI chat form, the checks that data is one, and the paths of trees of messages.
 
 Invariants of a `Conversation` that a reader returns:
 
@@ -11,7 +11,7 @@ Invariants of a `Conversation` that a reader returns:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,13 +19,10 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from runner.text import printable, shown
+from runner.text import printable, shortened, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Chat templates read no other keys of messages (refusal, annotations, audio ...).
-_MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-
-
+MOST_REPEATS, FEW_MESSAGES = 100, 100_000  # how often messages of a tree may stand on its paths; fewer are always fine
 MOST_LEVELS = 100  # of a message or a tool: later code calls itself for each
 T = TypeVar("T")
 #: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
@@ -83,7 +80,7 @@ class Conversation:
     `arguments` are those of the chat template: `chat_template_kwargs` of the record. `left_out` counts parts that no
     template has text for, such as images, by their type. A conversation that `is_request` is the body of one request
     of a log; replies to its first `asked_messages` messages were asked for by earlier bodies. `calls` are those of an
-    agent's log: only the last replies of the conversation were asked for, one in each call.
+    agent's log, one for each of the last replies; None: the reply is no request of this conversation.
     """
 
     conversation_id: str
@@ -97,7 +94,7 @@ class Conversation:
     left_out: Mapping[str, int] = field(default_factory=dict)
     is_request: bool = False
     asked_messages: int = 0
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Call | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,12 +142,6 @@ def checked_conversation(conversation: Conversation, where: str) -> Conversation
     return conversation
 
 
-def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return messages with the keys that templates know. ConversationError: the first bad one."""
-    expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
-    return tuple(_checked_message(value, f"{where}: message {index}") for index, value in enumerate(values))
-
-
 def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     """Return function definitions, or None for none. ConversationError: the first bad one."""
     if values is None:
@@ -158,7 +149,7 @@ def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     expect(isinstance(values, list), f"{where}: tools is", values, "a list of function definitions")
     for index, tool in enumerate(values):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        expect(_has_name(function), f"{where}: tool {index} is", tool, "a function with a name")
+        expect(has_name(function), f"{where}: tool {index} is", tool, "a function with a name")
         require_unicode(tool, f"{where}: tool {index}")
     return tuple(values) or None
 
@@ -176,7 +167,7 @@ def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: C
     """The parts of a message that a template has text for; the other parts are counted by their type."""
     shown = []
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = part.get("type", part.get("content_type")) if isinstance(part, dict) else None
         if isinstance(kind, str) and not has_text(part):
             left_out[kind] += 1
         else:
@@ -198,35 +189,7 @@ def require_unicode(value: Any, where: str) -> None:
             ) from None
 
 
-def _checked_message(value: Any, where: str) -> dict[str, Any]:
-    expect(isinstance(value, dict), f"{where} is", value, "an object with role and content")
-    role = value.get("role")
-    expect(role in ROLES, f"{where} has role", role, f"one of {', '.join(ROLES)}")
-    message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
-    if isinstance(parts := message.get("content"), list):
-        for index, part in enumerate(parts):
-            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            expect(is_text, f"{where}: content part {index} is", part, "a part of type text")
-        message["content"] = "".join(part["text"] for part in parts)
-    if message.get("tool_calls") == []:
-        del message["tool_calls"]
-    calls = message.get("tool_calls", [])
-    expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
-    for index, call in enumerate(calls):
-        function: Any = call.get("function") if isinstance(call, dict) else None
-        where_call = f"{where}: tool call {index}"
-        expect(_has_name(function), f"{where_call} is", call, "a function with a name")
-        arguments = function.get("arguments", "")
-        expect(isinstance(arguments, (str, dict)), f"{where_call} has arguments", arguments, "JSON text or an object")
-    for key in ("content", "reasoning_content", "tool_call_id", "name"):
-        expect(isinstance(message.get(key, ""), str), f"{where} has {key}", message.get(key), "text")
-    if "content" not in message and not (role == "assistant" and "tool_calls" in message):
-        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
-    require_unicode(message, where)
-    return message
-
-
-def _has_name(function: Any) -> bool:
+def has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -238,3 +201,30 @@ def _texts(value: Any, where: str, levels: int = MOST_LEVELS) -> Iterable[str]:
             raise ConversationError(f"{where} is nested too deeply; wanted at most {MOST_LEVELS} levels.")
         for item in value if isinstance(value, list) else [*map(str, value), *value.values()]:
             yield from _texts(item, where, levels - 1)
+
+
+def paths(parents: Mapping[str, str | None], where: str) -> Iterator[tuple[list[str], int]]:
+    """The paths of a tree from a root to each leaf; how many messages of each one the paths before had.
+
+    ConversationError: a parent is missing, messages are in circles, or all paths together are too long.
+    """
+    children: dict[str | None, list[str]] = {}
+    for name, parent in parents.items():
+        is_known = parent is None or (isinstance(parent, str) and parent in parents)
+        expect(is_known, f"{where}: the parent of {shortened(name, 40)} is", parent, "a message of the tree")
+        children.setdefault(parent, []).append(name)
+    most = max(MOST_REPEATS * len(parents), FEW_MESSAGES)
+    waiting = [(name, 0) for name in reversed(children.get(None, []))]
+    path: list[str] = []
+    shared = found = total = 0  # messages of the last path, of the tree, of all paths
+    while waiting:
+        name, depth = waiting.pop()
+        path[depth:] = [name]
+        shared, found = min(shared, depth), found + 1
+        waiting += [(child, depth + 1) for child in reversed(children.get(name, ()))]
+        if name not in children:
+            total += len(path)
+            expect(total <= most, f"{where}: the messages on all paths of the tree are", total, f"at most {most:,}")
+            yield path[:], shared
+            shared = len(path)
+    expect(found == len(parents), f"{where}: messages in circles are", len(parents) - found, "none")

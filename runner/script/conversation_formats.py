@@ -8,10 +8,12 @@ record, and `join` from all records of a file. For a new form add a row; the pag
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,11 @@ from runner.script.conversation import (
     Record,
     checked_arguments,
     checked_conversation,
-    checked_messages,
     checked_tools,
     expect,
     first_finding,
+    has_name,
+    paths,
     require_unicode,
     with_text,
 )
@@ -46,34 +49,31 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
-# Keys of turns and records: of ShareGPT, of rows of public data, of SGD.
-_SPEECH: Any = {"role": ("role", "from"), "content": ("content", "value", "text"), "roles": _SPEAKERS}
-_ROW = {**_SPEECH, "id": ("conversation_id", "conversation_hash", "id"), "user": ("hashed_ip", "user")}
-_SGD: Any = {
-    "role": ("speaker",),
-    "content": ("utterance",),
-    "roles": {"user": "user", "system": "assistant"},
-    "id": ("id", "dialogue_id"),
-}
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
+# Chat templates read no other keys of messages (refusal, annotations, audio ...).
+_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
-MOST_REPEATS = 100  # times that the messages of a tree may stand on its paths, at most
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of conversations: a row of `FORMS`. Of several keys for one thing, the first that is there counts.
+    """A form of conversations: a row of `FORMS`.
+
+    A value is named by its key, or by a path of keys such as `message/author`. Of several names for one value, with
+    blanks between, the first that is there counts.
 
     Attributes:
-        keys: what a record must have, with blanks between; `tells` is a further condition.
+        keys: what a record must have; `a|b` is one of several. `tells` is a further condition.
         about: what a record is, for people.
-        turns: the key of the list of turns.
-        role, content: keys of a turn.
+        turns: the list of turns; if turns have a `parent`, the turns of a tree by their names.
+        role, content, parent: values of a turn. A turn that is a text alone is the user's, if `has_bare_turns`.
+        callee: the value that names the tool that a reply calls; "all": none.
         roles: the role that each name of a role means; names are in lower case.
-        id, user: keys of a record.
+        id, user: values of a record, or a pattern of some; `{file}` is the name of the file.
+        has_tools_beside: `TOOL_FILES` has the tools.
         is_body: a record may be the body of one request of a log.
         read: makes records of other forms from one record.
         join: makes records of other forms from all records of a file, and says where each of them begins. A file is of
@@ -84,18 +84,23 @@ class Form:
     about: str
     keys: str
     turns: str = "messages"
-    role: tuple[str, ...] = ("role",)
-    content: tuple[str, ...] = ("content",)
+    role: str = "role"
+    content: str = "content"
+    parent: str = ""
+    callee: str = ""
     roles: Mapping[str, str] = field(default_factory=lambda: _ROLES)
-    id: tuple[str, ...] = ("id",)
-    user: tuple[str, ...] = ("user",)
+    id: str = "id"
+    user: str = "user"
+    has_bare_turns: bool = False
+    has_tools_beside: bool = False
     is_body: bool = False
     tells: Callable[[dict[str, Any]], bool] = lambda record: True
     read: Read | None = None
     join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
 
     def has(self, record: Any) -> bool:
-        return isinstance(record, dict) and record.keys() >= {*self.keys.split()} and self.tells(record)
+        keys = (key.split("|") for key in self.keys.split())
+        return isinstance(record, dict) and not any(map(record.keys().isdisjoint, keys)) and self.tells(record)
 
 
 def is_message(value: Any) -> bool:
@@ -122,10 +127,19 @@ def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
     if form is None:
         raise _unknown(record, origin)
     if form.read is None:
-        yield checked_conversation(_conversation(record, form, origin), origin.where)
+        yield from _conversations(record, form, origin)
     else:
         for each in form.read(record, origin):
             yield from parse_record(each, origin)
+
+
+def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Messages in OpenAI's form, with the keys that templates know. ConversationError: the first bad one."""
+    expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
+    read = [_message(value, Form("", "", ""), f"{where}: message {at}") for at, value in enumerate(values)]
+    lacking = next((at for at, (_, left_out) in enumerate(read) if left_out), None)
+    expect(lacking is None, f"{where}: message", lacking, "text alone")
+    return tuple(message for message, _ in read if message is not None)
 
 
 def _unknown(record: Any, origin: Origin) -> ConversationError:
@@ -139,34 +153,54 @@ def _unknown(record: Any, origin: Origin) -> ConversationError:
     return ConversationError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
 
 
-def _conversation(record: dict[str, Any], form: Form, origin: Origin) -> Conversation:
-    """The conversation of a record, from its turns and the fields beside them."""
-    turns, left_out = record[form.turns], _left_out(record)
-    expect(isinstance(turns, list), f"{origin.where}: {form.turns} is", turns, "a list of messages")
-    messages = [_message(turn, form, f"{origin.where}: message {at}", left_out) for at, turn in enumerate(turns)]
-    if isinstance(system := record.get("system"), str) and system and (not turns or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": system})
-    conversation_id = _name(record, form.id, origin) or origin.default_id
-    # A body of an API whose last turn awaits a reply.
-    awaits_reply = bool(messages) and messages[-1]["role"] != "assistant"
-    is_request = form.is_body and ("is_request" in record or ("model" in record and awaits_reply))
+def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterator[Conversation]:
+    """The conversation of a record, or one for each path of its tree, which asks what no path before it has asked.
+
+    The paths share their messages.
+    """
+    turns, where = record[form.turns], origin.where
+    kind, wanted = (dict, "the messages of a tree by their names") if form.parent else (list, "a list of messages")
+    expect(isinstance(turns, kind), f"{where}: {form.turns} is", turns, wanted)
+    named: dict[str, Any] = turns if form.parent else {str(at): turn for at, turn in enumerate(turns)}
+    read = {name: _message(turn, form, f"{where}: message {at}") for at, (name, turn) in enumerate(named.items())}
+    messages = {name: message for name, (message, _) in read.items() if message is not None}
+    given = [*messages.values()]
+    tools = _tau_tools(given, origin.path) if form.has_tools_beside else _tools_value(record)
     first_turn = record.get("first_turn", 0)
     is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
-    expect(is_number, f"{origin.where}: first_turn is", first_turn, "a whole number")
-    return Conversation(
-        conversation_id=conversation_id,
+    expect(is_number, f"{where}: first_turn is", first_turn, "a whole number")
+    # A body of an API whose last turn awaits a reply.
+    awaits_reply = bool(given) and given[-1]["role"] != "assistant"
+    is_request = form.is_body and ("is_request" in record or ("model" in record and awaits_reply))
+    base = _name(record, form.id, origin) or origin.default_id
+    whole = Conversation(
+        conversation_id=base,
         # The requests of one log keep their order.
-        user=_name(record, form.user, origin) or (printable(origin.path.stem) if is_request else conversation_id),
-        messages=checked_messages(messages, origin.where),
-        tools=checked_tools(_tools_value(record, origin), origin.where),
+        user=_name(record, form.user, origin) or (printable(origin.path.stem) if is_request else base),
+        messages=(),
+        tools=checked_tools(tools, where),
         first_turn=first_turn,
         source=origin.source,
-        replies_recorded=record.get("replies_recorded", True) is not False,
+        replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
         calls=calls if isinstance(calls := record.get("calls"), tuple) else (),  # JSON has no tuples
-        arguments={**_reasoning(record), **checked_arguments(record.get("chat_template_kwargs"), origin.where)},
-        left_out=dict(left_out),
+        arguments={**_reasoning(record), **checked_arguments(record.get("chat_template_kwargs"), where)},
         is_request=is_request,
     )
+    system = record.get("system")
+    has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
+    beginning = [{"role": "system", "content": system}] if has_system else []
+    parents = {name: _found(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}
+    count = 0
+    for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
+        chain = [messages[name] for name in path if name in messages]
+        if known := sum(name in messages for name in path[:shared]):
+            first_turn = max(sum(message["role"] == "user" for message in chain[: known + 1]) - 1, 0)
+        if not known or known < len(chain):
+            name, said = f"{base}/{count}" if count else base, (*beginning, *chain)
+            left_out = dict(sum((read[each][1] for each in path[shared:]), _left_out(record)))
+            found = replace(whole, conversation_id=name, messages=said, first_turn=first_turn, left_out=left_out)
+            yield checked_conversation(found, where)
+            count += 1
 
 
 def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
@@ -183,73 +217,97 @@ def _left_out(record: dict[str, Any]) -> Counter[str]:
     return Counter(left_out) if isinstance(left_out, Counter) else Counter()  # JSON has no counters
 
 
-def _message(turn: Any, form: Form, where: str, left_out: Counter[str]) -> dict[str, Any]:
-    expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {form.role[0]} and {form.content[0]}")
-    role_key, content_key = (
-        next((key for key in keys if turn.get(key) is not None), keys[0]) for keys in (form.role, form.content)
-    )
-    speaker = turn[role_key].lower() if isinstance(turn.get(role_key), str) else None
-    expect(speaker in form.roles, f"{where} has {role_key}", turn.get(role_key), f"one of {', '.join(form.roles)}")
-    content = turn.get(content_key)
-    if isinstance(content, list):
-        content = _text_of(content, where, left_out)
-    message = {**(turn if role_key == "role" else {}), "role": form.roles[speaker or ""], "content": content}
-    left_out.update(key for key in ("audio",) if isinstance(message.get(key), dict))
-    call = message.pop("function_call", None) or (_call_of(content) if speaker in _CALLERS else None)
+def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, Counter[str]]:
+    """A turn as a message in OpenAI's form, with the keys that templates know; and what of it has no text, by type.
+
+    None: a turn of a tree without anything.
+    """
+    left_out: Counter[str] = Counter()
+    names = form.role.split()[0], form.content.split()[0]
+    if form.has_bare_turns and isinstance(turn, str):
+        turn = dict(zip(names, ("user", turn), strict=True))
+    expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {' and '.join(names)}")
+    (role_name, speaker), (content_name, content) = _found(turn, form.role), _found(turn, form.content)
+    if form.parent and speaker is None and content is None:
+        return None, left_out
+    named = speaker.lower() if isinstance(speaker, str) else ""
+    role = form.roles.get(named)
+    expect(role is not None, f"{where} has {role_name}", speaker, f"one of {', '.join(form.roles)}")
+    if isinstance(content, list) or (form.parent and isinstance(content, dict)):
+        content = _text_of(content if isinstance(content, list) else [content], where, left_out)
+    if form.parent and not content and (role != "user" or not left_out):
+        return None, left_out
+    if isinstance(turn.get("audio"), dict):
+        left_out["audio"] += 1
+    message = {"role": role, "content": content, **{key: turn.get(key) for key in _MESSAGE_KEYS}}
+    call, callee = turn.get("function_call"), _found(turn, form.callee)[1] if form.callee else None
+    if named in _CALLERS and has_name(said := _object_of(content)):
+        call, message["content"] = {"name": said["name"], "arguments": said.get("arguments", {})}, None
+    elif role == "assistant" and isinstance(callee, str) and callee != "all":
+        call, message["content"] = {"name": callee, "arguments": {"input": content}}, None
     if call:
-        if speaker in _CALLERS:
-            message["content"] = None
         message["tool_calls"] = [{"type": "function", "function": call}]
-    return message
+    calls = [] if message["tool_calls"] is None else message["tool_calls"]
+    expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
+    for index, each in enumerate(calls):
+        function: Any = each.get("function") if isinstance(each, dict) else None
+        is_call = has_name(function) and isinstance(function.get("arguments", ""), (str, dict))
+        wanted = "a function with a name, and arguments as JSON text or an object"
+        expect(is_call, f"{where}: tool call {index} is", each, wanted)
+    message = {key: value for key, value in message.items() if value is not None and value != []}
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        name = content_name if key == "content" else key
+        expect(isinstance(message.get(key, ""), str), f"{where} has {name}", message.get(key), "text")
+    if "content" not in message and not (role == "assistant" and calls):
+        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
+    require_unicode(message, where)
+    return message, left_out
 
 
 def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
     """The texts of a message's parts; the other parts are counted by type."""
-    texts = with_text(parts, lambda part: part["type"] == "text" or isinstance(_text_in(part), str), left_out)
+    texts = with_text(parts, lambda part: part.get("type") == "text" or isinstance(_text_in(part), str), left_out)
     for index, part in enumerate(texts):
-        is_text = isinstance(part, dict) and isinstance(_text_in(part), str)
-        expect(is_text, f"{where}: content part {index} is", part, "a part with a type and text")
+        wanted = "a part with a type and text"
+        expect(isinstance(_text_in(part), str), f"{where}: content part {index} is", part, wanted)
     return "".join(map(_text_in, texts))
 
 
-def _text_in(part: dict[str, Any]) -> Any:
-    return part.get("refusal" if part.get("type") == "refusal" else "text")
+def _text_in(part: Any) -> Any:
+    return part.get("refusal" if part.get("type") == "refusal" else "text") if isinstance(part, dict) else part
 
 
-def _call_of(value: Any) -> dict[str, Any] | None:
-    """A tool call from its JSON text; None: it is written in another way and stays text."""
-    try:
-        call = json.loads(value) if isinstance(value, str) else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    return {"name": call["name"], "arguments": call.get("arguments", {})}
+def _found(value: Any, names: str) -> tuple[str, Any]:
+    """The first of some values that is there, and its name; None: none of them is."""
+    for name in names.split():
+        found = reduce(lambda at, key: _object_of(at).get(key), name.split("/"), value)
+        if found is not None:
+            return name, found
+    return names.split()[0], None
 
 
-def _name(record: dict[str, Any], keys: Iterable[str], origin: Origin) -> str:
+def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
     """An id or a user as text, which may be a number in the record; '': there is none."""
-    key = next((key for key in keys if record.get(key) is not None), None)
-    if key is None:
-        return ""
-    value = record[key]
-    is_name = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-    expect(is_name, f"{origin.where}: {key} is", value, "text that is not empty")
-    require_unicode(str(value), f"{origin.where}: {key}")
-    return str(value)
+    known = {**record, "file": printable(origin.path.stem)}
+    for pattern in patterns.split():
+        pattern = pattern if "{" in pattern else f"{{{pattern}}}"
+        parts = {key: _found(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
+        if any(part is None for part in parts.values()):
+            continue
+        for key, part in parts.items():
+            is_name = isinstance(part, (str, int)) and not isinstance(part, bool) and part != ""
+            expect(is_name, f"{origin.where}: {key} is", part, "text that is not empty")
+            require_unicode(str(part), f"{origin.where}: {key}")
+        return pattern.format_map(parts)
+    return ""
 
 
-def _tools_value(record: dict[str, Any], origin: Origin) -> Any:
+def _tools_value(record: dict[str, Any]) -> Any:
     """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
-    value = record.get("tools")
-    if value is None and isinstance(functions := record.get("functions"), list):
+    value, functions = record.get("tools"), record.get("functions")
+    if value is None and isinstance(functions, list):
         return [{"type": "function", "function": function} for function in functions]
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise ConversationError(f"{origin.where}: tools is not JSON ({error}); wanted a list of tools.") from error
+    return None if value == "" else _json_of(value)
 
 
 # What no row can say
@@ -272,57 +330,50 @@ def _is_response(record: dict[str, Any]) -> bool:
 
 
 def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    """A body and its response, as batches, stored completions and proxies keep them."""
-    logged = next(record[key] for key in ("body", "request", "params") if key in record)
-    request = _object_of(logged)
-    body, url = _object_of(request.get("body")) or request, str(request.get("url", record.get("url", "")))
-    expect(bool(body), f"{origin.where}: the body is", logged, "that of an API")
+    """A body whose last turn is its reply, as batches, stored completions and proxies keep them.
+
+    Counted as left out: further replies, and a response without one.
+    """
+    bodies = (_found(record, names)[1] for names in ("body/body request/body params/body", "body request params"))
+    body = next(filter(None, map(_object_of, bodies)), dict[str, Any]())
+    expect(bool(body), f"{origin.where}: the body is", _found(record, "body request params")[1], "that of an API")
+    url = str(_found(record, "request/url url")[1])
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
-    given = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
-    name = given.pop("custom_id", None)
-    yield {"id": name, **given, "is_request": True, **_with_reply(body, _object_of(record.get("response")))}
+    named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
+    name = named.pop("custom_id", None)
+    response = _object_of(_found(record, "response/body response")[1])
+    choices, output, content = map(response.get, ("choices", "output", "content"))
+    items, messages = response_items.as_items(body.get("input")), body.get("messages")
+    left_out: Counter[str] = Counter()
+    reply = {"role": "assistant", "content": content} if content else None
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        reply = choices[0].get("message")
+        left_out += Counter({"further choice": len(choices) - 1})
+    replied: dict[str, Any] = {}
+    if isinstance(output, list) and isinstance(items, list):
+        replied = {"input": [*items, *output]}
+    elif isinstance(reply, dict) and isinstance(messages, list):
+        replied = {"messages": [*messages, reply], "left_out": left_out}
+    elif response:
+        replied = {"left_out": Counter({"response": 1})}
+    yield {"id": name, **named, "is_request": True, **body, **replied}
+
+
+def _json_of(value: Any) -> Any:
+    """The value of a JSON text; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _object_of(value: Any) -> dict[str, Any]:
     """An object, or the object in a JSON text; empty for all else."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return {}
+    found = _json_of(value)
     return found if isinstance(found, dict) else {}
 
 
-def _with_reply(body: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
-    """A body whose last turn is the reply. Counted as left out: further replies, and a response without one."""
-    response = _object_of(response.get("body")) or response
-    choices, output, content = map(response.get, ("choices", "output", "content"))
-    items = response_items.as_items(body.get("input"))
-    if isinstance(output, list) and isinstance(items, list):
-        return {**body, "input": [*items, *output]}
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        reply, further = choices[0].get("message"), len(choices) - 1
-    else:
-        reply, further = {"role": "assistant", "content": content} if content else None, 0
-    if not isinstance(reply, dict) or not isinstance(body.get("messages"), list):
-        return {**body, "left_out": Counter({"response": 1})} if response else body
-    return {**body, "messages": [*body["messages"], reply], "left_out": +Counter({"further choice": further})}
-
-
-def _read_tau_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    messages = checked_messages(record["traj"], origin.where)
-    info = record.get("info")
-    task = info.get("task") if isinstance(info, dict) else None
-    user = task.get("user_id") if isinstance(task, dict) else None
-    task_id, trial = record.get("task_id"), record.get("trial", 0)
-    yield {
-        "id": None if task_id is None else f"{origin.path.stem}/{task_id}.{trial}",
-        "user": user if isinstance(user, str) and user else None,
-        "messages": record["traj"],
-        "tools": _tau_tools(messages, origin.path),
-    }
-
-
-def _tau_tools(messages: tuple[dict[str, Any], ...], path: Path) -> list[dict[str, Any]] | None:
+def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
     """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls."""
     folders = (path.parent, path.parent.parent)
     found = [folder / name for folder in folders for name in TOOL_FILES if (folder / name).is_file()]
@@ -340,26 +391,17 @@ def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | No
     return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
 
 
-def _read_mt_bench(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    turns = record["turns"]
-    is_texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
-    expect(is_texts, f"{origin.where}: turns is", turns, "a list of the user's texts")
-    messages = [{"role": "user", "content": turn} for turn in turns]
-    yield {"id": record.get("question_id"), **record, "messages": messages, "replies_recorded": False}
-
-
 def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    history = record["turn_history"] if isinstance(record["turn_history"], dict) else {}
+    history = _object_of(record["turn_history"])
     actions: Any = history.get("actions")
     observations: Any = history.get("observations")
     are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
     expect(are_lists, f"{origin.where}: turn_history is", history, "lists of actions and observations")
     messages = [{"role": "user", "content": record.get("query")}]
-    for index, action in enumerate(actions):
-        messages.append({"role": "assistant", "content": _as_text(action)})
-        # Nothing answered the observation after the last action.
-        if index < min(len(observations), len(actions) - 1):
-            messages.append({"role": "user", "content": _as_text(observations[index])})
+    # Nothing answered the observation after the last action.
+    for action, observation in zip_longest(map(_as_text, actions), map(_as_text, observations[: len(actions) - 1])):
+        messages.append({"role": "assistant", "content": action})
+        messages += [{"role": "user", "content": observation}] * (observation is not None)
     task_id = record.get("task_id")
     yield {"id": None if task_id is None else f"{printable(origin.path.stem)}/{task_id}", "messages": messages}
 
@@ -369,130 +411,73 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _read_chatgpt(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    mapping = record["mapping"]
-    expect(isinstance(mapping, dict), f"{origin.where}: mapping is", mapping, "an object")
-    nodes = {name: (_object_of(node).get("parent"), _chatgpt_turn(node)) for name, node in mapping.items()}
-    for path in _paths(nodes, origin.where, record.get("conversation_id") or record.get("id") or origin.default_id):
-        turns = path["conversations"]
-        left_out = Counter(turn["left_out"] for turn in turns if "left_out" in turn)
-        yield {**path, "conversations": [turn for turn in turns if "left_out" not in turn], "left_out": left_out}
-
-
-def _chatgpt_turn(node: Any) -> dict[str, Any] | None:
-    """The message of a node of ChatGPT's export; None: it is a root, or empty."""
-    message = _object_of(_object_of(node).get("message"))
-    content, role = _object_of(message.get("content")), _object_of(message.get("author")).get("role")
-    parts, kind = content.get("parts"), content.get("content_type")
-    if kind in ("reasoning_recap", "thoughts"):
-        return {"role": role, "left_out": kind}
-    shown = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {**_object_of(part), "type": str(_object_of(part).get("content_type", kind))}
-        for part in (parts if isinstance(parts, list) else [content.get("text")] * bool(content))
-    ]
-    text = "".join(str(part.get("text", "")) for part in shown)
-    if not text and all(part["type"] == "text" for part in shown):
-        return None
-    tool = message.get("recipient")
-    if role == "assistant" and isinstance(tool, str) and tool != "all":
-        return {"role": role, "tool_calls": [{"function": {"name": tool, "arguments": {"input": text}}}]}
-    return {"role": role, "content": shown}
-
-
 def _read_oasst_tree(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
     waiting: list[tuple[str | None, Any]] = [(None, record["prompt"])]
-    nodes: dict[str, tuple[Any, Any]] = {}
+    nodes: dict[str, Any] = {}
     while waiting:
         parent, turn = waiting.pop()
         name, replies = str(len(nodes)), _object_of(turn).get("replies")
-        nodes[name] = (parent, turn)
+        nodes[name] = {**_object_of(turn), "parent": parent}
         waiting += [(name, reply) for reply in reversed(replies if isinstance(replies, list) else [])]
-    return _paths(nodes, origin.where, record["message_tree_id"])
+    yield {"id": record["message_tree_id"], "mapping": nodes}
 
 
 def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
-    rows = {str(record.value.get("message_id")): record for record in records}
-    nodes = {name: (row.value.get("parent_id"), row.value) for name, row in rows.items()}
-    for path in _paths(nodes, records[0].origin.where):
-        yield Record(path, rows[path["user"]].origin)
-
-
-def _paths(nodes: Mapping[str, tuple[Any, Any]], where: str, user: Any = None) -> Iterator[dict[str, Any]]:
-    """A conversation for each path of a tree from a root to a leaf, of a user or of its root. Nodes: parents and turns.
-
-    A path asks only what no path before it has asked.
-    """
-    children: dict[Any, list[str]] = {}
-    for name, (parent, _) in nodes.items():
-        is_known = parent is None or (isinstance(parent, str) and parent in nodes)
-        expect(is_known, f"{where}: the parent of {shortened(name, 40)} is", parent, "a message of the tree")
-        children.setdefault(parent, []).append(name)
-    waiting = [(name, 0) for name in reversed(children.get(None, []))]
-    path: list[str] = []
-    shared = found = total = count = 0  # messages of the last path, of the tree, of all paths; paths of the root
-    while waiting:
-        name, depth = waiting.pop()
-        path[depth:] = [name]
-        shared, found, count = min(shared, depth), found + 1, count if depth else 0
-        waiting += [(child, depth + 1) for child in reversed(children.get(name, ()))]
-        if name in children:
-            continue
-        total += len(path)
-        expect(total <= MOST_REPEATS * len(nodes), f"{where}: messages on all paths are", total, "a smaller tree")
-        turns, before = ([turn for each in part if (turn := nodes[each][1])] for part in (path, path[:shared]))
-        if not before or len(before) < len(turns):
-            roles = [str(_object_of(turn).get("role")).lower() for turn in turns[: len(before) + 1]]
-            first_turn = max(sum(role in ("prompter", "user") for role in roles) - 1, 0) if before else 0
-            base = str(user or path[0])
-            name = f"{base}/{count}" if count else base
-            yield {"id": name, "user": base, "conversations": turns, "first_turn": first_turn}
-            count += 1
-        shared = len(path)
-    expect(found == len(nodes), f"{where}: messages in circles are", len(nodes) - found, "none")
-
-
-def _read_swe_agent(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    yield {"id": printable(origin.path.stem), "messages": record["history"]}
-
-
-def _has_utterances(record: dict[str, Any]) -> bool:
-    turns = record["turns"]
-    return isinstance(turns, list) and any(isinstance(turn, dict) and "speaker" in turn for turn in turns)
-
-
-def _is_claude_code(record: dict[str, Any]) -> bool:
-    return not {"sessionId", "leafUuid", "messageId"}.isdisjoint(record)
+    trees: dict[str, list[Record]] = {}
+    for record in records:
+        trees.setdefault(str(record.value.get("message_tree_id")), []).append(record)
+    for rows in trees.values():
+        nodes = {str(row.get("message_id")): {**row, "parent": row.get("parent_id")} for row, _ in rows}
+        yield Record({"id": rows[0].value.get("message_tree_id"), "mapping": nodes}, rows[0].origin)
 
 
 _ANTHROPIC = "a body with `system`, or with blocks or tools that only this API has"
 _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages"
-_CLAUDE_CODE = "a session in `~/.claude/projects`; records have `sessionId`, `leafUuid` or `messageId`"
+_CLAUDE_CODE = "a session in `~/.claude/projects`"
 _CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
 _LOGGED = "a body of an API above, which may be JSON text; `response` may have its reply"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
 _TREE = "a message with `replies`; each path of the tree is a conversation"
+_TURNS = "turns with `speaker` and `utterance`; or the user's texts alone"
 _anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(response_items.chat_of_log)
+_SPEECH: Any = {"role": "role from", "content": "content value text", "roles": _SPEAKERS}
+_ROW = {**_SPEECH, "id": "conversation_id conversation_hash id", "user": "hashed_ip user"}
+_NODES: Any = {
+    "role": "message/author/role role",
+    "content": "message/content/parts message/content/text message/content text",
+    "roles": _SPEAKERS,
+    "id": "conversation_id id",
+    "parent": "parent",
+    "callee": "message/recipient",
+}
+_SGD: Any = {
+    "role": "speaker",
+    "content": "utterance",
+    "roles": {"user": "user", "system": "assistant"},
+    "id": "id dialogue_id question_id",
+    "has_bare_turns": True,
+}
+_TASK: Any = {
+    "id": "{file}/{task_id}.{trial} {file}/{task_id}.0",
+    "user": "info/task/user_id",
+    "has_tools_beside": True,
+}
 
 FORMS: tuple[Form, ...] = (
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
-    Form("OpenAI's chat API", _CHAT, "messages", content=("content", "refusal"), is_body=True),
+    Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", is_body=True),
     Form("OpenAI's Responses API", "a body; `input` is text or items", "input", tells=_is_response, read=_responses),
-    Form("batches and stored completions of OpenAI", _LOGGED, "body", read=_read_logged),
-    Form("batches of Anthropic", _LOGGED, "custom_id params", read=_read_logged),
-    Form("logs of proxies", _LOGGED, "request", read=_read_logged),
+    Form("batches of APIs, stored completions, logs of proxies", _LOGGED, "body|params|request", read=_read_logged),
     Form("ShareGPT", _SPOKEN, "conversations", "conversations", **_SPEECH),
     Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", "conversation", **_ROW),
-    Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", read=_read_chatgpt),
+    Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", "mapping", **_NODES),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
     Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
-    Form("tau-bench", _TAU, "traj", read=_read_tau_bench),
-    Form("SGD", "turns with `speaker` and `utterance`", "turns", "turns", **_SGD, tells=_has_utterances),
-    Form("mt-bench", "a list of the user's texts", "turns", read=_read_mt_bench),
-    Form("SWE-agent", "a `.traj` file", "history", read=_read_swe_agent),
+    Form("tau-bench", _TAU, "traj", "traj", **_TASK),
+    Form("SGD, mt-bench", _TURNS, "turns", "turns", **_SGD),
+    Form("SWE-agent", "a `.traj` file", "history", "history", id="{file}"),
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
-    Form("Claude Code", _CLAUDE_CODE, "type", tells=_is_claude_code, join=claude_code),
+    Form("Claude Code", _CLAUDE_CODE, "type sessionId|leafUuid|messageId", join=claude_code),
     Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),
 )

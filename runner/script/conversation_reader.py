@@ -149,9 +149,9 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
     """
     if not conversation.calls:
         return conversation
-    calls = tuple(call for call in conversation.calls if call.reply_id not in replies)
-    replies.update(call.reply_id for call in calls)
-    return replace(conversation, calls=calls) if calls else None
+    calls = tuple(call if call and call.reply_id not in replies else None for call in conversation.calls)
+    replies.update(call.reply_id for call in calls if call)
+    return replace(conversation, calls=calls) if any(calls) else None
 
 
 def _files(path: Path) -> list[Path]:

@@ -119,16 +119,17 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     """The requests of one conversation, in order, numbered from 0."""
     turn, index = -1, 0
     slots: list[int] = []
-    messages, calls = conversation.messages, iter(conversation.calls)
+    messages, of_log = conversation.messages, bool(conversation.calls)
     pairs = list(zip(messages, (*messages[1:], None), strict=True))
-    due = [_is_reply_due(*pair, conversation.replies_recorded) for pair in pairs]
-    earlier = sum(due) - len(conversation.calls) if conversation.calls else 0  # replies that are no request here
+    due = [at for at, pair in enumerate(pairs) if _is_reply_due(*pair, conversation.replies_recorded)]
+    calls = dict(zip(reversed(due), reversed(conversation.calls), strict=False))
+    awaited = set(due)
     for position, (message, following) in enumerate(pairs):
         turn += message["role"] == "user"
-        if not due[position]:
+        if position not in awaited:
             continue
-        earlier -= 1
-        if turn >= conversation.first_turn and position >= conversation.asked_messages and earlier < 0:
+        call, is_known = calls.get(position), position < conversation.asked_messages
+        if turn >= conversation.first_turn and not is_known and (call is not None or not of_log):
             yield ScheduledRequest(
                 index=index,
                 user=conversation.user,
@@ -140,7 +141,7 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
                 reply_slots=tuple(slots),
                 source=conversation.source,
                 arguments=conversation.arguments,
-                call=next(calls, None),
+                call=call,
             )
             index += 1
         if following is not None and not following.get("tool_calls"):

@@ -45,7 +45,8 @@ from radixcache.stores.block_store import StoreStats
 from radixcache.tree.history import OnEvent
 from runner.files import read_json
 from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model, load_outline, model_folder
-from runner.script.conversation import checked_messages, checked_tools
+from runner.script.conversation import checked_tools
+from runner.script.conversation_formats import checked_messages
 from runner.serve import mlx_lm_border
 from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.script import conversation_formats
+from runner.script import conversation
 from runner.script.conversation import Conversation, ConversationError
 from runner.script.conversation_formats import FORMS
 from runner.script.conversation_reader import read_conversations
@@ -158,34 +159,31 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
         (with_functions, with_calls),
     ],
     "OpenAI's Responses API": [(responses, with_calls)],
-    "batches and stored completions of OpenAI": [
+    "batches of APIs, stored completions, logs of proxies": [
         (
             lambda turns, is_short: {"custom_id": "a", "body": (anthropic if is_short else responses)(turns, is_short)},
             with_calls,
-        )
+        ),
+        (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls),
+        (lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls),
     ],
-    "batches of Anthropic": [
-        (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls)
-    ],
-    "logs of proxies": [(lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls)],
     "ShareGPT": [(sharegpt, with_calls)],
     "LMSYS-Chat-1M, WildChat": [(lmsys, with_system)],
     "ChatGPT's export": [(chatgpt, with_calls)],
     "OpenAssistant's trees": [(oasst_tree, plain)],
     "OpenAssistant's rows": [(oasst_rows, plain)],
     "tau-bench": [(lambda turns, _: {"task_id": 1, "traj": in_chats(turns)}, with_calls)],
-    "SGD": [(sgd, plain)],
+    #: Of mt-bench, only the user's texts; tests/script/test_conversations.py has its test.
+    "SGD, mt-bench": [(sgd, plain)],
     "SWE-agent": [(lambda turns, _: {"history": in_chats(turns), "trajectory": []}, with_system)],
     "InterCode": [(intercode, plain.map(lambda turns: [*turns, ("assistant", "end")]))],
 }
-#: Only the user's texts are in it; tests/script/test_conversations.py has its test.
-WITHOUT_REPLIES = {"mt-bench"}
 #: tests/script/test_agent_sessions.py has theirs.
 OF_AGENTS = {"Claude Code", "Codex"}
 
 
 def test_each_form_has_a_test() -> None:
-    assert {form.name for form in FORMS} - WITHOUT_REPLIES - OF_AGENTS == WRITERS.keys()
+    assert {form.name for form in FORMS} - OF_AGENTS == WRITERS.keys()
 
 
 def turns_of(conversation: Conversation) -> Turns:
@@ -235,13 +233,14 @@ def test_a_conversation_in_each_form_is_read_back_the_same(name: str, data: st.D
 def branches(*parents: int | None) -> list[dict[str, Any]]:
     """Rows of a tree; the depth of a row says who speaks."""
     depths: list[int] = []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index, parent in enumerate(parents):
         depths.append(0 if parent is None else depths[parent] + 1)
         role = "assistant" if depths[-1] % 2 else "prompter"
         rows.append(
             {
                 "message_id": f"m{index}",
+                "message_tree_id": f"m{index}" if parent is None else rows[parent]["message_tree_id"],
                 "parent_id": None if parent is None else f"m{parent}",
                 "text": str(index),
                 "role": role,
@@ -271,18 +270,43 @@ def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) 
     [
         ([{**branches(None)[0], "parent_id": "gone"}], "the parent of m0 is str 'gone'; wanted a message of the tree."),
         ([{**branches(None)[0], "parent_id": "m0"}], "messages in circles are int 1; wanted none."),
-        (branches(None, *range(10), *([10] * 10)), "messages on all paths are int "),
+        (
+            branches(None, *range(10), *([10] * 10)),
+            "the messages on all paths of the tree are int 48; wanted at most 42.",
+        ),
     ],
     ids=["no parent", "circle", "too many paths"],
 )
 def test_a_tree_that_is_none_or_has_too_many_paths_is_refused(
     rows: list[Any], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation_formats, "MOST_REPEATS", 2)
+    monkeypatch.setattr(conversation, "MOST_REPEATS", 2)
+    monkeypatch.setattr(conversation, "FEW_MESSAGES", 0)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConversationError, match=f"rows.jsonl:1: {wanted}"):
         read_conversations(path)
+
+
+def test_the_paths_of_a_tree_share_their_messages(tmp_path: Path) -> None:
+    # A deep chain with a reply at every message: each of them ends a path.
+    count, kinds = 300, ("prompter", "assistant")
+    rows = [
+        {"message_id": f"{kind}{at}", "parent_id": f"prompter{at - 1}" if at else None, "text": "a", "role": kind}
+        for at in range(count)
+        for kind in kinds[: 2 if at else 1]
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "message_tree_id": "t"}) + "\n" for row in rows))
+    read_bytes = path.stat().st_size
+    tracemalloc.start()
+    found = read_conversations(path).conversations
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == count
+    assert len({id(message) for each in found for message in each.messages}) == len(rows)
+    # Each message on a path takes 8 bytes; all else grows with the file.
+    assert peak_bytes < 30 * read_bytes + 8 * sum(len(each.messages) for each in found)
 
 
 def test_files_of_openai_messages_are_no_rows_of_a_tree(tmp_path: Path) -> None:
@@ -309,12 +333,17 @@ def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> Non
     path.write_text(json.dumps([{"title": "t", "mapping": mapping}]))
     result = read_conversations(path)
     assert [message["content"] for message in result.conversations[0].messages] == ["Look", "A cat."]
-    said = "left out of the prompts, since chat templates have no text for them: 1 thoughts, 1 image_asset_pointer."
+    said = "left out of the prompts, since chat templates have no text for them: 1 image_asset_pointer, 1 thoughts."
     assert result.notes == [said]
 
 
 KEYS = sorted(
-    {key for form in FORMS for keys in (form.keys.split(), form.role, form.content, form.id, form.user) for key in keys}
+    {
+        key
+        for form in FORMS
+        for names in (form.keys, form.role, form.content, form.id, form.user, form.parent, form.callee)
+        for key in re.findall(r"\w+", names)
+    }
     | {
         "message",
         "author",
