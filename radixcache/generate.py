@@ -14,20 +14,18 @@ from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from radixcache.chat_parts import Chat
+from radixcache.layers.trials import BothModels
 from radixcache.prefix_cache import PrefixCache
-from radixcache.sessions.session import Session, both_models
+from radixcache.sessions.session import Session
 from radixcache.settings import is_whole
 from radixcache.speculate.drafting import Drafted, Drafting
-from radixcache.speculate.pace import MOST_PROPOSED, Proposal
+from radixcache.speculate.pace import MODEL, MOST_PROPOSED, Proposal
 from radixcache.speculate.suffix_index import TAIL_TOKENS
-from radixcache.tokens import vocabulary_size
 
 #: Further arguments of mlx_lm.stream_generate.
 OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"}
@@ -186,10 +184,9 @@ def _tokens(
     **sampling: Any,
 ) -> Generator[Token, None, None]:
     if draft_model is not None:
-        vocab_size = vocabulary_size(model)
-        model = both_models(model, draft_model, len(session.caches))
+        model = BothModels(model, draft_model, len(session.caches))
         if num_draft_tokens:
-            drafting.model = DraftModel(session, draft_model, num_draft_tokens, stream, vocab_size)
+            drafting.model = DraftModel(session, model, num_draft_tokens, stream)
     with mx.stream(stream):
         if embed is not None:
             model = _fed_with(embed(session.position), model)
@@ -397,32 +394,23 @@ class _Drafted(_Decoding):
 class DraftModel:
     """A smaller model as a source of drafts: what it would say itself, on the session's caches behind the model's.
 
-    Each checked pass runs over both models' caches (`both_models`), so all layers stand at one offset. What the draft
-    model runs ahead is a scratch.
+    Each checked pass runs over the caches of both, so all layers stand at one offset. What the draft model runs ahead
+    is a scratch.
     """
 
-    name = "draft"
+    name = MODEL
 
-    def __init__(self, session: Session, model: Any, count: int, stream: Any, vocab_size: int | None) -> None:
-        """`count`: tokens that it proposes at a time, all below `vocab_size`."""
-        self._session, self._model, self._count, self._stream = session, model, count, stream
-        self._vocab_size = vocab_size
-        self._first = len(session.caches) - len(make_prompt_cache(model))
+    def __init__(self, session: Session, both: BothModels, count: int, stream: Any) -> None:
+        """`count`: tokens that it proposes at a time."""
+        self._session, self._both, self._count, self._stream = session, both, count, stream
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        session = self._session
-        tokens: Any = mx.array([*tail[session.position - session.known_tokens :]])
-        chosen: list[mx.array] = []
-        chances: list[mx.array] = []
-        with mx.stream(self._stream), session.scratch(self._first) as caches:
-            for _ in range(min(limit, self._count)):
-                logits = self._model(tokens[None], cache=caches)[:, -1, : self._vocab_size]
-                tokens = mx.argmax(logits, axis=-1)
-                chosen.append(tokens)
-                chances.append(mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)))
-                mx.async_eval(tokens, chances[-1])
-            found = [np.asarray(mx.concatenate(each).astype(mx.float32)).tolist() for each in (chosen, chances)]
-        return Proposal(tuple(map(int, found[0])), tuple(found[1]), self.name)
+        session, both = self._session, self._both
+        tokens = mx.array([[*tail[session.position - session.known_tokens :]]])
+        with mx.stream(self._stream), session.scratch(both.first) as caches:
+            count = min(limit, self._count)
+            (said,), (chances,) = both.drafted(tokens, count, lambda ids: both.draft_model(ids, cache=caches))
+        return Proposal(tuple(said), tuple(chances), self.name)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Nothing: the session has them."""

@@ -30,6 +30,7 @@ from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
 from radixcache.layers.layout import Layout
 from radixcache.layers.stored import state_identity
+from radixcache.layers.trials import BothModels
 from radixcache.ledger import Ledger
 from radixcache.lock import FORKED
 from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, view_of
@@ -44,7 +45,7 @@ from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
 from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk, Tier
-from radixcache.sessions.session import Session, both_models, open_session
+from radixcache.sessions.session import Session, open_session
 from radixcache.settings import (
     SUFFIX_INDEX_BYTES,
     Settings,
@@ -482,7 +483,7 @@ class PrefixCache:
         # One more token, so that the whole prefix is prefilled.
         longer, its_keys = (np.append(values, values[-1]) for values in (prompt, prompt_keys))
         with self.begin(longer, its_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
-            run = model if draft_model is None else both_models(model, draft_model, len(session.caches))
+            run = model if draft_model is None else BothModels(model, draft_model, len(session.caches))
             session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
             with core.lock:
                 pins.require_allowed(chunks, namespace)
@@ -507,7 +508,7 @@ class PrefixCache:
             ValueError: `model` is no model, or another one than the cache's.
         """
         layers = len(self._core.layout.fresh())
-        self._core.learn(model if draft_model is None else both_models(model, draft_model, layers))
+        self._core.learn(model if draft_model is None else BothModels(model, draft_model, layers))
 
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""

@@ -17,13 +17,15 @@ A check is a pass over a next token of each row and drafted ones behind it. `kee
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache, dynamic_roll
 
+from radixcache.adapters.point import copied
 from radixcache.adapters.registry import adapter_for, leaves, with_leaves
 from radixcache.adapters.span import SpanSnapshot, owned
 from radixcache.errors import UnsupportedCacheError
@@ -207,6 +209,22 @@ class Batch:
         undone = [each() for each in undo]
         if not all(undone):
             raise LostStateError(f"the model raised after it had overwritten wrapped windows: {error!r}") from error
+
+    @contextmanager
+    def scratch(self, first: int) -> Iterator[Batch]:
+        """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
+        columns = self.columns
+        ahead, lengths, stops = Batch(columns, self.caches[first:], self.rows), columns.lengths, columns.stops
+        # Tails only need their columns. A second handle on each array of the rest keeps it from being written in place.
+        points = [leaf for leaf in ahead.leaves if not isinstance(leaf, TailLayer)]
+        held = [copied(vars(leaf), mx.array) for leaf in points]
+        try:
+            yield ahead
+        finally:
+            columns.lengths, columns.stops = lengths, stops
+            for leaf, before in zip(points, held, strict=True):
+                leaf.__dict__.clear()
+                leaf.__dict__.update(before)
 
     def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
         """A batch of one row with other tails: these keys and values of each leaf side by side, evaluated."""

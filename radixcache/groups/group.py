@@ -3,6 +3,7 @@
     admit           a row stands on the path of the tree that has its prompt; no tokens are copied
     prefill_many    rows evaluate their next prompt tokens, a chunk at a time; several share a pass if that is faster
     step            rows evaluate one token each, in one pass if the model can: see passes.py
+    draft           a draft model says what may follow the next token of each row
     check_drafts    rows evaluate drafted tokens behind the next one, and keep as many as the caller accepts
     close           copy into the tree what rows evaluated and the tree lacks: see sharing.py
 
@@ -38,11 +39,12 @@ from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_c
 from radixcache.groups.attention import BLOCK_TOKENS
 from radixcache.groups.batch import Batch
 from radixcache.groups.passes import Accept, Passes, Removal, Way, WayTrial, way_of
-from radixcache.groups.row import Room, Row
+from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
+from radixcache.layers.trials import BothModels
 from radixcache.lock import FORKED
 from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
 from radixcache.settings import require_count
@@ -305,6 +307,48 @@ class Group:
                 row.known.report(array, index, index + 1)
         self._room.measure()
         return logits
+
+    def with_draft_model(self, model: Any, draft_model: Any) -> BothModels:
+        """Both as the model of all passes, which `draft` needs. ValueError: the cache was not made for both."""
+        return BothModels(model, draft_model, len(self._layout.fresh()))
+
+    def draft(
+        self, both: BothModels, rows: Sequence[Row], tokens: Sequence[int], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """What the draft model says behind the next token of each of some rows; nothing of it stays in the rows.
+
+        Args:
+            both: as from `with_draft_model`.
+            rows: N >= 1 of the open rows, as for `check_drafts`. What is said for one that owes tokens means nothing.
+            tokens: their next token ids.
+            count: tokens to say.
+
+        Returns:
+            For each row `count` tokens, and the draft model's probability of each. Empty: the budget has no room for
+            all rows side by side.
+
+        Raises:
+            ValueError: as `step`; more than the last token of a row's prompt is left.
+            CacheFullError: no room for N * count tokens.
+            SessionClosedError: a row or the group is closed, or its state was lost.
+        """
+        self._require_rows(rows)
+        array, count = (
+            one_each(tokens, len(rows), self._core.settings.vocab_size),
+            require_count("count", count, "tokens"),
+        )
+        for row in rows:
+            if not row.position or row.prompt_left > 1:
+                raise ValueError(f"row {row.id}: {row.prompt_left} tokens of its prompt are left; prefill it first.")
+        self._require_prompts(rows, array)
+        self._start(both, rows)
+        self._room.require_tokens(len(rows) * count)
+        try:
+            found = self._run(lambda: self._passes.draft(both, rows, array, count))
+        except OverBudgetError:
+            return []
+        self._room.measure()
+        return list(zip(*found, strict=True))
 
     def check_drafts(
         self, model: Any, rows: Sequence[Row], tokens: Sequence[Sequence[int]], accept: Accept

@@ -8,6 +8,7 @@
     one by one      rows that do not fit the budget side by side, padded to the longest; a row in prefill by itself
 
 `Passes.check` evaluates drafted tokens in the same ways. Each row has its own number; side by side they are padded.
+`Passes.draft` runs a draft model ahead of its rows, side by side, and leaves nothing behind.
 
 Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
@@ -42,7 +43,7 @@ from radixcache.groups.batch import Batch, Held, LostStateError
 from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
 from radixcache.layers.shift import Rotation, rotations
-from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
+from radixcache.layers.trials import BothModels, allowed_error, by_slot, error_of, logits_alone, once_per_model
 
 #: Without segments, cascade attention is faster from this many scores of a head on.
 FEWEST_SCORES = 2048
@@ -108,6 +109,31 @@ class Passes:
         for batch, held, given in done:
             batch.keep(held, given, [kept.get(row, 1) for row in batch.rows])
 
+    def draft(
+        self, both: BothModels, rows: Sequence[Row], ids: mx.array, count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """What the draft model says behind the next token (N, 1) of each row: `count` tokens, and their probabilities.
+
+        OverBudgetError: there is no room for the rows side by side.
+        """
+        if len(rows) > 1:
+            batch = self._seated(rows, count + 1)  # the check that follows has room, too
+        else:
+            with self._lock:
+                rows[0].leave_others()
+                batch = rows[0].batch
+                self._grow(batch, count + 1, is_strict=True)
+        places, order = self._order(batch, rows)
+        with self._lock:
+            parts = _parts(batch)
+        with batch.scratch(both.first) as ahead:
+
+            def forward(tokens: mx.array) -> mx.array:
+                return ahead.forward(both.draft_model, tokens, parts, ours=self._is_ours(batch, parts, tokens))
+
+            said, chances = both.drafted(ids if order is None else ids[order], count, forward)
+        return [said[at] for at in places], [chances[at] for at in places]
+
     def settle(self, spared: Batch | None = None) -> None:
         """Free the spare columns and holes of all batches except one."""
         for batch in self._room.batches():
@@ -127,19 +153,30 @@ class Passes:
         done: list[DonePass] | None = None,
     ) -> mx.array | None:
         try:
-            with self._lock:
-                batch = self._joined(rows, ids.shape[1]) or self._gathered(rows, ids.shape[1], is_prompt)
+            batch = self._seated(rows, ids.shape[1], is_prompt)
         except OverBudgetError:
             return None
-        places = [row.at for row in rows]
-        numbers = {at: number for number, at in enumerate(places)}
-        order = [numbers.get(at, 0) for at in range(len(batch.rows))]  # a hole gets any row's
+        places, order = self._order(batch, rows)
         if done is not None and counts is not None:
-            counts = [counts[number] if at in numbers else 1 for at, number in enumerate(order)]
+            given = dict(zip(places, counts, strict=True))
+            counts = [given.get(at, 1) for at in range(len(batch.rows))]
             done.append(DonePass(batch, batch.hold(ids.shape[1]), counts))
-        if places == [*range(len(order))]:
+        if order is None:
             return self._forward(model, batch, ids, is_prompt=is_prompt, counts=counts)
-        return self._forward(model, batch, ids[mx.array(order)], is_prompt=is_prompt, counts=counts)[mx.array(places)]
+        return self._forward(model, batch, ids[order], is_prompt=is_prompt, counts=counts)[mx.array(places)]
+
+    def _seated(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
+        """The batch of all these rows, with room for so many tokens more; OverBudgetError."""
+        with self._lock:
+            return self._joined(rows, count) or self._gathered(rows, count, is_prompt)
+
+    def _order(self, batch: Batch, rows: Sequence[Row]) -> tuple[list[int], mx.array | None]:
+        """Where in the batch these rows are; and for each row of the batch which of these it is, None: all in order."""
+        places = [row.at for row in rows]
+        if places == [*range(len(batch.rows))]:
+            return places, None
+        numbers = {at: number for number, at in enumerate(places)}
+        return places, mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])  # a hole gets any row's
 
     def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
         """Let all join the batch of most of these rows, and grow it; None: they need a new one. OverBudgetError."""
@@ -216,16 +253,23 @@ class Passes:
         with self._lock:
             self._grow(batch, ids.shape[1])
             parts = _parts(batch)
-        rows = batch.open_rows
-        ours = rows[0].in_segments and (bool(parts) or ids.size * (batch.columns.width + ids.shape[1]) >= FEWEST_SCORES)
+        ours = self._is_ours(batch, parts, ids)
         try:
-            return batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt, counts=counts)
+            logits = batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt, counts=counts)
         except BaseException as error:
-            for row in rows if isinstance(error, LostStateError) else ():
+            for row in batch.open_rows if isinstance(error, LostStateError) else ():
                 row.lost = str(error)
             with self._lock:
                 self._room.book()
             raise
+        if isinstance(model, BothModels):  # no logits depend on the draft model's state
+            mx.async_eval(batch.arrays)
+        return logits
+
+    def _is_ours(self, batch: Batch, parts: Sequence[Part], ids: mx.array) -> bool:
+        """Whether a pass over ids (R, T) may attend by cascade attention."""
+        scores = ids.size * (batch.columns.width + ids.shape[1])
+        return batch.open_rows[0].in_segments and (bool(parts) or scores >= FEWEST_SCORES)
 
     def _grow(self, batch: Batch, count: int, *, is_strict: bool = False) -> None:
         """Make room for so many more tokens of each row; errors as in Room.ask."""
@@ -409,6 +453,13 @@ _found: dict[int, WayTrial] = {}
 
 def way_of(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     """Try a model once, and return what was found. UnsupportedCacheError: even a row alone gets wrong logits."""
+    if isinstance(model, BothModels):
+        parts = (model.model, slice(model.first)), (model.draft_model, slice(model.first, None))
+        tried = [way_of(each, lambda its=its: fresh()[its]) for each, its in parts]  # type: ignore[misc]
+        slowest = max(tried, key=lambda each: [*Way].index(each.way))
+        return slowest._replace(
+            is_wide=all(each.is_wide for each in tried), is_ragged=all(each.is_ragged for each in tried)
+        )
     return once_per_model(_found, model, lambda: _try_ways(model, fresh))
 
 

@@ -1,4 +1,4 @@
-"""Trials: the error that short runs of a model may show, and facts about a model.
+"""Trials: the error that short runs of a model may show, and facts about a model. BothModels: with a draft model.
 
 Restored state comes from forward passes of other lengths than cold state: the same sums in another order, with other
 roundings. The coarsest dtype of logits and caches decides. The largest errors of tiny random models on a CPU (prompts
@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import QuantizedKVCache
+import numpy as np
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from radixcache.layers.layout import Layout
+from radixcache.tokens import vocabulary_size
 
 #: Largest relative error by dtype: about 100, 8 and 5 times the measured ones.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
@@ -38,6 +40,48 @@ BY_SLOT = {"minimax_m3_vl": "its attention works on blocks of neighbouring slots
 
 T = TypeVar("T")
 Rows = Sequence[Sequence[int]]
+
+
+class BothModels(nn.Module):
+    """A model and its draft model as one, whose caches are the model's and then the draft model's.
+
+    Attributes:
+        first: the number of the draft model's first cache.
+    """
+
+    def __init__(self, model: Any, draft_model: Any, cache_count: int) -> None:
+        """ValueError: there are not so many caches in all."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.draft_model = model, draft_model
+        # Not one for each layer: a model may have layers without state.
+        self.first, more = len(make_prompt_cache(model)), len(make_prompt_cache(draft_model))
+        if cache_count != self.first + more:
+            raise ValueError(
+                f"the PrefixCache has {cache_count} layer caches; draft_model needs the {self.first + more} of both "
+                "models, in order."
+            )
+
+    def __call__(self, tokens: Any, cache: Sequence[Any]) -> Any:
+        self.draft_model(tokens, cache=cache[self.first :])
+        return self.model(tokens, cache=cache[: self.first])
+
+    def drafted(
+        self, tokens: mx.array, count: int, forward: Callable[[mx.array], mx.array]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """What the draft model says behind some tokens (N, T): for each row `count` tokens, and their probabilities.
+
+        `forward` runs the draft model over its caches: from tokens (N, T) to logits (N, T, V).
+        """
+        said: list[mx.array] = []
+        chances: list[mx.array] = []
+        for _ in range(count):
+            logits = forward(tokens)[:, -1, : vocabulary_size(self.model)].astype(mx.float32)
+            tokens = mx.argmax(logits, axis=-1, keepdims=True)
+            said.append(tokens)
+            chances.append(mx.exp(logits.max(axis=-1, keepdims=True) - mx.logsumexp(logits, axis=-1, keepdims=True)))
+            mx.async_eval(tokens, chances[-1])
+        its: Any = [np.asarray(mx.concatenate(each, axis=1)).tolist() for each in (said, chances)]
+        return its[0], its[1]
 
 
 def tolerance_of(layout: Layout, caches: Sequence[Any], logits: mx.Dtype) -> float:

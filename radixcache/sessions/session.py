@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core
@@ -450,20 +449,3 @@ def open_session(
             session.close()
         raise
     return session
-
-
-def both_models(model: Any, draft_model: Any, cache_count: int) -> Callable[..., Any]:
-    """A callable that runs both models over the model's caches and then the draft model's: `cache_count` in all."""
-    # Not one for each layer: a model may have layers without state.
-    count, more = len(make_prompt_cache(model)), len(make_prompt_cache(draft_model))
-    if cache_count != count + more:
-        raise ValueError(
-            f"the PrefixCache has {cache_count} layer caches; draft_model needs the {count + more} of both models, "
-            "in order."
-        )
-
-    def both(tokens: Any, cache: list[Any]) -> Any:
-        draft_model(tokens, cache=cache[count:])
-        return model(tokens, cache=cache[:count])
-
-    return both

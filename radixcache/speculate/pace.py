@@ -11,7 +11,7 @@ gained.
 Invariants, asserted by `check`:
 
   P1  A measured time is above 0, and the time of a pass never falls as its tokens grow.
-  P2  Of each kind of proposed token, 0 <= accepted <= checked.
+  P2  Of each kind of proposed token, 0 <= accepted <= checked; a draft model's average chance is from 0 to 1.
 
 Nothing here reads a clock. Not thread-safe: one generation thread uses a DraftPace, or its callers hold a lock.
 """
@@ -48,6 +48,10 @@ PRIOR = 8.0
 MOST_CHECKED = 512.0
 #: Kinds of proposed tokens: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1
+#: The source of a draft model's proposals.
+MODEL = "draft"
+#: The chance of a draft model's tokens until it was asked, and again when it was not asked for STALE_PASSES.
+HOPED_CHANCE = 0.8
 
 
 class Proposal(NamedTuple):
@@ -95,6 +99,9 @@ class DraftPace:
         self._passes = 0
         #: By source and kind: tokens accepted, tokens checked.
         self._kinds: dict[tuple[str, int], tuple[float, float]] = {}
+        #: Of a draft model by rows, rounded up: the average seconds of its pass, the average chance of its tokens, and
+        #: when it was asked last.
+        self._drafts: dict[int, tuple[float, float, int]] = {}
 
     def note(self, tokens_in_pass: int, seconds: float, rows: int = 1) -> None:
         """Count the time of a pass in which the widest of `rows` rows had `tokens_in_pass` tokens."""
@@ -123,6 +130,34 @@ class DraftPace:
                 yes, checked = yes / 2, checked / 2
             self._kinds[proposal.source, kind] = yes + (index < accepted), checked + 1
 
+    def note_drafted(self, proposals: Sequence[Proposal], count: int, seconds: float, rows: int) -> None:
+        """Count what a draft model took for `count` tokens of each row, and the corrected chances of what it said."""
+        chances = [chance for proposal in proposals for chance in proposal.chances]
+        pass_s = min(seconds / count, self.seconds(1, rows))  # a pass over one token runs both models
+        its_s, chance, _ = self._drafts.get(_rows_class(rows), (pass_s, HOPED_CHANCE, 0))
+        its_s += WEIGHT * (pass_s - its_s)
+        chance += WEIGHT * (sum(chances) / len(chances) - chance)
+        self._drafts[_rows_class(rows)] = its_s, chance, self._passes
+
+    def guess(self, count: int, rows: int) -> Proposal:
+        """A proposal of so many tokens as a draft model would make, without the tokens."""
+        _, chance, _ = self._asked_lately(rows)
+        return Proposal((-1,) * count, (chance,) * count, MODEL)
+
+    def of_model(self, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:
+        """A draft model's proposal, with corrected chances.
+
+        The model often says what the draft model finds only a little likely: what is not checked yet is hoped for.
+        """
+        known = probabilities[: len(tokens)]
+        hoped, kinds = tuple((1 + each) / 2 for each in known), tuple(int(each / CHANCE_STEP) for each in known)
+        return self.corrected(Proposal(tuple(tokens), hoped, MODEL, 0, kinds))
+
+    def _asked_lately(self, rows: int) -> tuple[float, float, int]:
+        """Seconds of a draft model's pass and the chance of its tokens, as measured; as hoped if that is long ago."""
+        found = self._drafts.get(_rows_class(rows))
+        return (0.0, HOPED_CHANCE, 0) if found is None or self._passes - found[2] > STALE_PASSES else found
+
     def corrected(self, proposal: Proposal) -> Proposal:
         """The proposal with the chances that its kinds of tokens have had so far, as far as it is likely at all."""
         chances: list[float] = []
@@ -147,19 +182,26 @@ class DraftPace:
                 recurrent layers need.
         """
         rows = len(proposals) if rows is None else rows
+        _, count = self.best(proposals, rows, evaluates_again=evaluates_again)
+        return [min(count, len(proposal.tokens)) for proposal in proposals]
+
+    def best(self, proposals: Sequence[Proposal], rows: int, *, evaluates_again: bool = False) -> tuple[float, int]:
+        """As `length`: the least seconds per token, and with how many proposed tokens of a row. Guesses cost time."""
+        least = self.seconds(1, rows) / rows * (1 - LEAST_GAIN)
         if self._assumed is None and self._is_stale(rows):
-            return [0] * len(proposals)  # With one token it is measured at no cost.
+            return least, 0  # With one token it is measured at no cost.
         chances = [accumulate(proposal.chances[:MOST_PROPOSED], mul) for proposal in proposals]
-        best, count, tokens = self.seconds(1, rows) / rows * (1 - LEAST_GAIN), 0, float(rows)
+        drafting_s = self._asked_lately(rows)[0] if any(_is_guess(each) for each in proposals) else 0.0
+        count, tokens = 0, float(rows)
         for width, gains in enumerate(zip_longest(*chances, fillvalue=0.0), start=2):
             tokens += sum(gains)
             seconds = self.seconds(width, rows)
             if evaluates_again:  # at most all of it
                 seconds += (1 - math.prod(gains)) * (seconds - self.seconds(1, rows))
-            each = seconds / tokens
-            if each < best:
-                best, count = each, width - 1
-        return [min(count, len(proposal.tokens)) for proposal in proposals]
+            each = (seconds + (width - 1) * drafting_s) / tokens
+            if each < least:
+                least, count = each, width - 1
+        return least, count
 
     def seconds(self, tokens_in_pass: int, rows: int = 1) -> float:
         """Expected time of a pass in which each of `rows` rows has so many tokens."""
@@ -186,6 +228,8 @@ class DraftPace:
             assert all(time > 0 and width in WIDTHS for width, (time, _) in times.items()), (rows, times)
             curve = [self.seconds(width, rows) for width in range(1, WIDTHS[-1] + 1)]
             assert all(after >= before * (1 - 1e-9) for before, after in pairwise(curve)), (rows, curve)
+        for seconds, chance, _ in self._drafts.values():
+            assert seconds >= 0 and 0 <= chance <= 1, (seconds, chance)
         for kind, (accepted, checked) in self._kinds.items():
             assert 0 <= accepted <= checked <= MOST_CHECKED + 1, (kind, accepted, checked)
 
@@ -193,6 +237,10 @@ class DraftPace:
         """Whether a pass over one token was not measured lately."""
         times = self._times.get(_rows_class(rows), {})
         return 1 not in times or self._passes - times[1][1] > STALE_PASSES
+
+
+def _is_guess(proposal: Proposal) -> bool:
+    return proposal.tokens[:1] == (-1,)
 
 
 def _kinds_of(proposal: Proposal) -> tuple[int, ...]:

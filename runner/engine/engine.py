@@ -13,7 +13,8 @@ A round:
 
 With drafts: if a proposal behind the tokens that were read is worth a pass, the round first reads the tokens of the
 step before, and proposes behind those. Then one pass evaluates each reply's next token and its drafts, and the round
-hands out all that it says. Where nothing is proposed to any reply, the round is as above.
+hands out all that it says. Where nothing is proposed to any reply, the round is as above. A draft model is asked for
+the replies for which it is expected to gain more than what was said before; all these decode in one batch there, too.
 
 What breaks this order:
 
@@ -49,7 +50,7 @@ from radixcache import CacheFullError, Group, RequestTooLargeError, Row, Session
 from radixcache.errors import ShiftError, without_frames
 from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
-from radixcache.speculate.pace import NOTHING, DraftPace, Proposal
+from radixcache.speculate.pace import MODEL, NOTHING, DraftPace, Proposal
 from runner.engine.replies import Piece
 from runner.engine.sequence import (
     ContextError,
@@ -66,8 +67,8 @@ PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
-#: By request, tokens that are proposed to it.
-Drafts = dict[TokenSequence, tuple[int, ...]]
+#: By request, what is proposed to it.
+Drafts = dict[TokenSequence, Proposal]
 
 
 class AdmissionQueue:
@@ -183,10 +184,12 @@ class Engine:
         queue: AdmissionQueue,
         window: ContextWindow | None,
         pace: DraftPace,
+        draft_model: Any = None,
     ) -> None:
         self.ready: deque[tuple[Ticket, Piece]] = deque()
         self.group = new_group()
-        self._model, self._new_group, self._queue, self._window = model, new_group, queue, window
+        self._model = model if draft_model is None else self.group.with_draft_model(model, draft_model)
+        self._new_group, self._queue, self._window = new_group, queue, window
         self._steps = 0
         self._owes_step = False  # whether a chunk was evaluated, and no step since
         self._failure: Exception | None = None
@@ -348,26 +351,44 @@ class Engine:
         if (drafts or owed) and any(each.unread for each in sequences):
             self._read(sequences)
             drafts = self._worthwhile([each for each in sequences if each in self._queue.running])
-        for sequence, proposal in drafts.items():
-            assert sequence.drafting is not None
-            sequence.drafting.choose(proposal, len(proposal.tokens))
-        return {sequence: proposal.tokens for sequence, proposal in drafts.items()}
+        return drafts
 
-    def _worthwhile(self, sequences: list[TokenSequence]) -> dict[TokenSequence, Proposal]:
-        """The proposals to these requests that are worth their share of a pass together."""
-        most = [each.most_drafted(self._window) for each in sequences]
-        if not any(most) or (len(sequences) > 1 and not self.group.drafts_together(self._model)):
+    def _worthwhile(self, sequences: list[TokenSequence]) -> Drafts:
+        """The proposals to these requests that are worth their share of a pass together; guesses of a draft model's."""
+        most, rows, pace = [each.most_drafted(self._window) for each in sequences], len(sequences), self._times.pace
+        if not any(most) or (rows > 1 and not self.group.drafts_together(self._model)):
             return {}
         proposals = [
-            each.drafting.candidate(limit, len(sequences)) if each.drafting is not None and limit else NOTHING
+            each.drafting.candidate(limit, rows) if each.drafting is not None and limit else NOTHING
             for each, limit in zip(sequences, most, strict=True)
         ]
-        counts = self._times.pace.length(proposals, len(sequences))
-        return {
-            each: proposal.first(count)
-            for each, proposal, count in zip(sequences, proposals, counts, strict=True)
-            if count
-        }
+        seconds, count = pace.best(proposals, rows)
+        drafted = [min(each.draft_tokens, limit) for each, limit in zip(sequences, most, strict=True)]
+        if any(drafted):
+            guesses = [pace.guess(its, rows) for its in drafted]
+            either = [max(pair, key=Proposal.expected) for pair in zip(proposals, guesses, strict=True)]
+            if (found := pace.best(either, rows))[0] < seconds:
+                proposals, count = either, found[1]
+        pairs = zip(sequences, proposals, strict=True)
+        return {each: proposal.first(count) for each, proposal in pairs if count and proposal.tokens}
+
+    def _asked(self, sequences: list[TokenSequence], drafts: Drafts) -> Drafts:
+        """The same drafts with what the draft model says in place of guesses, as far as that is worth checking."""
+        guessed = {each: len(proposal.tokens) for each, proposal in drafts.items() if proposal.source == MODEL}
+        if not guessed:
+            return drafts
+        rows, pace, count = [each.row for each in sequences], self._times.pace, max(guessed.values())
+        began_s = time.perf_counter()
+        said = self.group.draft(self._model, rows, [each.next_token for each in sequences], count)
+        if not said:
+            return {each: proposal for each, proposal in drafts.items() if each not in guessed}
+        took_s, found = time.perf_counter() - began_s, dict(zip(sequences, said, strict=True))
+        for sequence, most in guessed.items():
+            tokens, probabilities = found[sequence]
+            drafts[sequence] = pace.of_model(tokens[:most], probabilities)
+        pace.note_drafted([drafts[each] for each in guessed], count, took_s, len(rows))
+        counts = pace.length([*drafts.values()], len(rows))
+        return {each: drafts[each].first(its) for each, its in zip(drafts, counts, strict=True) if its}
 
     def _check(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
         """Run one pass over the next token and the drafts of each, and read what it says."""
@@ -380,7 +401,7 @@ class Engine:
                 said[sequence].append(sequence.reply.tokens[-1])
             return piece
 
-        rows, its = [each.row for each in sequences], [drafts.get(each, ()) for each in sequences]
+        rows, its = [each.row for each in sequences], [drafts.get(each, NOTHING).tokens for each in sequences]
         tokens = [[each.next_token, *draft] for each, draft in zip(sequences, its, strict=True)]
         width = max(len(each) + row.owed_tokens for row, each in zip(rows, tokens, strict=True))
         began_s = time.perf_counter()
@@ -392,6 +413,8 @@ class Engine:
         )
         for sequence, count in zip(sequences, counts, strict=True):
             if sequence.drafting is not None:
+                proposal = drafts.get(sequence, NOTHING)
+                sequence.drafting.choose(proposal, len(proposal.tokens))
                 sequence.drafting.said(said[sequence], count - 1)
 
     def _step(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
@@ -399,6 +422,7 @@ class Engine:
             # In batch order: another order would rearrange tokens and logits.
             sequences.sort(key=lambda each: each.row.at)
             try:
+                drafts = self._asked(sequences, drafts)
                 if drafts or any(each.row.owed_tokens for each in sequences):
                     self._check(sequences, drafts)
                 else:

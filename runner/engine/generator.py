@@ -40,6 +40,7 @@ from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, compi
 from runner.engine.sequence import FREE_SHARE, ContextWindow, Guidance, LogitsProcessor, Outline, Ticket, TokenSequence
 
 DEFAULT_MAX_ROWS = 16
+NUM_DRAFT_TOKENS = 3
 
 
 class ParallelGenerator:
@@ -59,6 +60,8 @@ class ParallelGenerator:
         priority: of all requests, as in `PrefixCache.begin`.
         speculate: what is proposed to replies and checked several tokens in a pass, as in `PrefixCache.drafting`:
             "tree", "prompt", or None: only predictions. Replies are the same, up to rounding, and with a seed as well.
+        draft_model: proposes tokens, too, where that is expected to save time; `cache` must have been made with both
+            models' caches, in this order.
 
     Raises:
         ValueError: an argument out of its range.
@@ -79,6 +82,7 @@ class ParallelGenerator:
         namespace: str = "",
         priority: int = 0,
         speculate: Literal["tree", "prompt"] | None = None,
+        draft_model: Any = None,
     ) -> None:
         capacity = require_count("capacity", capacity, "tokens")
         max_rows = require_count("max_rows", max_rows, "requests")
@@ -92,7 +96,8 @@ class ParallelGenerator:
         new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
         self._drafting = partial(cache.drafting, speculate=speculate)
         pace = cache.drafting([0], speculate=None).pace
-        self._engine = Engine(model, new_group, self._queue, self._window, pace)
+        self._has_draft_model = draft_model is not None
+        self._engine = Engine(model, new_group, self._queue, self._window, pace, draft_model)
         self._arrivals = threading.Condition()  # guards the fields below
         self._submitted: list[TokenSequence] = []
         self._tickets = 0
@@ -123,6 +128,7 @@ class ParallelGenerator:
         namespace: str | None = None,
         reserve: int | None = None,
         prediction: Any = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         on_progress: ProgressCallback | None = None,
         arrived_at_s: float | None = None,
     ) -> Ticket:
@@ -144,6 +150,7 @@ class ParallelGenerator:
             cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
             namespace: default: the generator's.
             prediction: token ids that the reply is expected to have; they are proposed to it.
+            num_draft_tokens: most tokens that the draft model proposes at a time, if there is one.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
 
@@ -159,6 +166,7 @@ class ParallelGenerator:
             raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
         namespace = self._namespace if namespace is None else namespace
         drafting = self._drafting(ids, namespace, prediction=prediction)
+        drafted = require_count("num_draft_tokens", num_draft_tokens, "tokens", least=0) if self._has_draft_model else 0
         outline = Outline.of(len(ids), marks, keep)
         reply = Reply(
             self._tokenizer,
@@ -180,7 +188,8 @@ class ParallelGenerator:
             reserve=max_tokens if reserve is None else reserve,
             on_progress=on_progress,
             namespace=namespace,
-            drafting=None if drafting.is_empty else drafting,
+            drafting=None if drafting.is_empty and not drafted else drafting,
+            draft_tokens=drafted,
             processors=logits_processors,
             guidance=guidance,
         )

@@ -181,6 +181,7 @@ class TokenSequence:
         in_reply, reserve: tokens of the reply that are part of `tokens`; for which room is reserved.
         note: why the reply cannot go on, though nothing failed.
         drafting: what is proposed to it; None: nothing.
+        draft_tokens: how many tokens a draft model proposes to it at a time; 0: there is none.
     """
 
     ticket: Ticket
@@ -201,6 +202,7 @@ class TokenSequence:
     in_reply: int = 0
     note: str | None = None
     drafting: Drafting | None = None
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.last: Sampled | None = None

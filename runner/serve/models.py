@@ -39,6 +39,7 @@ from radixcache.chat import RenderedChat
 from radixcache.chat_template import ChatTemplate
 from radixcache.groups.passes import way_of
 from radixcache.layers.stored import weights_identity
+from radixcache.layers.trials import BothModels
 from radixcache.observe.trace import TraceWriter
 from radixcache.prefix_cache import analytic_cost, default_budget_bytes
 from radixcache.stores.block_store import StoreStats
@@ -52,7 +53,7 @@ from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
 from runner.serve.request import DEFAULT, NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
-from runner.serve.served_model import ServedModel
+from runner.serve.served_model import ServedModel, fresh_caches
 from runner.serve.service import FairThreads
 from runner.text import cut
 
@@ -315,14 +316,11 @@ class Models:
 
     def _new_cache(self, key: ModelNames, loaded: LoadedModel, draft: Any, fingerprint: Fingerprint) -> _CachedModel:
         options = self._options
-        empty = mlx_lm_border.make_prompt_cache(loaded.model)
-        if draft is not None:
-            empty += mlx_lm_border.make_prompt_cache(draft)
         models = [loaded.model] if draft is None else [loaded.model, draft]
+        empty = fresh_caches(models)
         fresh = partial(copy.deepcopy, empty)
-        is_parallel = (
-            draft is None and options.kv_bits is None and not options.exact and _can_share(loaded.model, fresh)
-        )
+        run = loaded.model if draft is None else BothModels(loaded.model, draft, len(empty))
+        is_parallel = options.kv_bits is None and not options.exact and _can_share(run, fresh)
         if options.context is not None and not is_parallel:
             raise ModelError(f"model {key.model}: --context needs shared layers; its layers cannot be shared.")
         if self.ledger is None:

@@ -26,7 +26,7 @@ class ServeOptions:
     port: Annotated[int, Option(help="Port to listen at; 0 takes a free port and prints it.", min=0, max=65535)] = 8080
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_hosts: tuple[str, ...] = ()
-    draft_model: Annotated[str | None, Option(help="Model for speculative decoding, one request at a time.")] = None
+    draft_model: Annotated[str | None, Option(help="Smaller model that drafts replies; see --speculate.")] = None
     num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model proposes at a time.", min=1, max=64)] = 3
     speculate: Annotated[
         Literal["tree", "prompt", "none"],
@@ -182,7 +182,7 @@ def real_path(name: str) -> str:
 def require_compatible(options: ServeOptions) -> None:
     """Raise ValueError for options that exclude each other or do not exist."""
     make_policy(options.policy)
-    for name in ("kv_bits", "draft_model", "exact", "verify"):
+    for name in ("kv_bits", "exact", "verify"):
         if options.context is not None and getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"--context does not work with {option}, which runs requests alone. Leave one out.")

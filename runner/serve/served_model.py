@@ -1,8 +1,8 @@
 """ServedModel: a loaded model and the requests that it answers. Belongs to the generation thread.
 
 Requests run together in a ParallelGenerator, where each becomes a TokenSequence. Some must run alone, through a
-Session: quantized and exact caches, draft models, layers that sequences cannot share, images, and requests drawn for
-verification. Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
+Session: quantized and exact caches, layers that sequences cannot share, images, and requests drawn for verification.
+Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
 
     submit   Request -> prompt tokens, on another thread, where clients take turns
     begin    in order of arrival of each client: sampler, stop words; Started; into the queue
@@ -206,7 +206,8 @@ class ServedModel:
         except (ApiError, ValueError):
             return  # the template wants another conversation
         if self._generator is not None:
-            with PrefixCache(self.model) as cache, self._new_generator(cache) as generator:
+            models = [self.model, *([] if self.draft_model is None else [self.draft_model])]
+            with PrefixCache(caches=lambda: fresh_caches(models)) as cache, self._new_generator(cache) as generator:
                 generator.submit(tokens, max_tokens=REHEARSED_TOKENS, cuts_characters=False)
                 list(generator)
 
@@ -394,6 +395,7 @@ class ServedModel:
             step_size=min(options.prefill_step_size, PARALLEL_STEP_SIZE),
             context=options.context,
             speculate=options.drafts,
+            draft_model=self.draft_model,
         )
 
     def _start_together(self, prepared: _Prepared, generator: ParallelGenerator) -> None:
@@ -412,6 +414,7 @@ class ServedModel:
                 namespace=opened.request.namespace,
                 reserve=RESERVE_TOKENS,
                 prediction=prompt.prediction,
+                num_draft_tokens=opened.request.num_draft_tokens,
                 on_progress=opened.progress,
                 arrived_at_s=opened.arrived_s,
             )
@@ -544,6 +547,11 @@ class ServedModel:
                 return
             yield
         opened.put(Echoed(tuple(found)))
+
+
+def fresh_caches(models: Sequence[Any]) -> list[Any]:
+    """A list of mlx-lm caches for a model, or for a model and its draft model."""
+    return [cache for model in models for cache in mlx_lm_border.make_prompt_cache(model)]
 
 
 def keep_first_space(tokenizer: Any) -> None:

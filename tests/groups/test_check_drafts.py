@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import CacheFullError, Group, PrefixCache, Row
-from runner.models.tiny import TINY_KINDS
+from runner.models.tiny import TINY_KINDS, tiny_model
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
 from tests.groups.test_begin_many import prefilled, stored
 from tests.whole.test_exact import tokens
@@ -48,8 +49,10 @@ def test_rows_are_checked_in_one_pass_unless_a_layer_takes_padding_as_tokens(kin
 class Said:
     """What each row has said, and what it drafts: right, wrong or both, and differently long in each row."""
 
-    def __init__(self, model: Any, group: Group, prompts: list[list[int]], seed: int = 0) -> None:
+    def __init__(self, model: Any, group: Group, prompts: list[list[int]], seed: int = 0, alone: Any = None) -> None:
+        """`alone`: what answers cold, in place of the model."""
         self.model, self.group, self.random = model, group, random.Random(seed)
+        self.alone = model if alone is None else alone
         self.texts = {row: [*prompt] for row, prompt in zip(group.rows, prompts, strict=True)}
         self.next = {row: int(mx.argmax(prefilled(group, model, row))) for row in group.rows}
 
@@ -81,14 +84,14 @@ class Said:
         """The next token and so many more: what the model will say, up to a random place, then something else."""
         text, right = [*self.texts[row], self.next[row]], self.random.randint(0, count)
         for at in range(count):
-            likeliest = int(mx.argmax(cold(self.model, text)))
+            likeliest = int(mx.argmax(cold(self.alone, text)))
             text.append(likeliest if at < right else (likeliest + 1 + self.random.randint(0, 200)) % 250)
         return text[len(self.texts[row]) :]
 
     def say(self, row: Row, its: list[int], logits: mx.array) -> None:
         for token, own in zip(its, logits, strict=True):
             self.texts[row].append(token)
-            assert error(own, cold(self.model, self.texts[row])) < ROUNDING, (row.id, len(self.texts[row]))
+            assert error(own, cold(self.alone, self.texts[row])) < ROUNDING, (row.id, len(self.texts[row]))
         self.next[row] = int(mx.argmax(logits[-1]))
         assert row.known_tokens == len(self.texts[row])
         assert row.known.ids().tolist() == self.texts[row]
@@ -118,6 +121,42 @@ def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_al
     cache.check()
     for text in texts:
         resumed(cache, model, [*text, 7])
+
+
+@pytest.mark.parametrize("kind", FAST[:3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_model_says_what_it_says_alone_and_leaves_nothing_in_the_rows(kind: str, rows: int) -> None:
+    """Behind rejected tokens, in batches with holes, and with windows that wrap while it runs ahead."""
+    model, draft = shared_model(kind), tiny_model(kind, seed=1)
+    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+    prompts = [tokens(seed, 20 + seed) for seed in range(rows)]
+    with cache.begin_many(prompts, capacity=800) as group:
+        both = group.with_draft_model(model, draft)
+        with pytest.raises(ValueError, match="row 0: 20 tokens of its prompt are left; prefill it first"):
+            group.draft(both, group.rows, [1] * rows, 2)
+        said = Said(both, group, prompts, alone=model)
+        for most in (4, 1, 6, 4):
+            said.check(group.rows, most)
+            for count in (1, 5):
+                before = [row.position for row in group.rows]
+                found = group.draft(both, group.rows, [said.next[row] for row in group.rows], count)
+                assert [row.position for row in group.rows] == before
+                group.check()
+                for row, (its, chances) in zip(group.rows, found, strict=True):
+                    if not row.owed_tokens:
+                        assert its == likeliest(draft, [*said.texts[row], said.next[row]], count)
+                    assert all(0 < each <= 1 for each in chances)
+            said.plain(group.rows)
+            if most == 1 and rows == 3:
+                group.rows[1].close()
+
+
+def likeliest(model: Any, text: list[int], count: int) -> list[int]:
+    """The tokens that a model says next."""
+    text, start = [*text], len(text)
+    for _ in range(count):
+        text.append(int(mx.argmax(model(mx.array([text]), cache=make_prompt_cache(model))[0, -1])))
+    return text[start:]
 
 
 def test_rows_that_draft_nothing_are_aligned_again() -> None:

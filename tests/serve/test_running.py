@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from radixcache.speculate.pace import DraftPace
 from runner.models.load import LoadedModel, load_model
 from runner.serve import served_model
 from runner.serve.models import Models
@@ -178,6 +179,24 @@ def test_a_draft_model_changes_nothing_but_the_time_it_takes(tiny: LoadedModel, 
         assert waiting.record.cached_tokens > 0
         without = Waiting(thread, names=ModelNames(draft=None), prompt=LONG)
         assert without.tokens == alone(tiny, LONG)[0]
+
+
+@pytest.mark.parametrize("draft", ["llama", "qwen3", "mamba2"])
+def test_with_a_draft_model_several_requests_run_together(
+    tiny: LoadedModel, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftPace, "seconds", lambda self, tokens_in_pass, rows=1: 1.0)
+    with running(draft_model=f"tiny:{draft}", num_draft_tokens=2) as thread:
+        asked = [Waiting(thread, prompt=prompt, max_tokens=12 + 4 * index) for index, prompt in enumerate(PROMPTS[:4])]
+        none = Waiting(thread, prompt=PROMPTS[4], num_draft_tokens=0)
+        generator = thread.call(lambda models: models.loaded(ModelNames())._generator).result()
+        for index, waiting in enumerate(asked):
+            assert waiting.tokens == alone(tiny, PROMPTS[index], 12 + 4 * index)[0]
+            assert waiting.record.drafted["draft"].proposed > 0
+        assert none.tokens == alone(tiny, PROMPTS[4])[0]
+        assert none.record.drafted == {}
+    assert generator is not None
+    assert draft != "llama" or asked[0].record.rejected_tokens == 0  # a twin
 
 
 def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(tiny: LoadedModel) -> None:

@@ -132,6 +132,36 @@ def test_a_pace_that_never_measured_two_tokens_expects_them_to_be_cheap_and_a_sl
     assert pace.seconds(9) == pytest.approx(5.0, rel=0.1)
 
 
+def test_a_draft_model_is_asked_as_long_as_it_saves_time_and_again_later() -> None:
+    pace, plain_s = DraftPace(), 0.010
+    for _ in range(20):
+        pace.note(1, plain_s, 2)
+    assert pace.best([pace.guess(3, 2)] * 2, 2)[1] == 3  # not asked yet: hoped to be right and fast
+
+    def asked(rounds: int, draft_s: float, probability: float) -> int:
+        """In how many of these rounds it is asked; it is right as often as it says."""
+        count = 0
+        for _ in range(rounds):
+            its = pace.best([pace.guess(3, 2)] * 2, 2)[1]
+            if its:
+                count += 1
+                proposals = [pace.of_model([1] * its, [probability] * its)] * 2
+                pace.note_drafted(proposals, its, its * draft_s, 2)
+                for proposal in proposals:
+                    pace.note_accepted(proposal, its if probability == 1.0 else 0)
+            pace.note(1 + its, plain_s * (1 + its / 100), 2)
+            pace.note(1, plain_s, 2)
+            pace.check()
+        return count
+
+    assert asked(200, 0.001, 1.0) == 200
+    assert asked(200, 0.010, 1.0) < 60  # as slow as the model
+    assert asked(4000, 0.010, 1.0) < 80  # some times, whatever became of it
+    assert asked(400, 0.001, 1.0) > 200
+    assert asked(400, 0.001, 0.05) < 60
+    assert asked(4000, 0.001, 0.05) < 200
+
+
 def test_chances_are_corrected_by_what_was_accepted() -> None:
     pace = DraftPace(free)
     proposal = Proposal((1, 2), (0.9, 0.9), "tree", 8)
