@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, with_text
+from runner.script.conversation import Checked, Many, content_of, reply_of, with_texts
 
 # Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
 BILLING = "x-anthropic-billing-header:"
@@ -77,7 +77,7 @@ class BlocksSource(Checked):
 
     @property
     def text(self) -> str:
-        return _text_of(self.content)
+        return "\n".join(block.text for block in self.content)
 
 
 class Document(Markable):
@@ -99,7 +99,7 @@ class SearchResult(Markable):
 
     @property
     def text(self) -> str:
-        return "\n".join((self.title, self.source, _text_of(self.content)))
+        return "\n".join((self.title, self.source, *(block.text for block in self.content)))
 
 
 class ToolReference(Markable):
@@ -122,6 +122,10 @@ class ImageSource(Checked):
 class Image(Markable):
     type: Literal["image"]
     source: ImageSource
+
+    @property
+    def image_url(self) -> str:
+        return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class Thinking(Checked):
@@ -214,45 +218,24 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
                 yield from ((_tool_message(result), []) for result in group)
             else:
                 shown = list(group)
-                content = _content_of(shown)
+                content = content_of(shown)
                 yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
         if not blocks:
             yield {"role": role, "content": ""}, []
 
 
 def _tool_message(result: Any) -> dict[str, Any]:
-    # OpenAI's form has no field for a failure, only the text.
-    content = _content_of(result.content, "Error: " if result.is_error else "")
+    content = content_of(result.content)
+    if result.is_error:  # OpenAI's form has no field for a failure, only the text
+        content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
 
 
 def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": _text_of(blocks)}
-    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls := [block for block in blocks if isinstance(block, ToolUse)]:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
-            for call in calls
-        ]
-    return message
-
-
-def _content_of(blocks: Sequence[Any], prefix: str = "") -> str | list[dict[str, Any]]:
-    if not any(isinstance(block, Image) for block in blocks):
-        return prefix + _text_of(blocks)
-    parts: list[dict[str, Any]] = [{"type": "text", "text": prefix}] if prefix else []
-    for block in blocks:
-        if isinstance(block, Image):
-            url = f"data:{block.source.media_type};base64,{block.source.data}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append({"type": "text", "text": block.text})
-    return parts
-
-
-def _text_of(blocks: Iterable[Any]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, TEXTUAL))
+    texts = [block for block in blocks if isinstance(block, Text)]
+    thoughts = (block.thinking for block in blocks if isinstance(block, Thinking))
+    calls = (block for block in blocks if isinstance(block, ToolUse))
+    return reply_of(texts, thoughts, ((call.id, call.name, json.dumps(call.input)) for call in calls))
 
 
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
@@ -355,7 +338,9 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     left_out = Counter(f"tool {kind}" for kind in foreign_tools(body.get("tools")))
     given = {name: value for name, value in body.items() if value is not None}
-    chat = AnthropicChat.model_validate({**given, "messages": _with_texts(body["messages"], left_out)})
+    if isinstance(turns := body["messages"], list):
+        given["messages"] = [with_texts(turn, _has_text, left_out) for turn in turns]
+    chat = AnthropicChat.model_validate(given)
     metadata = body.get("metadata")
     return {
         "user": metadata.get("user_id") if isinstance(metadata, dict) else None,
@@ -365,20 +350,6 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
         "thinking": chat.thinking.is_on,
         "left_out": left_out,
     }
-
-
-def _with_texts(holders: Any, left_out: Counter[str]) -> Any:
-    """Turns or results of tools without the blocks that no template has text for, and without nulls."""
-    if not isinstance(holders, list) or not all(isinstance(holder, dict) for holder in holders):
-        return holders
-    return [_with_text(holder, left_out) for holder in holders]
-
-
-def _with_text(holder: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
-    given = {name: value for name, value in holder.items() if value is not None}
-    if isinstance(blocks := given.get("content"), list):
-        given["content"] = _with_texts(with_text(blocks, _has_text, left_out), left_out)
-    return given
 
 
 def _has_text(block: Mapping[str, Any]) -> bool:

@@ -175,6 +175,39 @@ def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: C
     return shown
 
 
+def with_texts(turn: Any, has_text: Callable[[Any], bool], left_out: Counter[str]) -> Any:
+    """A turn of an API, or a part of one, `with_text` at every depth and without nulls."""
+    if not isinstance(turn, dict):
+        return turn
+    given = {name: value for name, value in turn.items() if value is not None}
+    for name in ("content", "output"):
+        if isinstance(parts := given.get(name), list):
+            given[name] = [with_texts(part, has_text, left_out) for part in with_text(parts, has_text, left_out)]
+    return given
+
+
+def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """The content of a message: a line for each text, or a list if there are images."""
+    urls = [getattr(part, "image_url", None) for part in parts]
+    if not any(urls):
+        return "\n".join(part.text for part in parts)
+    return [
+        {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": part.text}
+        for part, url in zip(parts, urls, strict=True)
+    ]
+
+
+def reply_of(parts: Sequence[Any], thoughts: Iterable[str], calls: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+    """A message of the assistant. Of each call: id, name, arguments as JSON text."""
+    message: dict[str, Any] = {"role": "assistant", "content": content_of(parts)}
+    if thought := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = thought
+    made = ((call_id, {"name": name, "arguments": arguments}) for call_id, name, arguments in calls)
+    if tool_calls := [{"id": call_id, "type": "function", "function": function} for call_id, function in made]:
+        message["tool_calls"] = tool_calls
+    return message
+
+
 def require_unicode(value: Any, where: str) -> None:
     """Raise ConversationError where any text inside a value cannot be written as UTF-8."""
     for text in _texts(value, where):

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, with_text
+from runner.script.conversation import Checked, Many, content_of, reply_of, with_texts
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
 SEAL = "radixcache:"
@@ -155,9 +155,9 @@ def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
             continue
         for item in run:
             if isinstance(item, CallOutput):
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content_of(item.output)}
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
             elif isinstance(item, MessageItem):
-                yield {"role": item.role, "content": _content_of(item.content)}
+                yield {"role": item.role, "content": content_of(item.content)}
 
 
 def _is_of_reply(item: Item) -> bool:
@@ -168,28 +168,9 @@ def _is_of_reply(item: Item) -> bool:
 
 def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
     parts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
-    message: dict[str, Any] = {"role": "assistant", "content": _content_of(parts)}
-    thoughts = [item.text() for item in items if isinstance(item, ReasoningItem)]
-    if thought := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = thought
-    if calls := [item for item in items if isinstance(item, FunctionCall | CustomToolCall)]:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    return message
-
-
-def _content_of(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    texts = [part.text for part in parts if not isinstance(part, ImagePart)]
-    if len(texts) == len(parts):
-        return "\n".join(texts)
-    return [
-        {"type": "image_url", "image_url": {"url": part.image_url}}
-        if isinstance(part, ImagePart)
-        else {"type": "text", "text": part.text}
-        for part in parts
-    ]
+    thoughts = (item.text() for item in items if isinstance(item, ReasoningItem))
+    calls = (item for item in items if isinstance(item, FunctionCall | CustomToolCall))
+    return reply_of(parts, thoughts, ((call.call_id, call.name, call.arguments) for call in calls))
 
 
 class FunctionTool(Checked):
@@ -276,7 +257,8 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     left_out = Counter(name for name in ("previous_response_id", "conversation", "prompt") if body.get(name))
     given = {name: value for name, value in body.items() if value is not None}
     items = as_items(body["input"])
-    items = [_with_texts(item, left_out) for item in items] if isinstance(items, list) else items
+    if isinstance(items, list):
+        items = [with_texts(item, lambda part: part["type"] in _TEXT_PARTS, left_out) for item in items]
     chat = ResponseChat.model_validate({**given, "input": items})
     left_out.update(chat.foreign())
     left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.text())
@@ -287,14 +269,3 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
         **{name: body.get(name) for name in ("chat_template_kwargs", "enable_thinking", "thinking")},
         "left_out": left_out,
     }
-
-
-def _with_texts(item: Any, left_out: Counter[str]) -> Any:
-    """An item without the parts that no template has text for."""
-    if not isinstance(item, dict):
-        return item
-    given = dict(item)
-    for field in ("content", "output"):
-        if isinstance(parts := given.get(field), list):
-            given[field] = with_text(parts, lambda part: part["type"] in _TEXT_PARTS, left_out)
-    return given
