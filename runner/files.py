@@ -85,6 +85,16 @@ def open_unpacked(path: Path) -> gzip.GzipFile | BufferedReader:
     return gzip.open(path) if is_gzip else path.open("rb")
 
 
+def read_unpacked(path: Path, most_bytes: int) -> bytearray:
+    """The bytes of a file, those of gzip unpacked: all, or the first `most_bytes` and some more. Raises UNREADABLE."""
+    content = bytearray()
+    with path.open("rb") as raw, gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw as file:
+        # In pieces: a read of so many bytes would allocate all of them.
+        while len(content) <= most_bytes and (more := file.read(1 << 16)):
+            content += more
+    return content
+
+
 def read_json(path: Path, wanted: str, error_class: type[Exception]) -> Any:
     """Read a JSON file; `error_class` is raised, and says what was wanted, if that fails."""
     try:
@@ -92,7 +102,8 @@ def read_json(path: Path, wanted: str, error_class: type[Exception]) -> Any:
     except OSError as error:
         raise error_class(f"{path}: cannot be read ({error.strerror}); wanted {wanted}.") from error
     except (ValueError, RecursionError) as error:
-        raise error_class(f"{path}: not JSON ({error}); wanted {wanted}.") from error
+        line = getattr(error, "lineno", 1)
+        raise error_class(f"{path}:{line}: not JSON ({error}); wanted {wanted}.") from error
 
 
 def json_bytes(document: dict[str, Any]) -> bytes:

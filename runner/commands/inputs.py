@@ -158,6 +158,10 @@ class TraceOptions(SizeOptions):
     block_tokens: Annotated[
         int | None, Option(help="Tokens per block.  [default: 64; 512 in Mooncake's files, 16 in Bailian's]")
     ] = None
+    time_unit: Annotated[
+        str | None,
+        Option(help="Unit of times in rows: seconds or milliseconds.  [default: milliseconds; seconds in Bailian's]"),
+    ] = None
 
     @property
     def inputs(self) -> list[Path]:
@@ -178,6 +182,7 @@ class TraceOptions(SizeOptions):
                 pace=Pace(sessions_per_hour=self.sessions_per_hour),
                 tokenizer=self.tokenizer,
                 block_tokens=self.block_tokens,
+                time_unit=self.time_unit,
             )
         if trace.skipped:
             say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")

@@ -388,7 +388,7 @@ def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str,
 
 @lru_cache(maxsize=len(TOOL_FILES))  # every trajectory of a file asks for its list
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
-    return checked_tools(read_json(path, "a list of tools", ConversationError), str(path))
+    return checked_tools(read_json(path, "a list of tools", ConversationError), f"{path}:1")
 
 
 def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,7 @@ sessions of agents. A JSON document ends at a syntax error.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from runner.files import files_below
+from runner.files import UNREADABLE, files_below, read_unpacked
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
 from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
@@ -196,31 +193,18 @@ def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Or
 def _read_text(path: Path, skip_bad: bool) -> str:
     """The file as text; with `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record."""
     try:
-        content = _unpacked(path.read_bytes(), path)
-        return content.decode("utf-8-sig")
-    except OSError as error:
-        message = f"{path}: cannot be read ({error.strerror}); wanted a file of conversations."
-        raise ConversationError(message) from error
-    except UnicodeDecodeError as error:
-        if skip_bad:
-            return content.decode("utf-8-sig", errors="surrogateescape")
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConversationError(
-            f"{path}:{line}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8; wanted UTF-8 text."
-        ) from None
-
-
-def _unpacked(content: bytes, path: Path) -> bytes:
-    if not content.startswith(b"\x1f\x8b"):
-        return content
+        content = read_unpacked(path, MAX_UNPACKED_BYTES)
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConversationError(f"{path}: cannot be read ({reason}); wanted a file of conversations.") from error
+    if len(content) > MAX_UNPACKED_BYTES:
+        raise ConversationError(f"{path}: has more than {MAX_UNPACKED_BYTES} bytes; wanted at most so many.")
     try:
-        with gzip.open(io.BytesIO(content)) as file:
-            unpacked = file.read(MAX_UNPACKED_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConversationError(f"{path}:1: cannot be unpacked ({error}); wanted a whole gzip file.") from error
-    if len(unpacked) > MAX_UNPACKED_BYTES:
-        raise ConversationError(f"{path}:1: unpacks to more than {MAX_UNPACKED_BYTES} bytes; wanted at most so many.")
-    return unpacked
+        return content.decode("utf-8-sig", errors="surrogateescape" if skip_bad else "strict")
+    except UnicodeDecodeError as error:
+        line, found = content.count(b"\n", 0, error.start) + 1, f"byte 0x{content[error.start]:02x}"
+        wanted = f"{found} at offset {error.start} is not UTF-8; wanted UTF-8 text."
+        raise ConversationError(f"{path}:{line}: {wanted}") from None
 
 
 def _split(text: str, path: str) -> Iterable[JsonRecord]:
@@ -231,7 +215,7 @@ def _split(text: str, path: str) -> Iterable[JsonRecord]:
     if _is_jsonl(text, start, path):
         return _read_lines(text, path)
     if text[start] == "[":
-        return _conversations_of_array(list(_read_array(text, start, path)))
+        return _conversations_of_array(list(array_records(text, start, path)))
     return [_read_single(text, start, path)]
 
 
@@ -281,7 +265,8 @@ def _read_single(text: str, start: int, path: str) -> JsonRecord:
     return line, value
 
 
-def _read_array(text: str, start: int, path: str) -> Iterator[JsonRecord]:
+def array_records(text: str, start: int, path: str) -> Iterator[JsonRecord]:
+    """The values of the array that begins at `start`, up to a syntax error."""
     line, at = 1 + text.count("\n", 0, start), start
 
     def move_to(offset: int) -> None:

@@ -259,6 +259,7 @@ class Reading:
     pace: Pace = field(default_factory=Pace)
     tokenizer: Any = None
     block_tokens: int | None = None
+    time_unit: str | None = None
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import random
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import UNREADABLE, open_unpacked
+from runner.files import UNREADABLE, read_unpacked
+from runner.script.conversation_reader import array_records
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
@@ -237,7 +239,7 @@ class _CompactReader:
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """The keys that tell a form, its units, and the key that has the session.
+    """The keys that tell a form, the usual units, and the key that has the session.
 
     `are_prefix_ids`: the publisher promises that equal ids mean equal prefixes. Otherwise, the file shows it.
     """
@@ -254,11 +256,10 @@ ROW_FORMS = {
     "bailian": RowForm(("chat_id", "hash_ids"), 16, "seconds", are_prefix_ids=False, session="chat_id"),
     "mooncake": RowForm(("hash_ids",), 512, "milliseconds", are_prefix_ids=True, session="session_id"),
 }
-_UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
+UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
 #: Other names of keys, as in Dynamo.
 _ALIASES = {
     "created_time": "timestamp",
-    "delay_ms": "delay",
     "input_tokens": "input_length",
     "output_tokens": "output_length",
 }
@@ -290,12 +291,13 @@ class _RowReader:
     def __init__(self, form: RowForm, path: Path, reading: Reading) -> None:
         self._form, self._path, self._reading = form, path, reading
         self._block_tokens = reading.block_tokens or form.block_tokens
+        self._unit = reading.time_unit or form.time_unit
         self._table = KeyTable(are_prefix_ids=form.are_prefix_ids)
         self._requests: list[TraceRequest] = []
         self._roots: dict[Hashable, Hashable] = {}
         self._latest: dict[Hashable, TraceRequest] = {}
         self._draw, self._next_start_s = random.Random(reading.seed), 0.0
-        self._is_timing_synthetic = self._is_unit_guessed = False
+        self._is_timing_synthetic = self._has_times = False
         self._rows_without_output = 0
 
     def trace(self) -> Trace:
@@ -321,8 +323,8 @@ class _RowReader:
     def _notes(self, *, are_sorted: bool) -> Iterator[str]:
         if are_sorted:
             yield "rows are not in the order of their timestamps; sorted."
-        if self._is_unit_guessed:
-            yield f"timestamps are decimal numbers; taken as {self._form.time_unit}."
+        if self._has_times and self._reading.time_unit is None:
+            yield f"times are taken as {self._unit}; if they are not, give --time-unit."
         if self._rows_without_output:
             yield f"{plural(self._rows_without_output, 'row')} without output_length; taken as 0 tokens."
         if not self._form.are_prefix_ids and self._requests:
@@ -361,13 +363,14 @@ class _RowReader:
 
     def _arrival_ms(self, record: dict[str, Any], where: str, earlier: TraceRequest | None) -> int:
         """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""
-        unit, pace = self._form.time_unit, self._reading.pace
-        unit_ms = _UNITS_MS[unit]
+        unit_ms, pace, delay_ms = UNITS_MS[self._unit], self._reading.pace, None
+        self._has_times |= "timestamp" in record or "delay" in record
         if "timestamp" in record:
-            time_ms = unit_ms * duration(record, "timestamp", where, unit)
-            self._is_unit_guessed |= isinstance(record["timestamp"], float) and unit == "milliseconds"
-            return round(time_ms)
-        delay_ms = unit_ms * duration(record, "delay", where, unit) if "delay" in record else None
+            return round(unit_ms * duration(record, "timestamp", where, self._unit))
+        if "delay" in record:
+            delay_ms = unit_ms * duration(record, "delay", where, self._unit)
+        elif "delay_ms" in record:
+            delay_ms = duration(record, "delay_ms", where, "milliseconds")
         self._is_timing_synthetic = True
         if earlier is None:
             start_s = self._next_start_s
@@ -395,23 +398,21 @@ def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
     draw = random.Random(reading.seed)
     sessions: list[Trace] = []
-    sources: dict[str, Path] = {}
+    sources: dict[str, str] = {}
     start_s = 0.0
     for path in paths:
         try:
             session = _Session(path, reading)
             if sessions and session.block_tokens != sessions[0].block_tokens:
-                raise TraceError(
-                    f"{path}: block_size is {session.block_tokens}; wanted {sessions[0].block_tokens}, as before."
-                )
+                found, wanted = session.block_tokens, sessions[0].block_tokens
+                raise TraceError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
             if session.name in sources:
-                raise TraceError(
-                    f"{path}: the id {session.name!r} was already used in {sources[session.name]}; wanted distinct ids."
-                )
+                used = f"the id {session.name!r} was already used at {sources[session.name]}"
+                raise TraceError(f"{session.where}: {used}; wanted distinct ids.")
         except TraceError as error:
             reading.skip(error)
             continue
-        sources[session.name] = path
+        sources[session.name] = session.where
         requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
         sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
         start_s += reading.pace.session_gap_s(draw)
@@ -435,9 +436,9 @@ class _Session:
     def __init__(self, path: Path, reading: Reading) -> None:
         self._reading = reading
         self._table = KeyTable()
-        document = _session_document(path)
-        self.block_tokens = whole_number(document, "block_size", str(path), at_least=1, at_most=MOST_BLOCK_TOKENS)
-        records = _field(document, "requests", str(path), list, "a list")
+        document, self.where, self._lines = _session_document(path)
+        self.block_tokens = whole_number(document, "block_size", self.where, at_least=1, at_most=MOST_BLOCK_TOKENS)
+        records = _field(document, "requests", self.where, list, "a list")
         self.name = printable(str(document.get("id") or path))
         self._main = _Agent(self.name, "main", 0.0, records, str(path))
 
@@ -448,7 +449,8 @@ class _Session:
     def _requests_of(self, agent: _Agent) -> Iterator[TraceRequest]:
         turn = 0
         for index, record in enumerate(agent.records):
-            where = f"{agent.where}: requests[{index}]"
+            line = f":{self._lines[index]}" if agent is self._main and index < len(self._lines) else ""
+            where = f"{agent.where}{line}: requests[{index}]"
             try:
                 if not isinstance(record, dict):
                     raise TraceError(f"{where} is {shown(record)}; wanted an object.")
@@ -480,16 +482,14 @@ class _Session:
         return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, agent.kind)
 
 
-def _session_document(path: Path) -> dict[str, Any]:
+def _session_document(path: Path) -> tuple[dict[str, Any], str, list[int]]:
+    """A session, where it begins, and the lines where its requests begin."""
     try:
-        content = bytearray()
-        with open_unpacked(path) as file:
-            # In pieces: a read of so many bytes would allocate all of them.
-            while len(content) <= MOST_RECORD_BYTES and (more := file.read(1 << 16)):
-                content += more
+        content = read_unpacked(path, MOST_RECORD_BYTES)
         if len(content) > MOST_RECORD_BYTES:
             raise TraceError(f"{path}: the session is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
-        document = json.loads(content)
+        text = content.decode("utf-8-sig")
+        document = json.loads(text)
     except UNREADABLE as error:
         raise unreadable(path, error) from error
     except json.JSONDecodeError as error:
@@ -497,7 +497,9 @@ def _session_document(path: Path) -> dict[str, Any]:
             f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}); wanted a session."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: not JSON ({error}); wanted a session.") from error
+        raise TraceError(f"{path}:1: not JSON ({error}); wanted a session.") from error
+    where = f"{path}:{1 + text[: text.find('{')].count(chr(10))}"
     if not isinstance(document, dict):
-        raise TraceError(f"{path}: found {shown(document)}; wanted an object with block_size and requests.")
-    return document
+        raise TraceError(f"{where}: found {shown(document)}; wanted an object with block_size and requests.")
+    found = re.search(r'"requests"\s*:\s*(?=\[)', text)
+    return document, where, [] if found is None else [line for line, _ in array_records(text, found.end(), str(path))]

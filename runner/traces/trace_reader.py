@@ -34,7 +34,14 @@ from runner.traces.trace import (
     join_traces,
     unreadable,
 )
-from runner.traces.trace_formats import ROW_FORMS, is_compact_header, read_coding_agent, read_compact, read_rows
+from runner.traces.trace_formats import (
+    ROW_FORMS,
+    UNITS_MS,
+    is_compact_header,
+    read_coding_agent,
+    read_compact,
+    read_rows,
+)
 
 CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
@@ -64,6 +71,7 @@ def read_trace(
     pace: Pace | None = None,
     tokenizer: Any = None,
     block_tokens: int | None = None,
+    time_unit: str | None = None,
 ) -> Trace:
     """Read files or folders of any formats into one trace.
 
@@ -72,14 +80,17 @@ def read_trace(
         seed, pace: of arrival times that are not recorded.
         tokenizer: for conversations: mlx-lm's or transformers', with a chat template.
         block_tokens: for conversations (64 by default), Mooncake's format (512) and Bailian's (16).
+        time_unit: "seconds" or "milliseconds", for rows: by default milliseconds, in Bailian's format seconds.
 
     Raises:
         TraceError: a file or a line is bad, blocks differ in length, or no request is left.
-        ValueError: no path was given.
+        ValueError: no path was given, or an unknown unit.
     """
     if not paths:
         raise ValueError("no trace was given; wanted at least one path.")
-    reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens)
+    if time_unit not in (None, *UNITS_MS):
+        raise ValueError(f"the time unit is {time_unit!r}; wanted one of {', '.join(UNITS_MS)}.")
+    reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
     files: dict[str, list[Path]] = {}
     for path in (file for each in paths for file in _files(Path(each))):
         beginning = _beginning(path)
@@ -106,7 +117,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
     if reading.tokenizer is None:
         raise TraceError(
-            f"{paths[0]}: these are conversations, not a trace. Give --model to cut them into blocks with the "
+            f"{paths[0]}:1: these are conversations, not a trace. Give --model to cut them into blocks with the "
             "tokenizer of that model, or use radixcache replay, tree or explain."
         )
     try:
@@ -200,7 +211,7 @@ def _format_of(path: Path, beginning: bytes) -> str:
     for what, keys in _WITHOUT_IDS.items():
         if record.keys() >= {*keys}:
             raise TraceError(
-                f"{path}: is {what}: lengths and arrivals, but no hash_ids. These do not tell which prompts begin"
+                f"{path}:1: is {what}: lengths and arrivals, but no hash_ids. These do not tell which prompts begin"
                 " alike, so no hit can be computed; wanted hash_ids, or conversations."
             )
     content = beginning.lstrip(_BLANK)

@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line(command: Command, talks: Path, monkeypatch: pytes
     words = {
         "TALKS": "--model tiny --conversations talks.jsonl",
         "PATH": "talks.jsonl --model tiny",
-        "TRACE": "small.jsonl",
+        "TRACE": "small.jsonl --time-unit milliseconds",
         "OWN": "own.jsonl",
         **SHORT,
     }

@@ -116,7 +116,7 @@ def test_tau_bench_tools_lie_beside_the_trajectories_or_one_folder_up(folder: st
 def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = write(tmp_path / "model-airline.json", [{"traj": [HELLO]}])
     (tmp_path / "airline_tools.json").write_text('[{"type": "function"}]')
-    assert error_of(path).startswith("airline_tools.json: tool 0 is dict {'type': 'function'}; wanted a function")
+    assert error_of(path).startswith("airline_tools.json:1: tool 0 is dict {'type': 'function'}; wanted a function")
 
 
 @pytest.mark.parametrize(
@@ -362,14 +362,14 @@ def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: P
     assert [each.messages for each in read_conversations(tmp_path).conversations] == [(HELLO,), (HELLO,)]
     assert [each.source for each in read_conversations(packed).conversations] == ["a.jsonl.gz:1"]
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert error_of(packed).startswith("a.jsonl.gz:1: cannot be unpacked (")
+    assert error_of(packed).startswith("a.jsonl.gz: cannot be read (Compressed file ended")
 
 
 def test_a_packed_file_is_unpacked_no_further_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation_reader, "MAX_UNPACKED_BYTES", 100)
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps([{**HELLO, "content": "a" * 100}]).encode()))
-    assert error_of(path) == "a.json.gz:1: unpacks to more than 100 bytes; wanted at most so many."
+    assert error_of(path) == "a.json.gz: has more than 100 bytes; wanted at most so many."
     path.write_bytes(gzip.compress(b" " * (32 << 20)))
     tracemalloc.start()
     error_of(path)

@@ -323,7 +323,7 @@ def test_a_warm_system_prompt_is_the_beginning_of_prompts_whose_volatile_part_is
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
-        ("a.json", "[", "a.json: not JSON"),
+        ("a.json", "[", "a.json:1: not JSON"),
         ("a.json", "[5]", "a.json: entry 1 is 5; wanted system prompts or conversations"),
         ("a.json", '{"name": "x"}', "entry 1 is {'name': 'x'}; wanted"),
         ("a.json", '["fine", {"system": "a", "name": ""}]', "entry 2: name ''"),

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -152,7 +153,10 @@ def test_bailians_rows_have_seconds_sessions_turns_and_kinds(tmp_path) -> None:
     ]
     sessions = [request.session for request in trace.requests]
     assert sessions[0] == sessions[1] == sessions[2] != sessions[3]
-    assert trace.notes == (f"{path}: equal hash_ids mean equal prefixes.",)
+    assert trace.notes == (
+        f"{path}: times are taken as seconds; if they are not, give --time-unit.",
+        f"{path}: equal hash_ids mean equal prefixes.",
+    )
     assert_invariants(trace)
 
 
@@ -162,7 +166,7 @@ def test_ids_of_blocks_alone_are_found_out_and_become_keys_of_prefixes(tmp_path)
     first, second, third = (request.keys.tolist() for request in trace.requests)
     assert not set(first) & set(second)
     assert third[:2] == second
-    (note,) = trace.notes
+    _, note = trace.notes
     assert note.startswith(f"{path}: equal hash_ids follow different prefixes;")
     assert_invariants(trace)
 
@@ -185,12 +189,31 @@ def test_a_row_without_a_timestamp_arrives_its_delay_after_the_reply_before_it(t
     assert found == [(0, 1, 80, "/a"), (600, 1, 0, "/b"), (700, None, 1, ""), (2500, 2, 40, "/a"), (3750, 3, 0, "/a")]
     assert trace.notes == (
         f"{path}: rows are not in the order of their timestamps; sorted.",
+        f"{path}: times are taken as milliseconds; if they are not, give --time-unit.",
         f"{path}: 2 rows without output_length; taken as 0 tokens.",
     )
     assert_invariants(trace)
     without_delay = write(tmp_path / "d.jsonl", row("a", [1]), row("a", [1]), row("b", [1]))
     first, *later = (request.time_ms for request in read_trace(without_delay).requests)
     assert first == 0 < min(later)
+
+
+@pytest.mark.parametrize("unit", [None, "seconds", "milliseconds"])
+def test_the_unit_of_times_is_said_by_the_user_or_by_a_note(tmp_path, unit: str | None) -> None:
+    rows = [line(2, session_id="a"), {**line(ids=[0, 2]), "timestamp": None, "session_id": "a", "delay": 3}]
+    rows.append({**rows[1], "delay": None, "delay_ms": 3000})
+    bailian = [chat(1, -1, 2, [7]), chat(2, -1, 5, [8])]
+    for number, each, usual in ((0, rows, 1), (1, bailian, 1000)):
+        trace = read_trace(write(tmp_path / f"{number}.jsonl", *each), time_unit=unit)
+        unit_ms = {None: usual, "seconds": 1000, "milliseconds": 1}[unit]
+        first, second, *later = (request.time_ms for request in trace.requests)
+        reply_ms = 0 if number else 125  # 5 tokens of 40 a second
+        assert (first, second - first) == (2 * unit_ms, 3 * unit_ms + reply_ms)
+        assert [at - second for at in later] == [3000 + reply_ms] * (1 - number)
+        taken = any("times are taken as " in note for note in trace.notes)
+        assert taken == (unit is None)
+    with pytest.raises(ValueError, match="the time unit is 'hours'; wanted one of seconds, milliseconds"):
+        read_trace(tmp_path / "0.jsonl", time_unit="hours")
 
 
 def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> None:
@@ -204,7 +227,7 @@ def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> N
     first, second, third = (request.keys.tolist() for request in trace.requests)
     assert first[0] == second[0] == third[0]
     assert len({first[1], second[1], third[1]}) == 3
-    assert trace.notes == (f"{path}: timestamps are decimal numbers; taken as milliseconds.",)
+    assert trace.notes == (f"{path}: times are taken as milliseconds; if they are not, give --time-unit.",)
     assert_invariants(trace)
     texts = read_trace(write(tmp_path / "t.jsonl", line(ids=["a", "b"]), line(ids=["a", "c"])))
     assert [request.keys.tolist() for request in texts.requests] == [[0, 1], [0, 2]]
@@ -222,7 +245,7 @@ def test_a_form_without_ids_is_refused_by_its_name(tmp_path, text: str, name: st
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(
-        TraceError, match=rf"table\.csv: is .*{name}.*: lengths and arrivals, but no hash_ids"
+        TraceError, match=rf"table\.csv:1: is .*{name}.*: lengths and arrivals, but no hash_ids"
     ) as raised:
         read_trace(path)
     assert "\n" not in str(raised.value)
@@ -320,7 +343,9 @@ def test_any_file_is_read_or_refused_with_its_name_in_bounded_memory(
         refusal = str(error)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert refusal.startswith(str(path)) or not refusal
+    # Of a file that cannot be read or has nothing, there is no line to name.
+    nothing = "the file is empty|is compressed|cannot be read|no request found"
+    assert not refusal or re.match(rf"{re.escape(str(path))}:(\d+: | ({nothing}))", refusal), refusal
     assert peak_bytes < 4 << 20
 
 
@@ -401,7 +426,12 @@ def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str
     path = session(tmp_path / "s.json", request_, ask(1, 64, [9]))
     with pytest.raises(TraceError) as raised:
         read_trace(path)
-    assert str(raised.value).startswith(f"{path}: ")
+    assert str(raised.value).startswith(f"{path}:1: ")
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    # Behind the lines of `{`, `id`, `block_size` and `requests`.
+    assert str(raised.value).startswith(f"{path}:5: ")
     assert message in str(raised.value)
     assert len(read_trace(path, skip_bad=True).requests) == 1
 
@@ -416,7 +446,7 @@ def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
     first, second = (session(tmp_path / f"{name}.json", ask(0, 64, [1]), id="same") for name in "ab")
     with pytest.raises(TraceError) as raised:
         read_trace(tmp_path)
-    assert str(raised.value) == f"{second}: the id 'same' was already used in {first}; wanted distinct ids."
+    assert str(raised.value) == f"{second}:1: the id 'same' was already used at {first}:1; wanted distinct ids."
     trace = read_trace(tmp_path, skip_bad=True)
     assert (len(trace.requests), len(trace.skipped)) == (1, 1)
 
@@ -432,7 +462,7 @@ def test_subagents_without_end_are_refused(tmp_path) -> None:
 def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
     session(tmp_path / "a.json", ask(0, 64, [1]))
     session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
-    with pytest.raises(TraceError, match=r"b\.json: block_size is 32; wanted 64"):
+    with pytest.raises(TraceError, match=r"b\.json:1: block_size is 32; wanted 64"):
         read_trace(tmp_path)
 
 
