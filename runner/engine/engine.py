@@ -473,12 +473,13 @@ class Engine:
     def _take(self, sequence: TokenSequence) -> Piece | None:
         """Add the next unread token to the reply. None: `failure` says why not."""
         sampled = sequence.unread.popleft()
-        token, logprob, is_wrong = sampled.read()
+        token, is_wrong, logprob = sampled.read()
         try:
             if is_wrong:
                 sequence.row.distrust_from(sequence.proven_tokens)
                 raise FloatingPointError("the model's logits for this request are not numbers.")
-            return sequence.reply.add(token, sampled.of.logprobs[sampled.row], sequence.ticket.cancelled, logprob)
+            logprobs = sampled.logprobs if sequence.has_logprobs else None
+            return sequence.reply.add(token, logprobs, sequence.ticket.cancelled, logprob)
         except Exception as error:
             sequence.failure = without_frames(error)
             return None

@@ -122,6 +122,7 @@ class ParallelGenerator:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         guidance: Guidance | None = None,
+        has_logprobs: bool = False,
         stop_tokens: Collection[int] | None = None,
         stop_words: Sequence[str] = (),
         cuts_characters: bool = True,
@@ -145,6 +146,7 @@ class ParallelGenerator:
             on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
             arrived_at_s: when the request arrived, by time.perf_counter(); TTFT counts from then. Default: now.
             logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
+            has_logprobs: whether the pieces have log-probabilities, which take time on a CPU.
             stop_tokens: ids that end the reply. Default: the tokenizer's.
             stop_words: texts that end the reply.
             cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
@@ -192,6 +194,7 @@ class ParallelGenerator:
             draft_tokens=drafted,
             processors=logits_processors,
             guidance=guidance,
+            has_logprobs=has_logprobs,
         )
         if self._window is not None:
             sequence.drop(self._window.excess(outline, len(ids), min(max_tokens, self._window.quantum)))

@@ -77,8 +77,8 @@ class Piece(NamedTuple):
     """One token of the reply, with the text it completes; the last piece carries the completion.
 
     An unfinished character, and text that may be the beginning of a stop word, come with a later piece. A stop token
-    has no text. The last piece of a cancelled or failed request may have no token. `logprobs` are (V,), float32;
-    `logprob` is the token's own, if known. `stop_word`: the one that ended the reply.
+    has no text. The last piece of a cancelled or failed request may have no token. `logprobs`, if wanted, are (V,),
+    float32; `logprob` is the token's own, if known. `stop_word`: the one that ended the reply.
     """
 
     text: str
@@ -151,10 +151,12 @@ class Reply:
         """Note that prefill begins now; by default it began with the reply."""
         self._started_s = time.perf_counter()
 
-    def add(self, token: int, logprobs: mx.array, cancelled: Callable[[], bool], logprob: float | None = None) -> Piece:
+    def add(
+        self, token: int, logprobs: mx.array | None, cancelled: Callable[[], bool], logprob: float | None = None
+    ) -> Piece:
         """Take the next token; `cancelled` is called unless it is the last one. ValueError: the token is below 0."""
         if token < 0:
-            raise ValueError(f"the sampler returned an id outside the vocabulary of {logprobs.size} tokens.")
+            raise ValueError("the sampler returned an id outside the vocabulary.")
         self.tokens.append(token)
         self._last_s = time.perf_counter()
         if self._first_s is None:
@@ -205,15 +207,14 @@ class Reply:
         )
 
 
-def log_probabilities(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Return of logits (N, V) pending log-probabilities (N, V) and normalizers (N, 1), not finite if a logit is not."""
+def log_probabilities(logits: mx.array) -> mx.array:
+    """Return the pending log-probabilities (N, V) of logits (N, V)."""
     logits = logits.astype(mx.float32)
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - total, total
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
+def greedy(logits: mx.array) -> mx.array:
+    return mx.argmax(logits, axis=-1)
 
 
 def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
@@ -303,7 +304,7 @@ def generate(
             raise _CancelledError
 
     def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-        logprobs, _ = log_probabilities(logits[:, -1])
+        logprobs = log_probabilities(logits[:, -1])
         return sample(sampler, logprobs), logprobs
 
     with compile_mode(model):

@@ -145,26 +145,34 @@ class Ticket:
 
 
 class Predictions:
-    """Pending results of a forward pass: tokens (N,), log-probabilities (N, V), and their normalizers (N, 1)."""
+    """Pending results of a forward pass with logits (N, V): tokens (N,) and, if wanted, log-probabilities (N, V)."""
 
-    def __init__(self, tokens: mx.array, logprobs: mx.array, totals: mx.array) -> None:
-        self.tokens, self.logprobs, self._totals = tokens, logprobs, totals
-        self._own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)  # a token -1 reads the last one's
-        mx.async_eval(tokens, logprobs, totals, self._own)
+    def __init__(self, tokens: mx.array, logits: mx.array, logprobs: mx.array | None) -> None:
+        self.tokens, self.logprobs = tokens, logprobs
+        self._pending = [tokens, mx.max(logits, axis=-1)]  # the largest is finite if all are numbers
+        if logprobs is not None:  # a token -1 reads the last one's
+            self._pending.append(mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0])
+        mx.async_eval(*self._pending, *([] if logprobs is None else [logprobs]))
 
     @cached_property
-    def read(self) -> list[tuple[int, float, bool]]:
-        """Wait; return for each row the token, its log-probability, and whether logits were not numbers."""
-        lists: list[Any] = [array.tolist() for array in (self.tokens, self._own, self._totals)]
-        return [(token, own, not math.isfinite(total)) for token, (own,), (total,) in zip(*lists, strict=True)]
+    def read(self) -> list[tuple[int, bool, float | None]]:
+        """Wait; return for each row the token, whether logits were not numbers, and the log-probability if known."""
+        lists: list[Any] = [array.tolist() for array in self._pending]
+        columns = [*lists, [None] * len(lists[0])][:3]
+        return [(token, not math.isfinite(most), own) for token, most, own in zip(*columns, strict=True)]
 
 
 class Sampled(NamedTuple):
     of: Predictions
     row: int
 
-    def read(self) -> tuple[int, float, bool]:
+    def read(self) -> tuple[int, bool, float | None]:
         return self.of.read[self.row]
+
+    @property
+    def logprobs(self) -> mx.array | None:
+        """Log-probabilities (V,); None: no row of the pass wanted them."""
+        return None if self.of.logprobs is None else self.of.logprobs[self.row]
 
 
 @dataclass(eq=False)
@@ -182,6 +190,7 @@ class TokenSequence:
         note: why the reply cannot go on, though nothing failed.
         drafting: what is proposed to it; None: nothing.
         draft_tokens: how many tokens a draft model proposes to it at a time; 0: there is none.
+        has_logprobs: whether its pieces have log-probabilities.
     """
 
     ticket: Ticket
@@ -203,6 +212,7 @@ class TokenSequence:
     note: str | None = None
     drafting: Drafting | None = None
     draft_tokens: int = 0
+    has_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.last: Sampled | None = None
@@ -303,10 +313,12 @@ def sample_each(sequences: Sequence[TokenSequence], logits: mx.array) -> None:
     if guided := {row: each for row, each in enumerate(sequences) if each.guidance and each.failure is None}:
         mx.async_eval(last)  # the forward pass runs while masks are made
         last = _replace_rows(last, guided, lambda row, each: each.mask(last[row : row + 1]))
-    logprobs, totals = log_probabilities(last)
+    # The normalizer takes an exponential of each logit, and the likeliest token needs none.
+    is_scored = any(each.sampler is not None or each.has_logprobs for each in sequences)
+    logprobs: Any = log_probabilities(last) if is_scored else None
     sampling = {row: each for row, each in enumerate(sequences) if each.sampler is not None and each.failure is None}
-    tokens = _replace_rows(greedy(logprobs), sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
-    predictions = Predictions(tokens, logprobs, totals)
+    tokens = _replace_rows(greedy(last), sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
+    predictions = Predictions(tokens, last, logprobs)
     for row, sequence in enumerate(sequences):
         if sequence.failure is None:
             sequence.last = Sampled(predictions, row)

@@ -704,7 +704,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             created_s,
             is_chat=requests[0].prompt is None,
             n=body.n,
-            has_logprobs=requests[0].logprobs or requests[0].top_logprobs > 0,
+            has_logprobs=requests[0].has_logprobs,
             has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
             include_usage=body.stream_options.get("include_usage", False),
         )

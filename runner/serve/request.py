@@ -125,7 +125,12 @@ class Request:
     @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's own tokens are wanted, too."""
-        return self.echo and (self.logprobs or self.top_logprobs > 0)
+        return self.echo and self.has_logprobs
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the reply's tokens come with their log-probabilities."""
+        return self.logprobs or self.top_logprobs > 0
 
     @property
     def is_kept(self) -> bool:
@@ -164,8 +169,8 @@ class LikelyToken(NamedTuple):
 class Token:
     """One sampled token, with the text and stop word that it completes.
 
-    `top_tokens` are the likeliest, as many as the request asks for, and `data` is the token's own text in UTF-8, if the
-    request asks for log-probabilities.
+    If the request asks for log-probabilities, `logprob` is the token's own, `top_tokens` are the likeliest, as many as
+    the request asks for, and `data` is the token's own text in UTF-8.
     """
 
     text: str

@@ -381,7 +381,7 @@ class ServedModel:
         """Put a sampled token. `logprobs` (V,) are those of all tokens, evaluated."""
         request = opened.request
         top = likeliest(logprobs, request.top_logprobs, self.tokenizer) if request.top_logprobs > 0 else ()
-        data = token_bytes(self.tokenizer, id) if request.logprobs or top else b""
+        data = token_bytes(self.tokenizer, id) if request.has_logprobs else b""
         opened.add(Token(text, id, logprob, top, reason, stop_word, data))
 
     def _new_generator(self, cache: PrefixCache) -> ParallelGenerator:
@@ -409,6 +409,7 @@ class ServedModel:
                 sampler=prepared.sampler,
                 logits_processors=prepared.logits_processors,
                 guidance=prepared.guide,
+                has_logprobs=opened.request.has_logprobs,
                 stop_words=opened.request.stop_words,
                 cuts_characters=False,
                 namespace=opened.request.namespace,
@@ -450,9 +451,9 @@ class ServedModel:
         if piece.token is not None and not opened.is_over:
             ended = None if done is None else done.done_reason
             reason: FinishReason | None = ended if ended == "stop" or ended == "length" else None
-            assert piece.logprob is not None, ticket
+            logprob = 0.0 if piece.logprob is None else piece.logprob
             try:
-                self._add_token(opened, piece.text, piece.token, piece.logprob, piece.logprobs, reason, piece.stop_word)
+                self._add_token(opened, piece.text, piece.token, logprob, piece.logprobs, reason, piece.stop_word)
             except Exception as error:
                 ticket.cancel()
                 opened.fail_with(error)
@@ -518,7 +519,8 @@ class ServedModel:
                     is_last = each.finish_reason is not None or opened.is_cancelled
                     text, stop_word = stop_words.add(each.text, is_last=is_last)
                     outcome = each.finish_reason if stop_word is None else "stop"
-                    logprob = each.logprobs[each.token].item()
+                    # Reading it waits for the next forward pass.
+                    logprob = each.logprobs[each.token].item() if opened.request.has_logprobs else 0.0
                     self._add_token(opened, text, each.token, logprob, each.logprobs, outcome, stop_word)
                     if outcome is not None or is_last:
                         break

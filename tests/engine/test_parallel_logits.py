@@ -68,6 +68,33 @@ def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny
         assert said(ticket) == alone(tiny, prompt, logits_processors=processors)
 
 
+def test_log_probabilities_come_to_the_request_that_wants_them_and_change_no_other(tiny: LoadedModel) -> None:
+    prompt = PROMPTS[0]
+    with new_generator(tiny, new_cache(tiny)) as generator:
+        wanted = [False, True]
+        tickets = [generator.submit(prompt, max_tokens=6, stop_tokens=(), has_logprobs=each) for each in wanted]
+        found = list(generator)
+    silent, told = ([piece for whose, piece in found if whose is ticket] for ticket in tickets)
+    assert all(piece.logprobs is None for piece in silent)
+    expected = stream_generate(tiny.model, tiny.tokenizer, list(prompt), max_tokens=6)
+    for piece, each in zip(told, expected, strict=True):
+        assert piece.token == each.token
+        assert np.allclose(piece.logprobs, each.logprobs, atol=1e-4)
+        assert piece.logprob == pytest.approx(each.logprobs[each.token].item(), abs=1e-4)
+    assert said(tickets[0]) == said(tickets[1])
+
+
+def test_the_likeliest_token_is_found_without_an_exponential(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_generator(tiny, new_cache(tiny)) as generator:
+        ticket = generator.submit(PROMPTS[0], max_tokens=6, stop_tokens=())
+        monkeypatch.setattr(mx, "logsumexp", None)
+        list(generator)
+    monkeypatch.undo()
+    assert said(ticket) == alone(tiny, PROMPTS[0], 6)
+
+
 class Line:
     """Guidance that allows one token at a time, the line's, and notes what it is told."""
 
