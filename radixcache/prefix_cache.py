@@ -145,7 +145,7 @@ class PrefixCache:
         checkpoint_budget_bytes: limit of all checkpoints; above it, interval checkpoints go first. Default: half the
             budget.
         suffix_index_bytes: limit of the index from which replies are drafted, beside the budget. It is made when the
-            first request asks for drafts, at 40 bytes a token, and forgets the oldest tokens first.
+            first request asks for drafts, at most 39 bytes a token, and forgets the oldest tokens first.
         live_slots: how many sessions may be open at a time. Each slot has its own buffers.
         kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
         kv_group_size: elements per group of quantized keys and values.

@@ -13,7 +13,7 @@ import numpy as np
 MOST_LIVE_SLOTS = 4096
 #: Pins may last so many seconds, some 30,000 years.
 NEVER_S = 1e12
-#: The suffix index of a cache takes at most so many bytes by default: 1.6 million tokens.
+#: The suffix index of a cache takes at most so many bytes by default: 1.7 million tokens.
 SUFFIX_INDEX_BYTES = 64 << 20
 #: Bits of keys and values in snapshots; None: those of the live ones.
 STORED_BITS: tuple[int | None, ...] = (None, 4, 8)

@@ -272,6 +272,9 @@ class ServedModel:
         has_images = prompt.vision is not None
         if has_images and self.draft_model is not None:
             raise ApiError(400, "a draft model cannot draft replies to images; ask with draft_model null.")
+        if prompt.prediction and self._options.exact:
+            why = "checked tokens round differently, and this server was started with --exact"
+            raise ApiError(400, f"no prediction can be used here: {why}. Leave prediction out.", param="prediction")
         is_shifted = self._options.context is not None and not has_images
         longest = CAPACITY_TOKENS - 1 if is_shifted or self.context_length is None else self.context_length
         if prompt_tokens > longest:
@@ -508,7 +511,7 @@ class ServedModel:
             prompt_progress_callback=progress,
             num_draft_tokens=opened.request.num_draft_tokens,
             speculate=self._options.drafts,
-            prediction=None if self._options.exact else prompt.prediction,
+            prediction=prompt.prediction,
         )
         outcome: FinishReason | None = None
         stop_words = StopWords(opened.request.stop_words)

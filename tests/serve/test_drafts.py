@@ -102,12 +102,13 @@ def test_requests_that_run_alone_are_drafted_too(options: dict[str, Any]) -> Non
     assert records[1].drafted["tree"].accepted == drafted(second)[0]
 
 
-def test_an_exact_cache_drafts_nothing() -> None:
+def test_an_exact_server_drafts_nothing_and_refuses_predictions_by_name() -> None:
     with pytest.raises(ValueError, match="--speculate tree does not work with --exact"):
         require_compatible(ServeOptions(exact=True, speculate="tree"))
     with application(exact=True) as (app, _), local_client(app) as client:
-        plain = ask(client)
-        text = plain["choices"][0]["message"]["content"]
-        found = ask(client, prediction={"type": "content", "content": text})
-    assert found["choices"][0]["message"]["content"] == text
-    assert drafted(found) == (0, 0)
+        assert drafted(ask(client, prediction={"type": "content", "content": ""})) == (0, 0)
+        body = {"messages": [USER], "prediction": {"type": "content", "content": "as before"}}
+        answer = client.post(CHAT, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prediction"
+    assert "no prediction can be used here: checked tokens round differently" in answer.text
