@@ -290,7 +290,7 @@ def _cell(value: Any) -> str:
 
 
 def forms() -> str:
-    rows = ((form.name, ", ".join(f"`{key}`" for key in form.keys.split()), form.about) for form in FORMS)
+    rows = ((form.name, f"`{form.keys.replace(' ', '`, `').replace('|', '` or `')}`", form.about) for form in FORMS)
     return "\n".join(_table(("form", "keys of a record", "what it is"), rows)) + "\n"
 
 

@@ -55,6 +55,7 @@ _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
+OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
@@ -143,7 +144,7 @@ def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def _unknown(record: Any, origin: Origin) -> ConversationError:
-    known = "; ".join(f"{form.name} ({form.keys.replace(' ', ', ')})" for form in FORMS)
+    known = "; ".join(f"{form.name} ({form.keys.replace(' ', ', ').replace('|', ' or ')})" for form in FORMS)
     found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
     if isinstance(record, dict):
         found = f"no known form of conversation (keys: {shortened(', '.join(record), 80) or 'none'})"
@@ -341,7 +342,7 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
     name = named.pop("custom_id", None)
-    response = _object_of(_found(record, "response/body response")[1])
+    response = _object_of(_found(record, "response/body response result/message result error")[1])
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
     left_out: Counter[str] = Counter()
@@ -435,7 +436,7 @@ _ANTHROPIC = "a body with `system`, or with blocks or tools that only this API h
 _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages"
 _CLAUDE_CODE = "a session in `~/.claude/projects`"
 _CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
-_LOGGED = "a body of an API above, which may be JSON text; `response` may have its reply"
+_LOGGED = "a body of an API above, or its JSON text, with its `response`; outputs of batches may be in a file of their own"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
 _TREE = "a message with `replies`; each path of the tree is a conversation"

@@ -19,7 +19,7 @@ from typing import Any
 
 from runner.files import UNREADABLE, files_below, read_unpacked
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
-from runner.script.conversation_formats import TOOL_FILES, expanded, is_message, joining_form, parse_record
+from runner.script.conversation_formats import OUTPUT_KEYS, TOOL_FILES, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
@@ -83,15 +83,17 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     sources: dict[str, str] = {}
     asked: set[bytes] = set()
     replies: set[str] = set()
-    for path in found:
-        # Conversations without an id are named after their file, and its folder if the file's name is not unique.
-        label = path.stem if stems.count(path.stem) == 1 else str(path)
-        for value, origin in _records(path, label, skip_bad):
-            try:
-                read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
-                conversations += [new for each in read if (new := _without(replies, each)) is not None]
-            except ConversationError as error:
-                errors.append(error)
+    # Conversations without an id are named after their file, and its folder if the file's name is not unique.
+    labels = (
+        path.stem if count == 1 else str(path) for path, count in zip(found, map(stems.count, stems), strict=True)
+    )
+    every = (_records(path, label, skip_bad) for path, label in zip(found, labels, strict=True))
+    for value, origin in _with_outputs(chain.from_iterable(every)):
+        try:
+            read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
+            conversations += [new for each in read if (new := _without(replies, each)) is not None]
+        except ConversationError as error:
+            errors.append(error)
     # Folders of agents have other files, too, and logs that are being written.
     bad = [error for error in errors if not skip_bad or isinstance(error, _UnreadableError)]
     if bad and not any(each.calls for each in conversations):
@@ -109,6 +111,28 @@ def not_in_logs(conversations: Iterable[Conversation]) -> list[str]:
     bare = sum(each.messages[0]["role"] not in ("system", "developer") for each in logs)
     tools = ["tools"] if any(each.tools is None for each in logs) else []
     return tools + ([f"the system prompt of {bare:,} of {plural(len(logs), 'conversation')}"] if bare else [])
+
+
+def _with_outputs(records: Iterable[tuple[Any, Origin]]) -> Iterator[tuple[Any, Origin]]:
+    """The records. Those of batches come last, each request with its output, which is in another file."""
+    requests: list[tuple[Any, Origin]] = []
+    outputs: dict[str, tuple[Any, Origin]] = {}
+    for value, origin in records:
+        name = value.get("custom_id") if isinstance(value, dict) else None
+        if not isinstance(name, str):
+            yield value, origin
+        elif value.keys() & OUTPUT_KEYS and not value.keys() & {"body", "params"}:
+            outputs[name] = value, origin
+        else:
+            requests.append((value, origin))
+    for value, origin in requests:
+        output, _ = outputs.pop(value["custom_id"], ({}, origin))
+        yield {**{key: output[key] for key in OUTPUT_KEYS & output.keys()}, **value}, origin
+    for _, origin in outputs.values():
+        yield (
+            ConversationError(f"{origin.where}: is an output without its request; wanted both files of the batch."),
+            origin,
+        )
 
 
 def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:

@@ -281,6 +281,29 @@ def test_what_a_response_has_beyond_its_first_reply_is_counted() -> None:
     assert [message["role"] for message in unknown.messages] == ["user"]
 
 
+@pytest.mark.parametrize(
+    ("request_key", "output"),
+    [
+        ("body", {"id": "batch_req_1", "response": {"status_code": 200, "body": {"choices": [{"message": REPLY}]}}}),
+        ("params", {"result": {"type": "succeeded", "message": {**REPLY, "type": "message"}}}),
+    ],
+    ids=["OpenAI", "Anthropic"],
+)
+def test_requests_of_a_batch_and_their_outputs_come_from_two_files(
+    request_key: str, output: dict[str, Any], tmp_path: Path
+) -> None:
+    requests = [{"custom_id": name, request_key: BODY} for name in ("a", "b", "c")]
+    failed = {"custom_id": "b", "response": None, "error": {"code": "batch_expired"}}
+    write(tmp_path / "2-requests.jsonl", *requests)
+    lone = write(tmp_path / "1-outputs.jsonl", {**output, "custom_id": "a", "error": None}, failed)
+    found = read_conversations(tmp_path).conversations
+    assert [each.conversation_id for each in found] == ["a", "b", "c"]
+    assert [each.messages[-1]["content"] for each in found] == ["42", "Go", "Go"]
+    assert [each.left_out for each in found] == [{}, {"response": 1}, {}]
+    with pytest.raises(ConversationError, match=r"outputs\.jsonl:1: is an output without its request; wanted both"):
+        read_conversations(lone)
+
+
 def test_a_batch_of_no_chats_is_refused() -> None:
     with pytest.raises(ConversationError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
         read_one({"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "Go"}})
