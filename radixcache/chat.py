@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -216,23 +216,18 @@ def message_ends(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = True,
-    counts: Container[int] | None = None,
     **template_kwargs: Any,
 ) -> tuple[NDArray[np.int32], int, list[int]]:
     """The tokens of `render_chat`, and the message of each mark.
 
-    Args:
-        counts: the numbers of messages after which to find an end, including 1; None: after each message.
-
     Returns:
         Tokens; the end of the opening; and one end per message, unsorted: `ends[k]` belongs to `messages[: k + 1]`.
         The opening is what the template adds to the system prompt (a default one, a tool list), shared by all
-        conversations that begin with the same system prompt and a user message. 0: not certain, or not asked for.
+        conversations that begin with the same system prompt and a user message. 0: not certain.
     """
     template = ChatTemplate(tokenizer, tools, template_kwargs)
     chat = RenderedChat(template, messages, _ending(messages, add_generation_prompt))
-    ends = [chat.end(count) if counts is None or count in counts else 0 for count in range(1, len(messages) + 1)]
-    return chat.tokens, chat.opening, ends
+    return chat.tokens, chat.opening, [chat.end(count) for count in range(1, len(messages) + 1)]
 
 
 def _ending(messages: Sequence[Message], add_generation_prompt: bool) -> Ending:
@@ -404,6 +399,9 @@ class RenderedChat:
         return self._ends[count]
 
     def _own_end(self, count: int) -> int:
+        if 1 < count == len(self._messages) and self._ending == "message":
+            self._complete.add(len(self._base))
+            return len(self._base)
         beginning, start = self._messages[:count], self._starts.get(count)
         # Where messages of one kind meet, a template writes one text, so it is rendered once.
         kind = (

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import render_chat
-from radixcache.chat import message_ends
+from radixcache.chat import RenderedChat
+from radixcache.chat_template import ChatTemplate
 from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
@@ -190,16 +191,9 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     if request.recorded_reply is None:
         return np.empty(0, np.int32)
     messages = [*request.messages, request.recorded_reply]
-    tokens, _, (*_, end) = message_ends(
-        tokenizer,
-        messages,
-        request.tools,
-        add_generation_prompt=False,
-        counts=(len(messages),),  # each end costs some renderings
-        **request.arguments,
-    )
-    if end > len(prompt) == common_length(tokens, prompt):
-        return tokens[len(prompt) : end]
+    chat = RenderedChat(ChatTemplate(tokenizer, request.tools, dict(request.arguments)), messages, "message")
+    if len(prompt) == common_length(chat.tokens, prompt) and (end := chat.end(len(messages))) > len(prompt):
+        return chat.tokens[len(prompt) : end]
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
     content = request.recorded_reply.get("content") or ""
     return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)

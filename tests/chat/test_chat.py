@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from radixcache.chat import chat_tokens, message_ends, render_chat
+from radixcache.chat import RenderedChat, chat_tokens, message_ends, render_chat
+from radixcache.chat_template import ChatTemplate
 
 CHATML = (
     "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -269,14 +270,15 @@ def test_token_that_reaches_over_a_border_is_left_out_of_the_mark() -> None:
 def test_only_the_ends_that_are_asked_for_are_looked_for() -> None:
     tokenizer = make_tokenizer(GLUED)
     turns = [{"role": role, "content": "it is fine"} for _ in range(50) for role in ("user", "assistant")]
-    tokens, opening, ends = message_ends(tokenizer, turns)
+    tokens, _, ends = message_ends(tokenizer, turns)
     rendered = []
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
-    some, same_opening, found = message_ends(tokenizer, turns, counts={1, 40, 100})
-    assert (some.tolist(), same_opening) == (tokens.tolist(), opening)
-    assert found == [end if count in (1, 40, 100) else 0 for count, end in enumerate(ends, 1)]
-    assert len(rendered) < 20
+    chat = RenderedChat(ChatTemplate(tokenizer, None, {}), turns, "message")
+    assert (chat.tokens.tolist(), chat.end(100)) == (tokens.tolist(), ends[-1])
+    assert len(rendered) == 2, "the end of all needs the chat and a later turn"
+    assert [chat.end(count) for count in (1, 40)] == [ends[0], ends[39]]
+    assert len(rendered) < 10
 
 
 # Messages
