@@ -440,7 +440,7 @@ def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def breaks_text(report: BreakReport, *, top: int = 10) -> str:
-    """The report for people: tokens resumed and lost, then each break with its place, reason and text."""
+    """The report for people: a table of what was lost and what is new, by cause; and where most of each was lost."""
     total = max(1, report.prompt_tokens)
     lines = [
         f"{plural(report.requests, 'request')}, {report.prompt_tokens:,} prompt tokens: "
@@ -449,21 +449,34 @@ def breaks_text(report: BreakReport, *, top: int = 10) -> str:
     ]
     if report.reported_requests:
         lines.append(_reported_words(report))
-    if report.breaks:
-        lines += ["", f"{'tokens lost':>11}  {'of prompts':>10}  {'requests':>8}  where, and why"]
-    else:
+    if not report.breaks:
         lines.append("Nothing was lost: everything that could be reused was reused.")
+    lines += ["", f"{'':4}  {'tokens':>11}  {'of prompts':>10}  {'requests':>8}  cause, and what to change"]
+    for state, tokens, requests, *words in (*_lost_rows(report, top), *_new_rows(report)):
+        lines.append(f"{state:<4}  {tokens:>11,}  {tokens / total:>10.1%}  {requests or '':>8}  {words[0]}")
+        lines += [f"{'':41}{hint}" for hint in words[1:]]
     for each in report.breaks[:top]:
-        lines += _break_lines(each, total)
-    if rest := report.breaks[top:]:
-        lost = sum(each.lost_tokens for each in rest)
-        lines.append(f"{lost:>11,}  {lost / total:>10.1%}  {'':>8}  {len(rest)} more breaks; see --top")
-    if report.openings:
-        lines += _opening_lines(report, total)
+        lines += _example_lines(each)
     for span in report.hints[:SHOWN_HINTS]:
         requests = plural(span.requests, "request")
         lines += ["", f"hint, in {requests}, {span.lost_tokens:,} tokens lost: {span.hint}"]
     return "\n".join(lines)
+
+
+def _lost_rows(report: BreakReport, top: int) -> Iterator[tuple[Any, ...]]:
+    for each in report.breaks[:top]:
+        hint = PIECE_HINTS.get(each.piece) if each.change is None else each.change.hint
+        yield "lost", each.lost_tokens, each.requests, f"{_where(each)}: {_why(each)}", *filter(None, [hint])
+    if rest := report.breaks[top:]:
+        yield "lost", sum(each.lost_tokens for each in rest), 0, f"{len(rest)} more breaks; see --top"
+
+
+def _new_rows(report: BreakReport) -> list[tuple[Any, ...]]:
+    """Why the tokens are new that are not lost."""
+    rows = [("new", row.new_tokens, row.requests, OPENINGS[name]) for name, row in report.openings.items()]
+    added = report.new_tokens - sum(row[1] for row in rows), report.requests - sum(row[2] for row in rows)
+    rows.append(("new", *added, "messages that were added" if rows else "messages that no request had before"))
+    return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
 
 
 def _reported_words(report: BreakReport) -> str:
@@ -481,39 +494,19 @@ def _reported_words(report: BreakReport) -> str:
     return words
 
 
-def _opening_lines(report: BreakReport, total: int) -> list[str]:
-    """Why the tokens are new that are not lost."""
-    openings = report.openings.values()
-    others = report.requests - sum(row.requests for row in openings)
-    rest = OpeningRow(others, report.new_tokens - sum(row.new_tokens for row in openings))
-    rows = [*((OPENINGS[name], row) for name, row in report.openings.items()), ("messages that were added", rest)]
-    rows.sort(key=lambda each: -each[1].new_tokens)
-    return [
-        "",
-        f"{'tokens new':>11}  {'of prompts':>10}  {'requests':>8}  why",
-        *(f"{_figures(row.new_tokens, total, row.requests)}  {words}" for words, row in rows if row.new_tokens),
-    ]
-
-
-def _figures(tokens: int, total: int, requests: int) -> str:
-    return f"{tokens:>11,}  {tokens / total:>10.1%}  {requests:>8,}"
-
-
-def _break_lines(each: Break, total: int) -> list[str]:
-    hint = PIECE_HINTS.get(each.piece) if each.change is None else each.change.hint
-    lines = [f"{_figures(each.lost_tokens, total, each.requests)}  {_where(each)}: {_why(each)}"]
-    if hint is not None:
-        lines.append(f"{' ' * 6}{hint}")
-    gap, margin = each.example, " " * 6
+def _example_lines(each: Break) -> list[str]:
+    """The place where a break lost most."""
+    gap = each.example
     assert gap is not None, each
-    lines.append(f"{margin}most in conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}:")
+    place = f"conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}"
+    lines = ["", f"{_where(each)}, most in {place}:"]
     if gap.reason != Reason.DIVERGED or gap.before_text is None:
-        return [*lines, f"{margin}  {shortened(str(gap), 100)}"]
+        return [*lines, f"  {shortened(str(gap), 100)}"]
     return [
         *lines,
-        f"{margin}  after   {gap.before_text[-BEFORE_CHARS:]!r}",
-        f"{margin}  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
-        f"{margin}  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
+        f"  after   {gap.before_text[-BEFORE_CHARS:]!r}",
+        f"  stored  {(gap.stored_text or '')[:AFTER_CHARS]!r}",
+        f"  asked   {(gap.asked_text or '')[:AFTER_CHARS]!r}",
     ]
 
 

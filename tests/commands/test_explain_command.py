@@ -265,6 +265,26 @@ def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path
     assert "first requests of subagents" in breaks_text(report)
 
 
+def test_one_table_has_what_was_lost_and_what_is_new_and_all_evaluated_tokens(tmp_path: Path) -> None:
+    log = session(turns=4)
+    log.add("system", after=None, subtype="compact_boundary")
+    log.ask(f"They asked about the library. {SYSTEM}", isCompactSummary=True)
+    log.reply(f"I see. {SYSTEM}", model="haiku")
+    log.ask("And now?")
+    log.reply("Now I answer.", model="opus")
+    report = broken_log(tmp_path, log.records)
+    table = breaks_text(report).split("\n\n")[1].splitlines()
+    assert table[0].split()[:2] == ["tokens", "of"]
+    rows = [line for line in table[1:] if not line.startswith(" ")]
+    tokens = {
+        state: sum(int(row.split()[1].replace(",", "")) for row in rows if row.startswith(state))
+        for state in ("lost", "new")
+    }
+    assert tokens == {"lost": report.lost_tokens, "new": report.new_tokens}
+    (_, rest, *_) = [line for line in breaks_text(report, top=1).splitlines() if line.startswith("lost")]
+    assert "more breaks; see --top" in rest
+
+
 def test_reasoning_of_earlier_turns_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
     outline = load_outline("tiny")
     outline.tokenizer._tokenizer.chat_template = PARROT_TEMPLATES["qwen3"]
