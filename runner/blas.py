@@ -45,3 +45,13 @@ def blas_name() -> str:
     describe = loaded.openblas_get_config
     describe.restype = ctypes.c_char_p
     return str(describe().decode())
+
+
+def blas_kernel() -> str:
+    """The CPU for which OpenBLAS has chosen its kernels, such as "SkylakeX"; "": MLX does not use OpenBLAS."""
+    try:
+        chosen = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).openblas_get_corename
+    except (OSError, AttributeError):
+        return ""
+    chosen.restype = ctypes.c_char_p
+    return str(chosen().decode())

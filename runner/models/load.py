@@ -23,6 +23,7 @@ from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from runner.models.cpu_layers import use_cpu_layers
 from runner.models.demo import FetchError, ModelError, demo_model_folder
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from runner.text import ProgressLines
@@ -200,6 +201,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
     vocabulary_length = _first(config, ["vocab_size"]) or len(tokenizer)
     processor = load_processor(model, config)
+    use_cpu_layers(model)
     return LoadedModel(model, tokenizer, name, _context_length(config), vocabulary_length, processor)
 
 

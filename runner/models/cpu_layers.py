@@ -1,0 +1,109 @@
+"""Layers that are faster on MLX's CPU back end, with the results of mlx.nn's layers.
+
+Products. OpenBLAS copies a large weight before it multiplies it, even by one row, and the copy takes longer than the
+product. On CPUs with AVX-512, it has kernels for small products, which copy nothing. A decode step multiplies by one
+row for each user, so a weight (O, I) is multiplied in blocks, up to rounding with the same result:
+
+    (M, I) @ (O, I).T     ->     (blocks, O / blocks, I) @ (1, I, M)
+
+Rotations. MLX has one kernel for RoPE on Metal and CUDA. On the CPU it computes cosines and sines in each layer, for
+queries and for keys. SharedRoPE computes them once for all layers of a pass, and gives the same bits.
+"""
+
+import math
+from functools import cache
+from threading import get_ident
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from runner.blas import blas_kernel
+
+#: The CPUs for which OpenBLAS has kernels for small products.
+SMALL_KERNELS = frozenset(("SkylakeX", "Cooperlake", "SapphireRapids"))
+#: The largest product of one block, in multiplications: half of what OpenBLAS takes as small.
+BLOCK_PRODUCT = 500_000
+#: Products with more rows are as fast in one piece.
+MOST_ROWS = 8
+
+
+class BlockLinear(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        found = product(x, self.weight)
+        return found + self.bias if "bias" in self else found
+
+
+class BlockEmbedding(nn.Embedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return product(x, self.weight)
+
+
+class Angles:
+    """Cosines and sines (T, D) of the positions of the latest pass, for all layers that rotate alike."""
+
+    def __init__(self, dims: int, base: float, scale: float) -> None:
+        self._half, self._base, self._scale = dims // 2, base, scale
+        self._pass: tuple[int, int, int] | None = None
+        self._found: tuple[mx.array, mx.array]
+
+    def at(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
+        asked = offset, tokens, get_ident()  # another thread cannot evaluate what is pending on this one
+        if self._pass != asked:
+            self._pass, self._found = asked, self._computed(offset, tokens)
+        return self._found
+
+    def _computed(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
+        positions = (mx.arange(tokens, dtype=mx.float32) + offset) * self._scale
+        steps = mx.arange(0, -self._half, -1, dtype=mx.float32)
+        angles = positions[:, None] * mx.exp(steps * (math.log(self._base) / self._half))
+        cosines, sines = mx.cos(angles), mx.sin(angles)
+        return mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
+
+
+class SharedRoPE(nn.RoPE):
+    angles: Angles
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        # An array of offsets may be changed in place after this call.
+        if type(offset) is not int or x.dtype != mx.float32 or x.shape[-1] != self.dims:
+            return super().__call__(x, offset)  # type: ignore[no-any-return]
+        cosines, sines = self.angles.at(offset, x.shape[-2])
+        low, high = mx.split(x, 2, axis=-1)
+        return x * cosines + mx.concatenate([high, low], axis=-1) * sines
+
+
+def use_cpu_layers(model: nn.Module) -> None:
+    """Replace layers of a model by faster ones, if it runs on the CPU."""
+    if mx.default_device() != mx.cpu:
+        return
+    has_small_kernels = blas_kernel() in SMALL_KERNELS
+    angles: dict[tuple[int, float, float], Angles] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind is nn.RoPE and not module.traditional:
+            module.__class__ = SharedRoPE
+            key = module.dims, module.base, module.scale
+            module.angles = angles.setdefault(key, Angles(*key))
+        elif has_small_kernels and kind in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
+            module.__class__ = BlockLinear if kind is nn.Linear else BlockEmbedding
+
+
+def product(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x @ weight.T, for x (..., I) and weight (O, I)."""
+    outputs, inputs = weight.shape
+    rows = x.size // inputs
+    blocks = block_count(outputs, inputs, rows)
+    if blocks == 1 or x.dtype != weight.dtype:
+        return x @ weight.T
+    found = weight.reshape(blocks, outputs // blocks, inputs) @ x.reshape(1, rows, inputs).swapaxes(1, 2)
+    return found.reshape(outputs, rows).T.reshape(*x.shape[:-1], outputs)
+
+
+@cache
+def block_count(outputs: int, inputs: int, rows: int) -> int:
+    """Return how many equal blocks of a weight to multiply; 1: all of it at once."""
+    if not 1 <= rows <= MOST_ROWS:
+        return 1
+    counts = (count for count in range(1, outputs + 1) if outputs % count == 0)
+    return next((count for count in counts if outputs // count * inputs * rows <= BLOCK_PRODUCT), 1)

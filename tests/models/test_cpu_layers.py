@@ -1,0 +1,102 @@
+"""The layers for CPUs give what those of mlx.nn give, and only models that gain from them have them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from runner.models import cpu_layers
+from runner.models.cpu_layers import BLOCK_PRODUCT, MOST_ROWS, Angles, BlockEmbedding, BlockLinear, block_count
+from runner.models.load import load_model
+
+
+@pytest.mark.parametrize("rows", [1, 2, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize(("outputs", "inputs"), [(3000, 256), (1021, 600), (7, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_in_blocks_is_the_product(rows: int, outputs: int, inputs: int, bias: bool) -> None:
+    plain = nn.Linear(inputs, outputs, bias)
+    x = mx.random.normal((rows, 1, inputs))
+    wanted = plain(x)
+    plain.__class__ = BlockLinear
+    found = plain(x)
+    assert found.shape == wanted.shape
+    assert mx.allclose(found, wanted, atol=1e-4)
+    table = nn.Embedding(outputs, inputs)
+    wanted = table.as_linear(x[:, 0])
+    table.__class__ = BlockEmbedding
+    assert mx.allclose(table.as_linear(x[:, 0]), wanted, atol=1e-4)
+
+
+def test_blocks_are_equal_and_small_and_no_more_than_needed() -> None:
+    assert block_count(49_152, 576, 1) == 64
+    for rows in range(1, MOST_ROWS + 1):
+        count = block_count(1536, 576, rows)
+        assert 1536 % count == 0
+        assert 1536 // count * 576 * rows <= BLOCK_PRODUCT < 1536 // (count // 2) * 576 * rows
+    assert block_count(1536, 576, MOST_ROWS + 1) == block_count(1536, 576, 0) == block_count(64, 64, 1) == 1
+    assert block_count(3, BLOCK_PRODUCT + 1, 1) == 1, "no block is small"
+
+
+@pytest.mark.parametrize(("kernel", "is_used"), [("SkylakeX", True), ("Zen", False), ("", False)])
+def test_a_model_uses_blocks_where_openblas_has_kernels_for_them(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, is_used: bool
+) -> None:
+    monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: "")
+    plain = load_model("tiny").model
+    monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: kernel)
+    monkeypatch.setattr(cpu_layers, "BLOCK_PRODUCT", 512)
+    model = load_model("tiny").model
+    kinds = {type(module) for module in model.modules()}
+    assert (BlockLinear in kinds, BlockEmbedding in kinds, nn.Linear in kinds) == (is_used, is_used, not is_used)
+    ids = mx.array([[5, 3, 7]])
+    block_count.cache_clear()
+    assert mx.allclose(model(ids), plain(ids), atol=1e-4)
+    block_count.cache_clear()
+
+
+def test_weights_that_are_not_float32_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: "SkylakeX")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.layers[0].set_dtype(mx.bfloat16)
+    cpu_layers.use_cpu_layers(model)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, BlockLinear]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_rotations_are_those_of_mlx_to_the_bit_and_computed_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    plain = nn.RoPE(16, base=10_000.0, scale=scale)
+    layers = [nn.RoPE(16, base=10_000.0, scale=scale) for _ in range(3)]
+    other = nn.RoPE(16, base=500.0)
+    cpu_layers.use_cpu_layers(nn.Sequential(*layers, other))
+    computed: list[tuple[int, int]] = []
+    real = Angles._computed
+    monkeypatch.setattr(Angles, "_computed", lambda its, *at: computed.append(at) or real(its, *at))
+    passes = [(0, 5), (5, 1), (6, 1), (6, 3), (4, 1)]
+    for offset, tokens in passes:
+        x = mx.random.normal((2, 3, tokens, 16))
+        wanted = plain(x, offset=offset)
+        for layer in layers:
+            assert mx.array_equal(layer(x, offset=offset), wanted)
+    assert computed == passes
+    x = mx.random.normal((2, 3, 1, 16))
+    assert mx.array_equal(other(x, offset=4), nn.RoPE(16, base=500.0)(x, offset=4))
+
+
+def test_rotations_of_offsets_in_an_array_are_never_reused() -> None:
+    plain, layer = nn.RoPE(8), nn.RoPE(8)
+    cpu_layers.use_cpu_layers(nn.Sequential(layer))
+    offsets, x = mx.array([3, 9]), mx.random.normal((2, 1, 1, 8))
+    for _ in range(2):
+        assert mx.array_equal(layer(x, offset=offsets), plain(x, offset=offsets))
+        offsets += 2  # the same object
+    wide = mx.random.normal((1, 1, 2, 12))
+    assert mx.array_equal(layer(wide, offset=3), plain(wide, offset=3)), "only a part is rotated"
+
+
+def test_traditional_rotations_stay_as_they_are() -> None:
+    layer = nn.RoPE(8, traditional=True)
+    cpu_layers.use_cpu_layers(nn.Sequential(layer))
+    assert type(layer) is nn.RoPE
