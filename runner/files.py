@@ -13,6 +13,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+#: Files that Claude Code puts beside sessions, and lists of tools beside tau-bench's trajectories.
+NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
+
 
 def require_writable(path: Path) -> None:
     """Check before a long run that a file can be written at its end. OSError: it cannot, with reason and path."""
@@ -72,6 +75,19 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     next(folder.iterdir(), None)  # rglob skips a folder that it cannot read
     found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)) and path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def input_files(path: Path, suffixes: Sequence[str], wanted: str, error_class: type[Exception]) -> list[Path]:
+    """The path itself, or the files below a folder with these endings, packed or not. `error_class`: there is none."""
+    try:
+        if not path.is_dir():
+            return [path]
+        found = files_below(path, [*suffixes, *(f"{suffix}.gz" for suffix in suffixes)])
+    except OSError as error:
+        raise error_class(f"{path}: cannot be read ({error.strerror}); wanted {wanted}.") from error
+    if found := [file for file in found if not any(map(file.match, NO_INPUT))]:
+        return found
+    raise error_class(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
 
 
 #: What reading a file that `open_unpacked` opened raises, if it cannot be read or unpacked.

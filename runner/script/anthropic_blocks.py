@@ -337,13 +337,9 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     them, and refuses files.
     """
     left_out = Counter(f"tool {kind}" for kind in foreign_tools(body.get("tools")))
-    given = {name: value for name, value in body.items() if value is not None}
-    if isinstance(turns := body["messages"], list):
-        given["messages"] = [with_texts(turn, _has_text, left_out) for turn in turns]
-    chat = AnthropicChat.model_validate(given)
-    metadata = body.get("metadata")
+    turns = with_texts(body.get("messages"), _has_text, left_out)
+    chat = AnthropicChat.model_validate({**body, "messages": turns})
     return {
-        "user": metadata.get("user_id") if isinstance(metadata, dict) else None,
         "messages": [message for message, _ in chat.marked_messages()],
         "tools": chat.functions(),
         "reasoning_effort": chat.output_config.effort,

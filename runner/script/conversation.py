@@ -176,13 +176,15 @@ def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: C
 
 
 def with_texts(turn: Any, has_text: Callable[[Any], bool], left_out: Counter[str]) -> Any:
-    """A turn of an API, or a part of one, `with_text` at every depth and without nulls."""
+    """Turns of an API, or a part of one, `with_text` at every depth and without nulls."""
+    if isinstance(turn, list):
+        return [with_texts(each, has_text, left_out) for each in turn]
     if not isinstance(turn, dict):
         return turn
     given = {name: value for name, value in turn.items() if value is not None}
     for name in ("content", "output"):
         if isinstance(parts := given.get(name), list):
-            given[name] = [with_texts(part, has_text, left_out) for part in with_text(parts, has_text, left_out)]
+            given[name] = with_texts(with_text(parts, has_text, left_out), has_text, left_out)
     return given
 
 

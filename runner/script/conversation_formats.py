@@ -53,7 +53,7 @@ _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JS
 # Chat templates read no other keys of messages (refusal, annotations, audio ...).
 _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
-_BESIDE = ("calls", "first_turn", "id", "is_request", "model", "user")
+_BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
 OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
@@ -316,8 +316,9 @@ def _tools_value(record: dict[str, Any]) -> Any:
 
 def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
     def read(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+        given = {name: value for name, value in record.items() if value is not None}
         try:
-            chat = {**chat_of_log(record), **{key: record[key] for key in _BESIDE if key in record}}
+            chat = {**chat_of_log(given), **{key: given[key] for key in _BESIDE if key in given}}
             yield {**chat, "left_out": chat["left_out"] + _left_out(record)}
         except ValidationError as error:
             field, message = first_finding(error.errors())
@@ -467,7 +468,7 @@ _TASK: Any = {
 
 FORMS: tuple[Form, ...] = (
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
-    Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", is_body=True),
+    Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", user="user metadata/user_id", is_body=True),
     Form("OpenAI's Responses API", "a body; `input` is text or items", "input", tells=_is_response, read=_responses),
     Form("batches of APIs, stored completions, logs of proxies", _LOGGED, "body|params|request", read=_read_logged),
     Form("ShareGPT", _SPOKEN, "conversations", "conversations", **_SPEECH),

@@ -17,9 +17,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from runner.files import UNREADABLE, files_below, read_unpacked
+from runner.files import UNREADABLE, input_files, read_unpacked
 from runner.script.conversation import Conversation, ConversationError, Origin, Record
-from runner.script.conversation_formats import OUTPUT_KEYS, TOOL_FILES, expanded, is_message, joining_form, parse_record
+from runner.script.conversation_formats import OUTPUT_KEYS, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
@@ -27,7 +27,6 @@ MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsin
 MAX_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 NAMED_KINDS = 12  # kinds of parts that a note names
-NO_SESSIONS = ("agent-*.meta.json", "sessions-index.json")  # files that Claude Code puts beside sessions
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
 _BLANK = " \t\r\n"
 
@@ -76,7 +75,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     """
     if not paths:
         raise ValueError("no conversation file was given; wanted at least one path.")
-    found = [file for each in paths for file in _files(Path(each))]
+    found = [file for each in paths for file in input_files(Path(each), SUFFIXES, "conversations", ConversationError)]
     stems = [path.stem for path in found]
     conversations: list[Conversation] = []
     errors: list[ConversationError] = []
@@ -173,19 +172,6 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
     calls = tuple(call if call and call.reply_id not in replies else None for call in conversation.calls)
     replies.update(call.reply_id for call in calls if call)
     return replace(conversation, calls=calls) if any(calls) else None
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    try:
-        found = files_below(path, [*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES)])
-    except OSError as error:
-        raise ConversationError(f"{path}: cannot be read ({error.strerror}); wanted conversations.") from error
-    found = [file for file in found if file.name not in TOOL_FILES and not any(map(file.match, NO_SESSIONS))]
-    if not found:
-        raise ConversationError(f"{path}: no {', '.join(SUFFIXES)} file in the folder; wanted conversations.")
-    return found
 
 
 def _records(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:

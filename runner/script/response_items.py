@@ -255,11 +255,8 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     `left_out` counts the parts that no template has text for, by type, and earlier turns that the body only names.
     """
     left_out = Counter(name for name in ("previous_response_id", "conversation", "prompt") if body.get(name))
-    given = {name: value for name, value in body.items() if value is not None}
-    items = as_items(body["input"])
-    if isinstance(items, list):
-        items = [with_texts(item, lambda part: part["type"] in _TEXT_PARTS, left_out) for item in items]
-    chat = ResponseChat.model_validate({**given, "input": items})
+    items = with_texts(as_items(body.get("input")), lambda part: part["type"] in _TEXT_PARTS, left_out)
+    chat = ResponseChat.model_validate({**body, "input": items})
     left_out.update(chat.foreign())
     left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.text())
     return {

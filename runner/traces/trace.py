@@ -218,10 +218,8 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
         return replace(first, name=name or first.name)
     for trace in traces:
         if trace.block_tokens != first.block_tokens:
-            raise TraceError(
-                f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {first.block_tokens}, as in"
-                f" {first.source}."
-            )
+            wanted = f"{first.block_tokens}, as in {first.source}"
+            raise TraceError(f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {wanted}.")
     requests: list[TraceRequest] = []
     next_key = 0
     for trace in traces:

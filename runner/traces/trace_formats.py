@@ -54,16 +54,11 @@ def _block_ids(
     ids = hash_ids(record, where)
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
-        raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids; {length} {tokens} needs {full} full blocks of {block_tokens}"
-            " tokens."
-        )
-    conflict = table.conflict(ids)
-    if conflict is not None:
-        raise TraceError(
-            f"{where}: hash id {shortened(repr(ids[conflict]), 40)} (index {conflict}) follows another prefix in an"
-            " earlier line; wanted equal ids only for equal prefixes."
-        )
+        wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
+        raise TraceError(f"{where}: hash_ids has {len(ids)} ids; {wanted}.")
+    if (at := table.conflict(ids)) is not None:
+        found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix in an earlier line"
+        raise TraceError(f"{where}: {found}; wanted equal ids only for equal prefixes.")
     return ids
 
 
@@ -182,13 +177,11 @@ class _CompactReader:
             digests = digests + self._hashed_blocks(record, where)
         wanted = -(-tokens // self._block_tokens)
         if len(digests) != wanted:
-            raise TraceError(
-                f"{where}: {len(digests)} blocks; {tokens} tokens need {wanted} blocks of {self._block_tokens} tokens."
-            )
+            needed = f"{tokens} tokens need {wanted} blocks of {self._block_tokens} tokens"
+            raise TraceError(f"{where}: {len(digests)} blocks; {needed}.")
         ids = [(self._salt_id, digest) for digest in digests]
-        conflict = self._table.conflict(ids)
-        if conflict is not None:
-            raise TraceError(f"{where}: block {conflict} follows another prefix earlier on; wanted equal prefixes.")
+        if (at := self._table.conflict(ids)) is not None:
+            raise TraceError(f"{where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
         self._digests[number] = digests
         return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
 
@@ -202,10 +195,8 @@ class _CompactReader:
         earlier, count = after
         found = self._digests.get(earlier, [])
         if not 1 <= count <= len(found):
-            raise TraceError(
-                f"{where}: after names {count} blocks of request {earlier}, which has {len(found)} here; wanted an"
-                " earlier request of this part."
-            )
+            named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
+            raise TraceError(f"{where}: {named}; wanted an earlier request of this part.")
         return found[:count]
 
     def _hashed_blocks(self, record: dict[str, Any], where: str) -> list[bytes]:
@@ -492,12 +483,9 @@ def _session_document(path: Path) -> tuple[dict[str, Any], str, list[int]]:
         document = json.loads(text)
     except UNREADABLE as error:
         raise unreadable(path, error) from error
-    except json.JSONDecodeError as error:
-        raise TraceError(
-            f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}); wanted a session."
-        ) from error
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}:1: not JSON ({error}); wanted a session.") from error
+        line = getattr(error, "lineno", 1)
+        raise TraceError(f"{path}:{line}: not JSON ({error}); wanted a session.") from error
     where = f"{path}:{1 + text[: text.find('{')].count(chr(10))}"
     if not isinstance(document, dict):
         raise TraceError(f"{where}: found {shown(document)}; wanted an object with block_size and requests.")

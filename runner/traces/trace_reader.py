@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
-from runner.files import UNREADABLE, files_below, open_unpacked
+from runner.files import UNREADABLE, input_files, open_unpacked
 from runner.script.conversation import Conversation, ConversationError
-from runner.script.conversation_reader import NO_SESSIONS, read_conversations
+from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import requests_of
 from runner.text import printable, shown
 from runner.traces.trace import (
@@ -92,7 +92,7 @@ def read_trace(
         raise ValueError(f"the time unit is {time_unit!r}; wanted one of {', '.join(UNITS_MS)}.")
     reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
     files: dict[str, list[Path]] = {}
-    for path in (file for each in paths for file in _files(Path(each))):
+    for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace", TraceError)):
         beginning = _beginning(path)
         try:
             files.setdefault(_format_of(path, beginning), []).append(path)
@@ -166,20 +166,6 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
     return rendered
 
 
-def _files(path: Path) -> list[Path]:
-    """The path itself, or the JSON and JSONL files below a folder, by name."""
-    try:
-        if not path.is_dir():
-            return [path]
-        files = files_below(path, [*_SUFFIXES, *(f"{suffix}.gz" for suffix in _SUFFIXES)])
-    except OSError as error:
-        raise unreadable(path, error) from error
-    files = [file for file in files if not any(map(file.match, NO_SESSIONS))]
-    if not files:
-        raise TraceError(f"{path}: the folder has no {' or '.join(_SUFFIXES)} file; wanted a trace.")
-    return files
-
-
 def _beginning(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
@@ -210,10 +196,8 @@ def _format_of(path: Path, beginning: bytes) -> str:
             return kind
     for what, keys in _WITHOUT_IDS.items():
         if record.keys() >= {*keys}:
-            raise TraceError(
-                f"{path}:1: is {what}: lengths and arrivals, but no hash_ids. These do not tell which prompts begin"
-                " alike, so no hit can be computed; wanted hash_ids, or conversations."
-            )
+            lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
+            raise TraceError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
     content = beginning.lstrip(_BLANK)
     if content[:1] not in (b"{", b"["):
         value = _json_of(content)

@@ -175,6 +175,9 @@ def test_what_no_template_has_text_for_is_left_out_and_named() -> None:
 def test_a_wrong_field_of_a_body_is_named() -> None:
     with pytest.raises(ConversationError, match=r"log.jsonl:1: messages\.0\.user\.content\.0\.text\.text: Field requ"):
         read_one({"system": "s", "messages": [{"role": "user", "content": [{"type": "text"}]}]})
+    for body in ({"system": "s", "messages": None}, {"model": "m", "input": None}):
+        with pytest.raises(ConversationError, match="log.jsonl:1: (messages|input): Input should be a valid list"):
+            read_one(body)
 
 
 def test_conversations_in_openai_s_form_may_have_a_system_prompt_beside_them() -> None:

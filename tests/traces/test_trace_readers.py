@@ -533,7 +533,7 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
     for name, message in (
         ("none.jsonl", "cannot be read (No such file or directory); wanted a trace."),
         ("empty.jsonl", "the file is empty; wanted a trace."),
-        ("folder", "the folder has no .json or .jsonl file; wanted a trace."),
+        ("folder", "no .json, .jsonl file in the folder; wanted a trace."),
     ):
         with pytest.raises(TraceError) as raised:
             read_trace(tmp_path / name)
