@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.script.conversation import Call, Opening, Record, paths
+from runner.script.conversation import Call, Opening, Record, found_in, object_of, paths
 
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
 
@@ -86,8 +86,8 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
     left_out: Counter[str] = Counter()
     for record in records:
         value = record.value
-        uuid, kind, message = value.get("uuid"), value.get("type"), _object(value.get("message"))
-        preserved = _object(_object(value.get("compactMetadata")).get("preservedMessages"))
+        uuid, kind, message = value.get("uuid"), value.get("type"), object_of(value.get("message"))
+        preserved = object_of(found_in(value, "compactMetadata/preservedMessages")[1])
         if isinstance(preserved.get("uuids"), list):
             kept[str(preserved.get("anchorUuid"))] = preserved["uuids"]
         if not isinstance(uuid, str) or uuid in above:
@@ -95,7 +95,7 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
         is_summary, parent, name = bool(value.get("isCompactSummary")), value.get("parentUuid"), uuid
         above[uuid] = parent if isinstance(parent, str) and not is_summary else None
         if kind == "attachment":
-            left_out[f"attachment {_object(value.get('attachment')).get('type', '')}".strip()] += 1
+            left_out[f"attachment {found_in(value, 'attachment/type')[1] or ''}".strip()] += 1
         if kind not in ("user", "assistant") or not message or value.get("isApiErrorMessage"):
             continue
         blocks = _blocks(message.get("content"))
@@ -112,11 +112,11 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
         new = _Node({"role": kind, "content": []}, record, above[uuid], kind == "assistant", opening)
         node = nodes.setdefault(name, new)
         node.turn["content"] += blocks
-        model = str(_object(node.record.value["message"]).get("model", ""))
+        model = str(found_in(node.record.value, "message/model")[1] or "")
         if node.is_reply and model != SYNTHETIC:
-            usage = _object(message.get("usage"))
-            cached = _count(usage.get("cache_read_input_tokens"))
-            prompt = cached + _count(usage.get("input_tokens")) + _count(usage.get("cache_creation_input_tokens"))
+            names_of_counts = ("cache_read_input_tokens", "input_tokens", "cache_creation_input_tokens")
+            cached, *others = (_count(message, f"usage/{each}") for each in names_of_counts)
+            prompt = cached + sum(others)
             node.call = _call(name, node.record, model)._replace(prompt_tokens=prompt or None, cached_tokens=cached)
     for node in nodes.values():
         seen = set[str | None]()
@@ -134,7 +134,7 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
 def codex(records: Sequence[Record]) -> Iterator[Record]:
     """The requests of a log of Codex as bodies of the Responses API, without the tools."""
     heads = (each.value for each in records if each.value.get("type") == "session_meta")
-    meta = _object(next(heads, {}).get("payload"))
+    meta = object_of(next(heads, {}).get("payload"))
     opening = Opening.SUBAGENT if isinstance(meta.get("source"), dict) else Opening.SESSION
     nodes: dict[str, _Node] = {}
     last: str | None = None
@@ -142,25 +142,25 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
     asked: _Node | None = None
     model = ""
     for record in records:
-        kind, payload = record.value.get("type"), _object(record.value.get("payload"))
+        kind, payload = record.value.get("type"), object_of(record.value.get("payload"))
         event = payload.get("type") if kind == "event_msg" else None
         items: list[Any] = []
         if kind == "turn_context":
             model = str(payload.get("model", ""))
             starts.append(last)
         # What writes a summary is a request, too; but the log has no prompt of it.
-        elif kind == "response_item" and not _object(record.value.get("metadata")).get("compaction_output"):
+        elif kind == "response_item" and not found_in(record.value, "metadata/compaction_output")[1]:
             items = [payload]
         elif kind == "compacted":
             summary = [{"type": "message", "role": "user", "content": str(payload.get("message", ""))}]
             items = replaced if isinstance(replaced := payload.get("replacement_history"), list) else summary
             last, opening = None, Opening.COMPACTION
-        elif event == "thread_rolled_back" and (turns := min(_count(payload.get("num_turns")), len(starts))):
+        elif event == "thread_rolled_back" and (turns := min(_count(payload, "num_turns"), len(starts))):
             last, opening = starts[-turns], Opening.EDIT
             del starts[max(1, len(starts) - turns) :]
         elif event == "token_count" and asked is not None and asked.call and asked.call.prompt_tokens is None:
-            usage = _object(_object(payload.get("info")).get("last_token_usage"))
-            prompt, cached = _count(usage.get("input_tokens")), _count(usage.get("cached_input_tokens"))
+            prompt = _count(payload, "info/last_token_usage/input_tokens")
+            cached = _count(payload, "info/last_token_usage/cached_input_tokens")
             asked.call = asked.call._replace(prompt_tokens=prompt or None, cached_tokens=cached if prompt else 0)
         for item in (item for item in items if isinstance(item, dict)):
             name, before = str(len(nodes)), nodes.get(last or "")
@@ -171,7 +171,7 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
             last = name
         if kind == "compacted":
             starts = [last]
-    instructions = _object(meta.get("base_instructions")).get("text")
+    instructions = found_in(meta, "base_instructions/text")[1]
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
     about["user"] = str(meta.get("id") or records[0].origin.default_id)
     yield from _bodies(nodes, "input", Counter(), **about)
@@ -191,9 +191,6 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     return [block for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+def _count(value: Any, name: str) -> int:
+    count = found_in(value, name)[1]
+    return count if isinstance(count, int) and count > 0 else 0

@@ -133,19 +133,13 @@ class Thinking(Checked):
     thinking: str
 
 
-class RedactedThinking(Checked):
-    """Reasoning that another server encrypted; it is left out."""
-
-    type: Literal["redacted_thinking"]
-
-
 class ServerBlock(Checked):
-    """What a tool of Anthropic's servers was asked or found; it is left out."""
+    """What a tool of Anthropic's servers was asked or found, or reasoning that they encrypted; it is left out."""
 
     type: Literal[
         "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
         "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
-        "mcp_tool_use", "mcp_tool_result", "container_upload",
+        "mcp_tool_use", "mcp_tool_result", "container_upload", "redacted_thinking",
     ]  # fmt: skip
 
 
@@ -169,9 +163,7 @@ class ToolResult(Markable):
 UserBlock: TypeAlias = Annotated[
     Text | Image | Document | SearchResult | ToolResult | ServerBlock, Field(discriminator="type")
 ]
-AssistantBlock: TypeAlias = Annotated[
-    Text | Thinking | RedactedThinking | ToolUse | ServerBlock, Field(discriminator="type")
-]
+AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | ServerBlock, Field(discriminator="type")]
 #: Blocks that are text in a prompt.
 TEXTUAL = (Text, Document, SearchResult, ToolReference)
 

@@ -10,10 +10,12 @@ Invariants of a `Conversation` that a reader returns:
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -222,6 +224,29 @@ def require_unicode(value: Any, where: str) -> None:
             raise ConversationError(
                 f"{where} holds {found} at character {error.start} of a text; wanted valid UTF-8."
             ) from None
+
+
+def json_of(value: Any) -> Any:
+    """The value of a JSON text; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def object_of(value: Any) -> dict[str, Any]:
+    """An object, or the object in a JSON text; empty for all else."""
+    found = json_of(value)
+    return found if isinstance(found, dict) else {}
+
+
+def found_in(value: Any, names: str) -> tuple[str, Any]:
+    """The first of some values that is there, and its name; None: none of them is."""
+    for name in names.split():
+        found = reduce(lambda at, key: object_of(at).get(key), name.split("/"), value)
+        if found is not None:
+            return name, found
+    return names.split()[0], None
 
 
 def has_name(function: Any) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,10 @@ from runner.script.conversation import (
     checked_tools,
     expect,
     first_finding,
+    found_in,
     has_name,
+    json_of,
+    object_of,
     paths,
     require_unicode,
     with_text,
@@ -190,7 +193,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     system = record.get("system")
     has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
     beginning = [{"role": "system", "content": system}] if has_system else []
-    parents = {name: _found(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}
+    parents = {name: found_in(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}
     count = 0
     for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
         chain = [messages[name] for name in path if name in messages]
@@ -228,7 +231,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     if form.has_bare_turns and isinstance(turn, str):
         turn = dict(zip(names, ("user", turn), strict=True))
     expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {' and '.join(names)}")
-    (role_name, speaker), (content_name, content) = _found(turn, form.role), _found(turn, form.content)
+    (role_name, speaker), (content_name, content) = found_in(turn, form.role), found_in(turn, form.content)
     if form.parent and speaker is None and content is None:
         return None, left_out
     named = speaker.lower() if isinstance(speaker, str) else ""
@@ -241,8 +244,8 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     if isinstance(turn.get("audio"), dict):
         left_out["audio"] += 1
     message = {"role": role, "content": content, **{key: turn.get(key) for key in _MESSAGE_KEYS}}
-    call, callee = turn.get("function_call"), _found(turn, form.callee)[1] if form.callee else None
-    if named in _CALLERS and has_name(said := _object_of(content)):
+    call, callee = turn.get("function_call"), found_in(turn, form.callee)[1] if form.callee else None
+    if named in _CALLERS and has_name(said := object_of(content)):
         call, message["content"] = {"name": said["name"], "arguments": said.get("arguments", {})}, None
     elif role == "assistant" and isinstance(callee, str) and callee != "all":
         call, message["content"] = {"name": callee, "arguments": {"input": content}}, None
@@ -278,21 +281,12 @@ def _text_in(part: Any) -> Any:
     return part.get("refusal" if part.get("type") == "refusal" else "text") if isinstance(part, dict) else part
 
 
-def _found(value: Any, names: str) -> tuple[str, Any]:
-    """The first of some values that is there, and its name; None: none of them is."""
-    for name in names.split():
-        found = reduce(lambda at, key: _object_of(at).get(key), name.split("/"), value)
-        if found is not None:
-            return name, found
-    return names.split()[0], None
-
-
 def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
     """An id or a user as text, which may be a number in the record; '': there is none."""
     known = {**record, "file": printable(origin.path.stem)}
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
-        parts = {key: _found(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
+        parts = {key: found_in(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
         if any(part is None for part in parts.values()):
             continue
         for key, part in parts.items():
@@ -308,7 +302,7 @@ def _tools_value(record: dict[str, Any]) -> Any:
     value, functions = record.get("tools"), record.get("functions")
     if value is None and isinstance(functions, list):
         return [{"type": "function", "function": function} for function in functions]
-    return None if value == "" else _json_of(value)
+    return None if value == "" else json_of(value)
 
 
 # What no row can say
@@ -336,14 +330,14 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
 
     Counted as left out: further replies, and a response without one.
     """
-    bodies = (_found(record, names)[1] for names in ("body/body request/body params/body", "body request params"))
-    body = next(filter(None, map(_object_of, bodies)), dict[str, Any]())
-    expect(bool(body), f"{origin.where}: the body is", _found(record, "body request params")[1], "that of an API")
-    url = str(_found(record, "request/url url")[1])
+    bodies = (found_in(record, names)[1] for names in ("body/body request/body params/body", "body request params"))
+    body = next(filter(None, map(object_of, bodies)), dict[str, Any]())
+    expect(bool(body), f"{origin.where}: the body is", found_in(record, "body request params")[1], "that of an API")
+    url = str(found_in(record, "request/url url")[1])
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
     name = named.pop("custom_id", None)
-    response = _object_of(_found(record, "response/body response result/message result error")[1])
+    response = object_of(found_in(record, "response/body response result/message result error")[1])
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
     left_out: Counter[str] = Counter()
@@ -359,20 +353,6 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
     elif response:
         replied = {"left_out": Counter({"response": 1})}
     yield {"id": name, **named, "is_request": True, **body, **replied}
-
-
-def _json_of(value: Any) -> Any:
-    """The value of a JSON text; any other value as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
-
-
-def _object_of(value: Any) -> dict[str, Any]:
-    """An object, or the object in a JSON text; empty for all else."""
-    found = _json_of(value)
-    return found if isinstance(found, dict) else {}
 
 
 def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
@@ -394,7 +374,7 @@ def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | No
 
 
 def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    history = _object_of(record["turn_history"])
+    history = object_of(record["turn_history"])
     actions: Any = history.get("actions")
     observations: Any = history.get("observations")
     are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
@@ -418,8 +398,8 @@ def _read_oasst_tree(record: dict[str, Any], origin: Origin) -> Iterator[dict[st
     nodes: dict[str, Any] = {}
     while waiting:
         parent, turn = waiting.pop()
-        name, replies = str(len(nodes)), _object_of(turn).get("replies")
-        nodes[name] = {**_object_of(turn), "parent": parent}
+        name, replies = str(len(nodes)), object_of(turn).get("replies")
+        nodes[name] = {**object_of(turn), "parent": parent}
         waiting += [(name, reply) for reply in reversed(replies if isinstance(replies, list) else [])]
     yield {"id": record["message_tree_id"], "mapping": nodes}
 

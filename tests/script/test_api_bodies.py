@@ -176,7 +176,7 @@ def test_a_wrong_field_of_a_body_is_named() -> None:
     with pytest.raises(ConversationError, match=r"log.jsonl:1: messages\.0\.user\.content\.0\.text\.text: Field requ"):
         read_one({"system": "s", "messages": [{"role": "user", "content": [{"type": "text"}]}]})
     for body in ({"system": "s", "messages": None}, {"model": "m", "input": None}):
-        with pytest.raises(ConversationError, match="log.jsonl:1: (messages|input): Input should be a valid list"):
+        with pytest.raises(ConversationError, match=r"log\.jsonl:1: (messages|input): Input should be a valid list"):
             read_one(body)
 
 
