@@ -372,11 +372,13 @@ def _alone(leaf: Any, at: int) -> Any:
 
 
 def _rows_of(caches: Sequence[list[Any]], rows: Sequence[slice]) -> ArraysCache:
-    """Rows of several lists of arrays as one cache; a slot that is empty in any of them is empty."""
+    """Rows of several lists of arrays as one cache; a slot is empty in all of them or in none."""
     found = ArraysCache(len(caches[0]))
     for index, slot in enumerate(zip(*caches, strict=True)):
-        if all(array is not None for array in slot):
-            parts = [array[its] for array, its in zip(slot, rows, strict=True)]
+        filled_slots = [array for array in slot if array is not None]
+        assert len(filled_slots) in (0, len(slot)), (index, len(filled_slots), len(slot))
+        if filled_slots:
+            parts = [array[its] for array, its in zip(filled_slots, rows, strict=True)]
             found.cache[index] = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     return found
 

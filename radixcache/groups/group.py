@@ -300,7 +300,7 @@ class Group:
             return found[0]
         self._start(model, rows)
         self._room.require_tokens(len(rows))
-        side_by_side = self._way(model).way is not Way.SINGLE
+        side_by_side = self._way(model).way is not Way.SINGLE and self._begin_alike(rows)
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
@@ -589,6 +589,7 @@ class Group:
             first = max(left, key=lambda row: ends[row] - row.position)
             count = counts[first]
             rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
+            rows = [row for row in rows if self._begin_alike([first, row])]
             rows = rows if self._can_join(model, first, count) else [first]
             if (logits := self._evaluate(model, rows, count)) is None:
                 rows = [first]
@@ -608,6 +609,10 @@ class Group:
         is_long = end - position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
         cuts = {end, *stops} | ({end - 1} if is_long else set())
         return min(at for at in cuts if at > position)
+
+    def _begin_alike(self, rows: Sequence[Row]) -> bool:
+        """Whether rows may share a pass: recurrent layers begin a text in another way than they go on with one."""
+        return not self._layout.has_states or len({row.position > 0 for row in rows}) == 1
 
     def _can_join(self, model: Any, row: Row, count: int) -> bool:
         is_short = count <= CASCADE_TOKENS and row.tail_tokens <= TOGETHER_COLUMNS

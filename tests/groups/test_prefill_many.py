@@ -124,3 +124,26 @@ def test_last_tokens_are_left_to_the_step_that_others_take(kind: str) -> None:
             assert error(logits[at, 0], cold(model, prompt)) < ROUNDING
         group.check()
     cache.check()
+
+
+#: Kinds with recurrent layers; RecurrentGemma's first token has a rule of its own.
+RECURRENT = ("qwen3_next", "recurrent_gemma", "nemotron_h")
+MORE_RECURRENT = ("mamba", "mamba2", "rwkv7", "falcon_h1", "jamba", "kimi_linear", "lfm2", "plamo2", "baichuan_m1")
+
+
+@pytest.mark.parametrize("kind", [*RECURRENT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_RECURRENT)])
+def test_a_row_that_has_begun_and_one_that_has_not_keep_their_recurrent_states(kind: str) -> None:
+    """With as many tokens left of both prompts, and in a step with a prompt of one token."""
+    model, cache = opened(kind)
+    first, second = tokens(1, 9), tokens(2, 6)
+    stored(cache, model, tokens(3, 9))
+    with cache.begin_many([first, second, [7]], capacity=300) as group:
+        rows = group.rows
+        group.prefill(model, rows[0], 3)
+        found = dict(group.prefill_many(model, rows[:2]))
+        for row, prompt in zip(rows, (first, second), strict=False):
+            assert error(found[row][0, 0], cold(model, prompt)) < ROUNDING
+        logits = group.step(model, rows, [5, 6, 7])
+        for its, text in zip(logits, ([*first, 5], [*second, 6], [7]), strict=True):
+            assert error(its[0], cold(model, text)) < ROUNDING
+        group.check()
