@@ -81,14 +81,14 @@ class Rotation:
 
 
 def rotation_of(rope: nn.Module) -> Rotation:
-    """The rotation of a RoPE module of MLX or mlx-lm.
+    """The rotation of a RoPE module of MLX or mlx-lm, or of a class that rotates as nn.RoPE: its `stands_for` says so.
 
     Raises:
         ShiftError: its base depends on the length of the sequence, or its class is not known.
 
     Source: mlx.nn.RoPE, mlx 0.32.4; mlx_lm.models.rope_utils, mlx-lm 0.32.2.
     """
-    if type(rope) is nn.RoPE:
+    if getattr(rope, "stands_for", type(rope)) is nn.RoPE:
         return Rotation(rope.dims, rope.traditional, float(rope.base), float(rope.scale))
     name = _class_path(rope)
     if name in _FREQUENCIES:

@@ -62,6 +62,7 @@ class Angles:
 
 
 class SharedRoPE(nn.RoPE):
+    stands_for = nn.RoPE  # so that a context shift knows how it rotates
     angles: Angles
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:

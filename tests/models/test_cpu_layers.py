@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from radixcache.layers.shift import rotation_of
 from runner.models import cpu_layers
 from runner.models.cpu_layers import BLOCK_PRODUCT, MOST_ROWS, Angles, BlockEmbedding, BlockLinear, block_count
 from runner.models.load import load_model
@@ -94,6 +95,13 @@ def test_rotations_of_offsets_in_an_array_are_never_reused() -> None:
         offsets += 2  # the same object
     wide = mx.random.normal((1, 1, 2, 12))
     assert mx.array_equal(layer(wide, offset=3), plain(wide, offset=3)), "only a part is rotated"
+
+
+def test_a_context_shift_knows_how_the_layers_rotate() -> None:
+    plain, layer = nn.RoPE(8, base=500.0, scale=0.5), nn.RoPE(8, base=500.0, scale=0.5)
+    cpu_layers.use_cpu_layers(nn.Sequential(layer))
+    assert type(layer) is cpu_layers.SharedRoPE
+    assert rotation_of(layer) == rotation_of(plain)
 
 
 def test_traditional_rotations_stay_as_they_are() -> None:
