@@ -168,7 +168,7 @@ class Batch:
         try:
             for leaf in recurrent:
                 leaf.lengths = mx.array(padded)  # one for each: layers change it in place
-            with self.columns.running(ids.shape[1], parts, ours, is_check=counts is not None):
+            with self.columns.running(ids.shape[1], parts, ours):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:
             self.roll_back(held, error)

@@ -196,6 +196,7 @@ class Room:
         #: For each leaf the length of its window; 0: it has none; None: it is a tail.
         self._windows = [getattr(leaf, "max_size", 0) if adapter.is_point else None for leaf, adapter in adapters]
         self.tail_layers = self._windows.count(None)
+        self._longest_window = max((window for window in self._windows if window is not None), default=0)
 
     def rows_of(self, namespace: str) -> list[Row]:
         """The open rows of a namespace; takes no lock."""
@@ -251,7 +252,7 @@ class Room:
 
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""
-        return position == 0 or any(window is not None and position < window for window in self._windows)
+        return position == 0 or position < self._longest_window
 
     def bytes_of(self, rows: int, columns: int, position: int) -> int:
         """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""

@@ -15,9 +15,6 @@ Then rows end in different columns, and later passes write there, until `Batch.g
 Up to CASCADE_TOKENS tokens attend to segments in place. For more tokens, of one row alone, keys and values of segments
 and tail are copied side by side and released after the layer: MLX's own attention is faster and worth the copy. Where
 MLX's exponential is slow, cascade attention is always faster.
-
-MLX's CPU backend waits while about ten tasks are queued. So a decode step is dispatched layer by layer there, and runs
-while Python still builds it. Passes of prompts are not: it would make them a fifth slower.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from radixcache.adapters.contract import Spans
 from radixcache.adapters.span import owned_span
-from radixcache.groups.attention import Pair, Readers, cascade, handed_out, has_slow_exp, is_on_cpu
+from radixcache.groups.attention import Pair, Readers, cascade, handed_out, has_slow_exp
 
 #: Tails grow by so many columns.
 GROWTH_COLUMNS = 64
@@ -79,9 +76,9 @@ class Columns:
         return self.end - min(stop - length for stop, length in zip(self.stops, self.lengths, strict=True))
 
     @contextmanager
-    def running(self, tokens: int, parts: Sequence[Part], ours: bool, *, is_check: bool = False) -> Iterator[None]:
+    def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
         """Run a forward pass of so many tokens per row; they count if the block ends without an error."""
-        self.current = current = Pass(self, tokens, parts, ours, is_check=is_check)
+        self.current = current = Pass(self, tokens, parts, ours)
         try:
             yield
             if current.unattended:
@@ -107,20 +104,19 @@ class Columns:
 class Pass:
     """One forward pass: how many tokens per row, where they stand, and what they read in place."""
 
-    def __init__(
-        self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool, *, is_check: bool = False
-    ) -> None:
+    def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
         self.tokens = tokens
         self.parts = parts
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
-        self.is_dispatched_early = (tokens == 1 or is_check) and is_on_cpu()
         self.masks: list[mx.array] = []
         self.fetched: dict[int, Pair] = {}  # by leaf the keys and values that its layer returned
         self.unattended: set[int] = set()  # ids of keys that were handed out and not attended yet
         rows, positions, width = len(columns.lengths), columns.positions, columns.width
+        first = columns.end - width
+        # The same for all layers: how many rows, their columns in front of the pass, and which of them end alike.
+        self.rows, self.first, self.end, self.runs = rows, first, columns.end, columns.alike(0, rows)
         # Tokens in front of the pass: an int for one row, an int32 array (R,) for several.
         self.before: Any = positions[0] if rows == 1 else mx.array(positions, dtype=mx.int32)
-        first = columns.end - width
         starts = [stop - length - first for stop, length in zip(columns.stops, columns.lengths, strict=True)]
         # Which columns are not in front of a row, bool (R, 1, 1, C), those of the pass included; None: all.
         self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if any(starts) else None
@@ -183,14 +179,14 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Write keys and values of the pass, (R, H, T, D), and return what its tokens read; in a cascade the tails."""
         current, columns = self._running, self.columns
-        stop = columns.end + keys.shape[2]
-        rows, first = len(columns.lengths), columns.end - columns.width
+        stop = current.end + keys.shape[2]
         self.keys = _with_room(self.keys, keys, columns, stop)
         self.values = _with_room(self.values, values, columns, stop)
-        for low, high in columns.alike(0, rows):
+        for low, high in current.runs:
             at = slice(columns.stops[low], columns.stops[low] + keys.shape[2])
             self.keys[low:high, :, at] = keys[low:high]
             self.values[low:high, :, at] = values[low:high]
+        rows, first = current.rows, current.first
         found = self.keys[:rows, :, first:stop], self.values[:rows, :, first:stop]
         if current.is_cascade:
             current.unattended.add(id(found[0]))
@@ -198,8 +194,6 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         elif current.parts:
             both = zip(*self._segments(current), found, strict=True)
             found = tuple(mx.concatenate(list(arrays), axis=2) for arrays in both)  # type: ignore[assignment]
-        elif current.is_dispatched_early:
-            mx.async_eval(self.keys, self.values)
         current.fetched[self.leaf] = found
         return found
 
@@ -217,10 +211,7 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
             raise PassError("the attention uses values or a mask of its own.")
         current.unattended.discard(id(keys))
         readers, segments = current.readers, self._segments(current)
-        output = cascade(queries, keys, own, readers, segments, scale=scale, mask=current.seen, sinks=sinks)
-        if current.is_dispatched_early:
-            mx.async_eval(output)
-        return output
+        return cascade(queries, keys, own, readers, segments, scale=scale, mask=current.seen, sinks=sinks)
 
     @property
     def state(self) -> tuple[mx.array, ...]:
