@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -243,7 +242,9 @@ def object_of(value: Any) -> dict[str, Any]:
 def found_in(value: Any, names: str) -> tuple[str, Any]:
     """The first of some values that is there, and its name; None: none of them is."""
     for name in names.split():
-        found = reduce(lambda at, key: object_of(at).get(key), name.split("/"), value)
+        found = value
+        for key in name.split("/"):
+            found = (found if isinstance(found, dict) else object_of(found)).get(key)
         if found is not None:
             return name, found
     return names.split()[0], None

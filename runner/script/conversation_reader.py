@@ -219,14 +219,13 @@ def _read_text(path: Path, skip_bad: bool) -> str:
 
 def _split(text: str, path: str) -> Iterable[JsonRecord]:
     """Split a text into records, whether it is JSONL or a document. ConversationError: it is empty."""
-    start = _skip_blank(text, 0)
+    start = len(text) - len(text.lstrip(_BLANK))
     if start == len(text):
         raise ConversationError(f"{path}: the file is empty; wanted conversations as JSON or JSONL.")
     if _is_jsonl(text, start, path):
         return _read_lines(text, path)
-    if text[start] == "[":
-        return _conversations_of_array(list(array_records(text, start, path)))
-    return [_read_single(text, start, path)]
+    records = document_records(text, start, path)
+    return _conversations_of_array(list(records)) if text[start] == "[" else records
 
 
 def _is_jsonl(text: str, start: int, path: str) -> bool:
@@ -265,42 +264,35 @@ def _read_lines(text: str, path: str) -> Iterator[JsonRecord]:
             yield line, value
 
 
-def _read_single(text: str, start: int, path: str) -> JsonRecord:
-    line = 1 + text.count("\n", 0, start)
-    value, end = _decode(text, start, f"{path}:{line}", path)
-    after = _skip_blank(text, end)
-    if after < len(text) and not isinstance(value, ConversationError):
-        where = f"{path}:{line + text.count(chr(10), start, after)}"
-        value = ConversationError(f"{where}: text after the end of the JSON value; wanted one value, or one per line.")
-    return line, value
-
-
-def array_records(text: str, start: int, path: str) -> Iterator[JsonRecord]:
-    """The values of the array that begins at `start`, up to a syntax error."""
-    line, at = 1 + text.count("\n", 0, start), start
+def document_records(text: str, start: int, path: str) -> Iterator[JsonRecord]:
+    """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
+    closing = "]" if text[start] == "[" else ""
+    line, at = 1, 0
 
     def move_to(offset: int) -> None:
         nonlocal line, at
+        while offset < len(text) and text[offset] in _BLANK:
+            offset += 1
         line, at = line + text.count("\n", at, offset), offset
 
-    move_to(_skip_blank(text, at + 1))
-    has_more = text[at : at + 1] != "]"
+    move_to(start + len(closing))
+    has_more = text[at : at + 1] != closing
     while has_more:
         value, end = _decode(text, at, f"{path}:{line}", path)
         yield line, value
         if isinstance(value, ConversationError) and end == len(text):
             return
-        move_to(_skip_blank(text, end))
-        has_more = text[at : at + 1] == ","
-        if has_more:
-            move_to(_skip_blank(text, at + 1))
-    if text[at : at + 1] != "]":
+        move_to(end)
+        has_more = text[at : at + 1] == "," if closing else at < len(text)
+        if closing and has_more:
+            move_to(at + 1)
+    if closing and text[at : at + 1] != closing:
         found = f"found {text[at]!r}" if at < len(text) else "the file ends"
         yield line, ConversationError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
-        return
-    move_to(_skip_blank(text, at + 1))
-    if at < len(text):
-        yield line, ConversationError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
+    elif closing:
+        move_to(at + 1)
+        if at < len(text):
+            yield line, ConversationError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
 
 
 def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
@@ -329,9 +321,3 @@ def _decode(text: str, start: int, where: str, path: str | None = None) -> tuple
     if constants:
         return ConversationError(f"{where}: holds {constants[0]}, which is not JSON; wanted a number or null."), end
     return value, end
-
-
-def _skip_blank(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _BLANK:
-        at += 1
-    return at

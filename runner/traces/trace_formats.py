@@ -21,7 +21,7 @@ import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
 from runner.files import UNREADABLE, read_unpacked
-from runner.script.conversation_reader import array_records
+from runner.script.conversation_reader import document_records
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
@@ -490,4 +490,8 @@ def _session_document(path: Path) -> tuple[dict[str, Any], str, list[int]]:
     if not isinstance(document, dict):
         raise TraceError(f"{where}: found {shown(document)}; wanted an object with block_size and requests.")
     found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-    return document, where, [] if found is None else [line for line, _ in array_records(text, found.end(), str(path))]
+    return (
+        document,
+        where,
+        [] if found is None else [line for line, _ in document_records(text, found.end(), str(path))],
+    )

@@ -260,6 +260,21 @@ def test_syntax_error_in_a_json_array_names_its_own_line_and_keeps_what_came_bef
     assert (len(result.conversations), len(result.skipped)) == (1, 1)
 
 
+def test_values_over_several_lines_may_follow_one_another(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    values = [{"messages": [HELLO]}, [HELLO, REPLY], {"messages": [HELLO]}]
+    path.write_text("\n".join(json.dumps(value, indent=1) for value in values))
+    found = read_conversations(path).conversations
+    assert [(len(each.messages), each.source) for each in found] == [
+        (1, "chat.json:1"), (2, "chat.json:9"), (1, "chat.json:19"),
+    ]  # fmt: skip
+    with path.open("a") as file:
+        file.write(" 5 x")
+    assert [line.rpartition("chat.json:")[2][:9] for line in read_conversations(path, skip_bad=True).skipped] == [
+        "26: found", "26: not J",
+    ]  # fmt: skip
+
+
 def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.json", '[\n {"content": "a"},\n {"role": "user", "content": "b"}\n]')
     assert error_of(path).startswith("chat.json:2: message 0 has role missing")
