@@ -30,7 +30,7 @@ class Entry:
         uses: 1 at creation, plus 1 for each request that used it.
         priority: the largest priority of the requests that used it.
         turn, kind: of the request, as given to begin(); None and "" if unknown. Turns count from 1.
-        digest_of, digests_of: compute `digest` and `digests`.
+        digests_of: computes `digests`; None: unknown.
     """
 
     entry_id: int
@@ -48,8 +48,7 @@ class Entry:
     priority: int = 0
     turn: int | None = None
     kind: str = ""
-    digest_of: Callable[[], bytes] = field(default=bytes, repr=False)
-    digests_of: Callable[[Sequence[int]], list[bytes]] | None = field(default=None, repr=False)
+    digests_of: Callable[[Entry, Sequence[int]], list[bytes]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -58,10 +57,8 @@ class Entry:
     @property
     def digest(self) -> bytes:
         """16-byte digest of the namespace and all keys up to `end`, however edges are split or merged."""
-        return self.digest_of()
+        return self.digests([self.end])[0]
 
     def digests(self, offsets: Sequence[int]) -> list[bytes]:
         """Digests of the prefixes that end at these offsets, ascending, in (start, end]; b"" where unknown."""
-        if self.digests_of is not None:
-            return self.digests_of(offsets)
-        return [self.digest if offset == self.end else b"" for offset in offsets]
+        return [b""] * len(offsets) if self.digests_of is None else self.digests_of(self, offsets)

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from policies.entry import Entry
-from policies.ordered import Key, OrderedPolicy
+from policies.ordered import Key, SortedPolicy
 from policies.runs import Run, cut, joined
 
 
-class GDSF(OrderedPolicy):
+class GDSF(SortedPolicy):
     """Greedy-Dual-Size-Frequency."""
 
     ranks_whole_edges: ClassVar[bool] = False

@@ -17,7 +17,7 @@ class EvictionPolicy(Protocol):
     of a request may be announced after hooks of later requests. No hook reports a change of an entry's bytes, children
     or has_checkpoint, or of start, cost and parent of a checkpoint whose node is split or merged.
 
-    Three attributes are optional:
+    Four attributes are optional:
 
     - `ranks_whole_edges` (default True): the victim stays the victim while its tail is cut key by key, so the cache may
       cut as much as it needs at once. False: the cache asks again after each step.
@@ -25,6 +25,8 @@ class EvictionPolicy(Protocol):
     - `pass_over(entry, cuts)`: the cache is about to cut the victim's tail at these offsets in turn, the deepest first.
       Record the cuts after which `entry` is still the victim, never the last one, and return their number; no other
       hook reports them. Called only if the keys of an edge cost the same.
+    - `cut(entry)` (default None): the entry has lost its tail; `end`, `cost` and bytes are up to date. Without it, a
+      cut is reported as a `split` into `entry` and a new entry, and `evicted` of the new one.
     """
 
     def inserted(self, entry: Entry) -> None:

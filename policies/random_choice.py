@@ -10,10 +10,10 @@ import random
 from typing import ClassVar
 
 from policies.entry import Entry
-from policies.ordered import Key, OrderedPolicy
+from policies.ordered import Key, SortedPolicy
 
 
-class Random(OrderedPolicy):
+class Random(SortedPolicy):
     """Uniformly random victim."""
 
     ranks_whole_edges: ClassVar[bool] = False

@@ -8,10 +8,10 @@ protected part holds more than `protected_share` of all tokens, the order is pla
 from __future__ import annotations
 
 from policies.entry import Entry
-from policies.ordered import Key, OrderedPolicy
+from policies.ordered import Key, SortedPolicy
 
 
-class SLRU(OrderedPolicy):
+class SLRU(SortedPolicy):
     """Segmented LRU. `protected_share`: largest share of the tokens that may be protected; None: no cap."""
 
     def __init__(self, protected_share: float | None = None) -> None:

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -165,7 +165,8 @@ class Core:
 
     def unquarantined(self, keys: Keys, namespace: str) -> Keys:
         """The keys up to where they are quarantined."""
-        return keys[: self._quarantine.limit(keys, namespace)]
+        start = self._quarantine.offset(keys, namespace)
+        return keys if start is None else keys[:start]
 
     # Restoring
 
@@ -186,7 +187,7 @@ class Core:
             nonlocal request
             use = request.use
             if use.tick != self._tick:
-                request = replace(request, use=self.next_use(use.priority, use.turn, use.kind))
+                request = request._replace(use=self.next_use(use.priority, use.turn, use.kind))
             return self.unquarantined(request.keys, request.namespace)[: request.limit], request.use
 
         is_read = tier.read(request.namespace, asked)
@@ -210,19 +211,21 @@ class Core:
             evaluate: evaluate pending buffers that are to be read, to see whether they are intact.
         """
         keys = self.unquarantined(keys, namespace)
-
-        def find_match() -> Match[NodeState]:
-            match = self._states.match(keys, namespace)
-            if not takes_slot or match.offset in (0, match.node.end):
-                return match
-            return Match(self._states.split(match.node, match.offset), match.offset)
-
-        # If the split finds no memory, the second try matches again: evicting for it may take nodes of the path.
-        match = self._pager.allocating(find_match)
+        match = self._states.match(keys, namespace)
+        if takes_slot and match.offset not in (0, match.node.end):
+            match = self._pager.allocating(partial(self._match_to_end, keys, namespace))
         path = match.path
         live = self._slots.choose(path, limit) if takes_slot else None
         hidden = self._slots.hidden(path, live, evaluate=evaluate)
         return Lookup(match, live, self._plan(match, keys, limit, live, hidden))
+
+    def _match_to_end(self, keys: Keys, namespace: str) -> Match[NodeState]:
+        """Match, and split a node in which the match ends. A second try matches again: room was made."""
+        match = self._states.match(keys, namespace)
+        if match.offset in (0, match.node.end):
+            return match
+        upper = self._states.split(match.node, match.offset)
+        return Match(upper, match.offset, [*match.path[:-1], upper])
 
     def foresee(self, keys: Keys, namespace: str) -> Foresight:
         """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing."""
@@ -234,7 +237,7 @@ class Core:
         for node in match.path if gone else []:
             if node.payload.spans is None and not node.payload.live_mask & ~gone:
                 # The next request gives up what only the buffers of a vanished session hold.
-                match = Match(node.parent or node, node.start)
+                match = Match(node.parent or node, node.start, match.path[: match.path.index(node)])
                 break
         has_slot = not all(path.is_open for path in self._slots.paths)
         live = self._slots.choose(match.path, min(match.offset, limit)) if has_slot else None
@@ -271,8 +274,11 @@ class Core:
         live.open(match.node, use.tick)
         try:
             self._pager.checkpoint_live(live, use)
-            with moving or nullcontext():
+            if moving is None:
                 self._pager.move(live, plan, length + request.reserve, length)
+            else:
+                with moving:
+                    self._pager.move(live, plan, length + request.reserve, length)
             # The session may come back to here, and other prompts may branch off here as it does.
             self._pager.checkpoint_live(live, use, "branch")
         except BaseException:
@@ -530,7 +536,8 @@ class Core:
         self._release(live)
         # Not earlier: from here on the closing thread may read the buffers, whichever thread that is.
         self.write_store(stored, request, used)
-        self._states.coalesce_all(live.nodes())
+        if live.tip is not None:
+            self._states.coalesce_path(live.tip)
         live.measure()
         self.enforce_budget()
         self.write_trace(request, output_tokens)
@@ -582,7 +589,7 @@ class Core:
     def enforce_budget(self, *, thins: bool = True) -> None:
         """Drop what pins no longer hold, and enforce the checkpoint cap (unless told not to) and the budget."""
         self.tidy_unpinned()
-        if thins:
+        if thins and self._account.checkpoint_bytes:
             self._evictor.thin_checkpoints()
         self._evictor.make_room()
 
@@ -769,7 +776,7 @@ class Core:
         # An earlier request had evaluated more of the prompt, off the grid.
         off_grid = plan.off_grid + min(tail, limit - match.offset)
         reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
-        return replace(plan, matched=match.offset + tail, reason=reason, off_grid=off_grid)
+        return plan._replace(matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
     def _release(self, live: LivePath) -> None:
         """Free a slot, and join nodes that were split for its session in vain."""

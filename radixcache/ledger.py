@@ -44,8 +44,10 @@ class Account:
 
     def add(self, purpose: str, change_bytes: int) -> None:
         """Book a change of live_bytes, span_bytes, checkpoint_bytes or second_bytes."""
-        if purpose == "span_bytes":  # These two are by far the most frequent ones.
+        if purpose == "span_bytes":  # These three are by far the most frequent ones.
             self.span_bytes += change_bytes
+        elif purpose == "live_bytes":
+            self.live_bytes += change_bytes
         elif purpose == "checkpoint_bytes":
             self.checkpoint_bytes += change_bytes
         else:
@@ -85,7 +87,10 @@ class Ledger:
     @property
     def held_bytes(self) -> int:
         """Bytes that eviction cannot free, or a little more: idle live buffers, which it can, are among them."""
-        return sum(a.live_bytes + a.second_bytes + a.booked_checkpoint_bytes + a.pinned_bytes for a in self._accounts)
+        nbytes = 0
+        for each in self._accounts:
+            nbytes += each.live_bytes + each.second_bytes + each.booked_checkpoint_bytes + each.pinned_bytes
+        return nbytes
 
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more fit the budget; 0 when they fit."""
@@ -146,8 +151,9 @@ class Booking:
 
     def end_request(self) -> None:
         """Give back everything but the buffers."""
-        self.book_checkpoint(-self.checkpoint_bytes)
-        self.book_second(0)
+        if self.checkpoint_bytes or self.second_bytes:
+            self.book_checkpoint(-self.checkpoint_bytes)
+            self.book_second(0)
 
     def end(self) -> None:
         """Give back everything; later bookings count nothing."""

@@ -104,7 +104,7 @@ def assemble(
             tier.lose(node)
 
     account = ledger.open_account(lambda nbytes: evictor.shrink_to(max(0, account.total_bytes - nbytes)))
-    events = Events(settings.on_event, ledger.lock)
+    events = Events(settings.on_event, ledger.lock, remembers=settings.remembers)
     lost = on_loss if disk is not None and "eviction" in moments(disk.store) else None
     grid_tokens, merges = settings.grid_tokens, settings.merges
     states = StateTree(layout, chosen, account, cost, events, grid_tokens=grid_tokens, merges=merges, on_loss=lost)

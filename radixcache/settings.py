@@ -39,6 +39,7 @@ class Settings:
     seconds: Callable[[], float] = time.monotonic
     trim_tokens: int | None = None
     merges: bool = True
+    remembers: bool = True
     suffix_index_bytes: int = SUFFIX_INDEX_BYTES
     #: Chat templates rewrite the end of a prompt; a checkpoint this many tokens before it survives that.
     tail_tokens: int = 16
@@ -56,7 +57,7 @@ class Settings:
             raise ValueError(f"live_slots is {self.live_slots}; wanted at most {MOST_LIVE_SLOTS}.")
         if isinstance(self.verify, bool) or not isinstance(self.verify, (int, float)) or not 0 <= self.verify <= 1:
             raise ValueError(f"verify is {self.verify!r}; wanted a share from 0 to 1.")
-        for name, value in (("exact", self.exact), ("merges", self.merges)):
+        for name, value in (("exact", self.exact), ("merges", self.merges), ("remembers", self.remembers)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}; wanted True or False.")
         if not is_whole(self.verify_seed):

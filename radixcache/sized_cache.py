@@ -9,10 +9,11 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.sizes import SizedLayout
 from radixcache.ledger import Ledger
 from radixcache.observe.trace import Clock, TraceFile
+from radixcache.paging.resume import OwnState, PrefixRequest
 from radixcache.paging.tier import Disk
 from radixcache.prefix_cache import PrefixCache, assemble
 from radixcache.settings import Settings, require_about
-from radixcache.tokens import Keys
+from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.history import OnEvent
 
 
@@ -37,7 +38,8 @@ def sized_cache(
         settings: checkpoint_interval, checkpoint_budget_bytes, live_slots, exact, step_size; `tail_tokens`: how far in
             front of a prompt's end a checkpoint is taken; `trim_tokens`: the step in which a leaf of a pure span model
             loses its tail; `merges`: join a node with its only child if possible. False leaves keys of different
-            history apart, as for policies that are defined on blocks.
+            history apart, as for policies that are defined on blocks; `remembers`: keep what explain() tells of
+            earlier prompts and evictions.
 
     Raises:
         ValueError: an argument out of its range.
@@ -52,6 +54,26 @@ def sized_cache(
         layout, budget_bytes, policy, cost, own, trace, tokenizer, clock=unit, disk=disk
     )
     return cache
+
+
+def serve_spans(cache: PrefixCache, prompt: TokenIds, keys: Keys, turn: int | None, kind: str) -> int:
+    """Serve a prompt without a reply, if all layers are spans; returns how many of its keys were stored.
+
+    Slots, tree and policy work as in begin(), prefill() and close(). There is no Session, which follows forward passes,
+    and the arguments are not checked.
+    """
+    core, _, _, _, evictor, _ = cache._open
+    count = len(keys)
+    with core.lock:
+        request = PrefixRequest(prompt, keys, "", core.next_use(0, turn, kind))
+        live, plan = core.open(request, None)
+        evictor.make_room()
+        # A live cache makes room for the whole prompt at once; policies that age depend on that order.
+        evictor.make_room((count - plan.matched) * core.layout.token_bytes)
+        live.caches[0].advance(count - plan.resume)
+        core.commit(live, request, keys, count, OwnState(core.layout, live.booking))
+        core.end_session(live, request, keys, plan.resume, 0)
+    return plan.matched
 
 
 def stored_keys(cache: PrefixCache, keys: Keys) -> int:

@@ -130,8 +130,10 @@ class Layout:
 
     def request_bytes(self, tokens: int) -> int:
         """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
-        windows = sum(tokens_in(window.needs(tokens)) * self.window_bytes(window) for window in self.windows)
-        return tokens * self.token_bytes + windows + self.state_bytes
+        nbytes = tokens * self.token_bytes + self.state_bytes
+        for window in self.windows:
+            nbytes += tokens_in(window.needs(tokens)) * self.window_bytes(window)
+        return nbytes
 
     def device_bytes(self) -> int:
         """Bytes that the device can still give to MLX.

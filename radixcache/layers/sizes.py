@@ -165,10 +165,14 @@ class SizedLayout(Layout):
         return int(max(0, target - begin) * self.token_bytes)
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
-        halves = [leaf.split(at) for leaf in spans.leaves]
-        upper_bytes = sum([upper.nbytes for upper, _ in halves])
-        upper = Spans(spans.start, at, [upper for upper, _ in halves], upper_bytes)
-        return upper, Spans(at, spans.end, [lower for _, lower in halves], spans.nbytes - upper_bytes), 0
+        upper, lower = Spans(spans.start, at, [], 0), Spans(at, spans.end, [], spans.nbytes)
+        for leaf in spans.leaves:
+            first, second = leaf.split(at)
+            upper.leaves.append(first)
+            lower.leaves.append(second)
+            upper.nbytes += first.nbytes
+        lower.nbytes -= upper.nbytes
+        return upper, lower, 0
 
     def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]:
         joined = [ours.merged(theirs) for ours, theirs in zip(upper.leaves, lower.leaves, strict=True)]

@@ -21,8 +21,8 @@ raises, or the first victim that must not go, its entries are filed anew under L
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -51,17 +51,9 @@ class Evictor:
         self._trim_tokens = trim_tokens
         # A policy may rank the keys of one edge differently: then its tail goes one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
-        self._spared: Sequence[StateNode] = ()
+        #: Nodes that are being paged in: their snapshots stay, even if they are duplicates.
+        self.spared: Sequence[StateNode] = ()
         self.evictions = self.evicted_bytes = 0
-
-    @contextmanager
-    def sparing(self, nodes: Sequence[StateNode]) -> Iterator[None]:
-        """Do not drop the snapshots of nodes that are being paged in, even if they are duplicates."""
-        self._spared = nodes
-        try:
-            yield
-        finally:
-            self._spared = ()
 
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
@@ -73,8 +65,7 @@ class Evictor:
         """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
         if not self.over_bytes(need_bytes):
             return True
-        self._evict_while(lambda: self.over_bytes(need_bytes))
-        over_bytes = self.over_bytes(need_bytes)
+        over_bytes = self._evict_while(partial(self.over_bytes, need_bytes))
         if over_bytes:
             self._account.ledger.reclaim_elsewhere(self._account, over_bytes)
             over_bytes = self.over_bytes(need_bytes)
@@ -154,7 +145,7 @@ class Evictor:
                 self.tidy(self._states.remove(leaf))
         except NATIVE_ERRORS:
             self.tidy(self._states.remove(leaf))  # No memory even for the cut: all of it goes.
-        self._count(before - self._held_bytes())
+        self._count(before)
 
     def _namespace_bytes(self, namespace: str) -> int:
         """Bytes of its nodes, and of the live buffers that stand in it."""
@@ -180,12 +171,14 @@ class Evictor:
                 nbytes += 0 if state.spans is None or is_duplicate else state.spans.nbytes
         return nbytes
 
-    def _evict_while(self, over: Callable[[], int]) -> None:
+    def _evict_while(self, over: Callable[[], int]) -> int:
+        """Take steps 1 to 7 while `over()` is not 0; returns what it is in the end."""
         if self._states.duplicate_bytes:
             self._drop_duplicates(over)
         self._drop_spare(over)
         while (over_bytes := over()) and self._give_way(over, over_bytes):
             pass
+        return over_bytes
 
     def _give_way(self, over: Callable[[], int], over_bytes: int) -> bool:
         """Take the next step of 3 to 7 to free `over_bytes`, as `over` says now; False: there is none."""
@@ -254,15 +247,14 @@ class Evictor:
                 self.tidy(self._states.remove(node))
         except NATIVE_ERRORS:
             self.tidy(self._states.remove(node))  # No memory even for the cut: all of it goes.
-        self._count(before - self._held_bytes())
+        self._count(before)
         return True
 
     def tidy(self, node: StateNode) -> None:
         """Remove a node on which nothing can resume any more, else join it with its neighbours if possible."""
-        path = node.path()
-        while not node.is_root and self._states.is_useless(node):
+        while node.parent is not None and self._states.is_useless(node):
             node = self._states.remove(node)
-        self._states.coalesce_all(path)
+        self._states.coalesce_path(node)
 
     def _over_cap(self) -> int:
         return max(0, self._account.checkpoint_bytes - self.checkpoint_budget_bytes)
@@ -286,11 +278,11 @@ class Evictor:
         before = self._held_bytes()
         self._states.drop_checkpoint(node)
         self._states.coalesce(node)
-        self._count(before - self._held_bytes())
+        self._count(before)
         return True
 
     def _drop_duplicates(self, over: Callable[[], int]) -> None:
-        nodes = {id(node): node for path in self._slots.paths for node in path.nodes() if node not in self._spared}
+        nodes = {id(node): node for path in self._slots.paths for node in path.nodes() if node not in self.spared}
         paged = [node for node in nodes.values() if node.payload.spans is not None and not node.payload.readers]
         for node in sorted(paged, key=lambda n: (n.payload.entry.last_used, -n.end)):
             if not over():
@@ -339,7 +331,7 @@ class Evictor:
                 except (*NATIVE_ERRORS, LiveStateError):
                     self._slots.lose(path)
             path.shrink(path.offset)
-        self._count(before - self._held_bytes())
+        self._count(before)
         return True
 
     def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
@@ -360,14 +352,16 @@ class Evictor:
 
     def _idle(self) -> list[LivePath]:
         """Slots without an open session, the one used longest ago first."""
-        return sorted((path for path in self._slots.paths if not path.is_open), key=lambda path: path.used)
+        idle = [path for path in self._slots.paths if not path.is_open]
+        return sorted(idle, key=lambda path: path.used) if len(idle) > 1 else idle
 
     def _held_bytes(self) -> int:
         return self._account.total_bytes + self._states.leaving_bytes
 
-    def _count(self, freed_bytes: int) -> None:
+    def _count(self, before_bytes: int) -> None:
+        """Count an eviction, in front of which the cache held so many bytes."""
         self.evictions += 1
-        self.evicted_bytes += freed_bytes
+        self.evicted_bytes += before_bytes - self._held_bytes()
 
 
 def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:

@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from radixcache.adapters.contract import Spans
 from radixcache.errors import CacheBusyError
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Booking
@@ -81,7 +80,7 @@ class LivePath:
     # Who it is open for
 
     def open(self, node: StateNode, tick: int) -> None:
-        self.guard(None if node.is_root else node)
+        self.guard(None if node.parent is None else node)
         self.is_open, self.used, self.right_tokens = True, tick, None
         self.seats += 1
 
@@ -156,11 +155,13 @@ class LivePath:
 
         A node across `end` is split; nodes on which nothing can resume are dropped.
         """
-        left, tip = [], None
-        for node in self.nodes():
-            if node.end <= end:
-                tip = node
-                continue
+        left: list[StateNode] = []
+        tip = self.tip
+        while tip is not None and tip.end > end:
+            left.append(tip)
+            tip = None if tip.start == 0 else tip.parent
+        left.reverse()
+        for node in left:
             if node.start < end:
                 tip = self._states.split(node, end)
             state = node.payload
@@ -169,20 +170,18 @@ class LivePath:
                 nbytes = self._layout.stored_token_bytes * (node.end - node.start)
                 self._states.set_leaving(node, nbytes, self.caches)
             self._states.set_live(node, self.slot, False)
-            left.append(node)
         self.tip = tip
         assert self.offset == end, (end, self.tip)
         for node in reversed(left):
             if self._states.is_useless(node):
                 self._states.remove(node)
-        states = [(node, node.payload) for node in left]
-        return [node for node, state in states if state is not None and state.spans is None and not state.live_mask]
+        return [node for node in left if (state := node.payload) and state.spans is None and not state.live_mask]
 
     def page_out(self, node: StateNode) -> None:
         """Copy a leaving node's spans out of the buffers, unless it was evicted meanwhile."""
         if node.payload is None:
             return
-        self._paged_out(node, self._layout.page_out(self.caches, node.start, node.end))
+        self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
         """Page out what is left of these and give the live caches up, a layer at a time: no more is there twice."""
@@ -190,7 +189,7 @@ class LivePath:
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()
         for node, spans in zip(nodes, found, strict=True):
-            self._paged_out(node, spans)
+            self._states.page_out(node, spans)
 
     def advance(self, node: StateNode) -> None:
         """Make the path to `node` LIVE: the buffers hold it, evaluated or paged in."""
@@ -277,12 +276,6 @@ class LivePath:
         assert offsets is None or offsets == (self.offset, self.offset), (offsets, self.offset)
         nbytes = self._layout.live_nbytes(self.caches)
         assert nbytes == booking.live_bytes, (self.slot, nbytes, booking.live_bytes)
-
-    def _paged_out(self, node: StateNode, spans: Spans) -> None:
-        self._states.set_leaving(node, 0)
-        self._states.set_spans(node, spans)
-        self._states.paged_out_bytes += spans.nbytes
-        self._states.events.paged_out(node, spans.nbytes)
 
 
 class Slots:

@@ -45,9 +45,13 @@ class Pager:
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
         # Before making room, which drops first what no checkpoint needs.
         stored = self._states.windows.stored(plan.path) if layout.windows else []
-        path = self.allocating(lambda: self._split_at(plan))
+        path = plan.path
+        if path and path[-1].end > plan.resume:
+            path = self.allocating(lambda: self._split_at(plan))
         incoming = [node for node in path if node.end > shared]
-        with self._evictor.sparing(incoming):
+        has_changed = before != shared or len(incoming) > 0
+        self._evictor.spared = incoming
+        try:
             capacity = 0 if layout.is_empty(live.caches) else layout.span_capacity(live.caches)
             leaving = live.leave(shared)
             capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
@@ -63,12 +67,18 @@ class Pager:
             # Larger buffers are shrunk only if bytes are short.
             if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
                 self.allocating(lambda: layout.reserve(live.caches, capacity_tokens, like))
-                live.measure()
+                has_changed = True
+                if incoming:
+                    live.measure()
             for node in incoming:
                 self._page_in(live, node, is_last=node is incoming[-1])
+        finally:
+            self._evictor.spared = ()
         if layout.has_points and not plan.is_live:
             self.allocating(lambda: layout.restore_points(live.caches, plan.checkpoint, plan.resume, stored))
-        live.measure()
+            has_changed = True
+        if has_changed:
+            live.measure()
 
     def page_out_live(self, node: StateNode) -> None:
         """Give a node that only live buffers hold a snapshot; buffers that no session uses are given up with it."""
@@ -168,11 +178,12 @@ class Pager:
         """Make `keys`, which the live caches hold, a path of the tree, with the request's own state."""
         if len(keys) == 0:
             return
-        tip = self._path_for(keys, namespace, use, live.tip)
+        tip = self._path_for(keys, namespace, use, live)
         live.advance(tip)
         self._layout.learn(live.caches)
-        self._add(tip, own.windows, own.checkpoints, use)
-        self.checkpoint_live(live, use)
+        if self._layout.has_points:
+            self._add(tip, own.windows, own.checkpoints, use)
+            self.checkpoint_live(live, use)
 
     def record_foreign(self, caches: Sequence[Any], keys: Keys, namespace: str, use: Use) -> int:
         """Copy what the tree lacks of foreign caches; returns how many of the keys the tree holds afterwards.
@@ -275,7 +286,9 @@ class Pager:
 
         Snapshots that are about to be live become duplicates, which go first, so they do not count as needed.
         """
-        droppable = sum(spans.nbytes for node in incoming if (spans := node.payload.spans) is not None)
+        droppable = 0
+        for node in incoming:
+            droppable += 0 if node.payload.spans is None else node.payload.spans.nbytes
         token_bytes = self._layout.token_bytes
         if capacity < capacity_tokens:
             capacity_tokens = self._generous(capacity, capacity_tokens, -droppable)
@@ -284,14 +297,19 @@ class Pager:
         self._evictor.make_room((prompt_tokens + 1 - capacity) * token_bytes - droppable)
         return prompt_tokens + 1
 
-    def _path_for(self, keys: Keys, namespace: str, use: Use, start: StateNode | None = None) -> StateNode:
-        """The node that ends where `keys` end, split or appended if needed; `start`: a node on its path."""
-        match = self._states.match(keys, namespace, start)
+    def _path_for(self, keys: Keys, namespace: str, use: Use, live: LivePath | None = None) -> StateNode:
+        """The node that ends where `keys` end, split or appended if needed; on the path of `live` or below it."""
+        match = self._states.match(keys, namespace, None if live is None else live.tip)
         node = match.node
         if 0 < match.offset < node.end:
             node = self._states.split(node, match.offset)
         if match.offset < len(keys):
-            node = self._states.add_leaf(node, keys[match.offset :], use)
+            slot = None
+            if live is not None:
+                slot = live.slot
+                if match.path:
+                    live.advance(node)
+            node = self._states.add_leaf(node, keys[match.offset :], use, slot)
             self._states.events.stored(node, match.offset, self._layout.token_bytes * (len(keys) - match.offset))
         return node
 

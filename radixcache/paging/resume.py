@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, tokens_in, union
 from radixcache.layers.layout import Layout
@@ -57,8 +57,7 @@ class ShortReason(StrEnum):
     OFF_GRID = "off_grid"  # exact mode: what is known lies behind the last whole chunk, or ends inside one
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixRequest:
+class PrefixRequest(NamedTuple):
     """A prompt and what goes with it.
 
     Attributes:
@@ -81,8 +80,7 @@ class PrefixRequest:
         return len(self.prompt) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePlan:
+class ResumePlan(NamedTuple):
     """Where a request resumes.
 
     Attributes:
@@ -121,22 +119,15 @@ def plan_resume(
 
     Spans from offset `hidden` on cannot be read now (None: all can).
     """
-    plan = _plan(layout, match, limit, live, grid_tokens)
-    if hidden is None or plan.resume <= hidden:
-        return plan
-    return replace(_plan(layout, match, hidden, live, grid_tokens), reason=ShortReason.LIVE_ELSEWHERE)
-
-
-def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | None, grid: int) -> ResumePlan:
     path = match.path
     limit = min(match.offset, limit)
-    off_grid = limit % grid
+    off_grid = limit % grid_tokens
     limit -= off_grid
     common = live.common(path, limit) if live is not None else 0
     resume, source, is_live = limit, None, False
     if layout.has_points:
-        resume, source = _deepest(layout, path, limit, grid)
-        rewound = floor(common, grid)
+        resume, source = _deepest(layout, path, limit, grid_tokens)
+        rewound = floor(common, grid_tokens)
         if live is not None and rewound >= max(resume, 1) and layout.can_rewind(live.caches, live.offset, rewound):
             resume, source, is_live = rewound, None, True
     reason = None
@@ -144,6 +135,9 @@ def _plan(layout: Layout, match: Match[NodeState], limit: int, live: LivePath | 
         reason = ShortReason.NO_CHECKPOINT if layout.has_states else ShortReason.WINDOW_GAP
     elif resume < match.offset:
         reason = ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN
+    if hidden is not None and resume > hidden:
+        plan = plan_resume(layout, match, hidden, live, grid_tokens=grid_tokens)
+        return plan._replace(reason=ShortReason.LIVE_ELSEWHERE)
     checkpoint = None if source is None else source.payload.checkpoint
     return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid, is_live)
 

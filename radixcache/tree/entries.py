@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -34,8 +34,7 @@ THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
 WORTH = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A use of state, as the caller of begin() or insert() described it; each request has a tick."""
 
     tick: int
@@ -97,6 +96,7 @@ class Entries:
         self._last_id = 0
         # A policy may pass over cuts only if all keys of an edge cost the same.
         self._pass_over = getattr(policy, "pass_over", None) if cost.per_pair == 0 else None
+        self._cut: Callable[[Entry], object] | None = getattr(policy, "cut", None)
 
     def victim(self) -> tuple[StateNode, EntryState] | None:
         """The node that the policy evicts next, and whether its spans or its checkpoint."""
@@ -111,21 +111,21 @@ class Entries:
     def new(self, node: StateNode, state: EntryState, use: Use) -> Entry:
         """Make an entry of a node; the caller tells the policy."""
         entry = self._entry(state, node.start, node.end, _parent_entry(node), use)
-        entry.digest_of = lambda: digests_on(self._node_of[entry.entry_id])([entry.end])[0]
-        entry.digests_of = lambda offsets: digests_on(self._node_of[entry.entry_id])(offsets)
+        entry.digests_of = self._digests
         self._node_of[entry.entry_id] = node
         return entry
 
     def remove(self, entry: Entry) -> None:
         self._set_evictable(entry, False)
-        self.thinning.remove(entry)
+        if entry.state == "checkpoint":
+            self.thinning.remove(entry)
         self._policy.evicted(entry)
         del self._node_of[entry.entry_id]
-        entry.digest_of, entry.digests_of = bytes, None  # they refer to the entry: a cycle
+        entry.digests_of = None
 
-    def merge(self, gone: Entry, into: Entry, digest_of: Callable[[], bytes]) -> None:
+    def merge(self, gone: Entry, into: Entry) -> None:
         """A node's spans were joined with those of its child, and the child's entry mirrors that."""
-        gone.digest_of, gone.digests_of = digest_of, None
+        gone.digests_of = lambda _, offsets: self._digests(into, offsets)
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
         into.uses = max(into.uses, gone.uses)
@@ -133,28 +133,34 @@ class Entries:
         self._policy.merged(gone, into)
         del self._node_of[gone.entry_id]
 
-    def cut(self, leaf: StateNode, at: int, digests: Digests) -> None:
+    def cut(self, leaf: StateNode, at: int, digests: Digests | None = None) -> None:
         """Tell the policy that a leaf loses its tokens from `at` on."""
         entry = leaf.payload.entry
-        end = entry.end
-        lost = self._entry("span", at, end, entry, Use.last_of(entry))
+        if self._cut is not None:
+            self._shorten(entry, at)
+            self._cut(entry)
+            return
+        its = digests or digests_on(leaf)
+        lost = self._entry("span", at, entry.end, entry, Use.last_of(entry))
         lost.created, lost.uses = entry.created, entry.uses
-        lost.digest_of = lambda: digests([end])[0]
+        lost.digests_of = lambda _, offsets: its(offsets)
         self._shorten(entry, at)
         self._policy.split(entry, lost)
         self._policy.evicted(lost)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
         """Tell the policy of each cut that it does not pass over, until it has another victim. Returns the last cut."""
-        entry, digests, is_victim = leaf.payload.entry, digests_on(leaf), True
-        while cuts and is_victim:
+        entry, digests = leaf.payload.entry, digests_on(leaf)
+        while True:
             passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
             if passed:
                 self._shorten(entry, cuts[passed - 1])
             at, cuts = cuts[passed], cuts[passed + 1 :]
             self.cut(leaf, at, digests)
-            is_victim = self._policy.victim() is entry
-        return at
+            # Queues move on when they are asked for a victim, so they are asked after each cut.
+            is_last = not cuts
+            if (is_last and self._cut is not None) or self._policy.victim() is not entry or is_last:
+                return at
 
     def mirror(self, node: StateNode) -> None:
         """Write a node's new span and parent into its entries."""
@@ -207,6 +213,9 @@ class Entries:
         assert self._evictable <= seen, self._evictable - seen
         self.thinning.check(thinned)
 
+    def _digests(self, entry: Entry, offsets: Sequence[int]) -> list[bytes]:
+        return digests_on(self._node_of[entry.entry_id])(offsets)
+
     def _entry(self, state: EntryState, start: int, end: int, parent: Entry | None, use: Use) -> Entry:
         self._last_id += 1
         return Entry(
@@ -244,22 +253,21 @@ Digests = Callable[[Sequence[int]], list[bytes]]
 
 
 def digests_on(node: StateNode) -> Digests:
-    """Digest prefixes that end on a node's edge, by its path as it is now."""
-    *above, edge = (each.edge for each in node.path())
-    name, start = node.namespace.encode(), node.start
+    """Digest prefixes that end on a node's edge, by its path at the first call."""
     beginning: hashlib.blake2b | None = None
 
     def digests(offsets: Sequence[int]) -> list[bytes]:
         nonlocal beginning
         if beginning is None:
+            name = node.namespace.encode()
             beginning = hashlib.blake2b(len(name).to_bytes(4, "little") + name, digest_size=16)
-            for each in above:
-                beginning.update(each.data)
+            for each in node.path()[:-1]:
+                beginning.update(each.edge.data)
         blake, found, done = beginning.copy(), [], 0
         for offset in offsets:
-            blake.update(edge[done : offset - start].data)
+            blake.update(node.edge[done : offset - node.start].data)
             found.append(blake.digest())
-            done = offset - start
+            done = offset - node.start
         return found
 
     return digests

@@ -108,12 +108,12 @@ class Events:
     The methods that are called for each request ask first whether there is a listener: then no detail is made in vain.
 
     Attributes:
-        history: evictions and prompts, recorded also without a listener.
+        history: evictions and prompts, recorded also without a listener, but only if `remembers`.
         tick: the present tick, set by the cache.
         failures, dropped: calls of the listener that raised; events dropped because too many waited.
     """
 
-    def __init__(self, on_event: OnEvent | None = None, lock: Lock | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, lock: Lock | None = None, *, remembers: bool = True) -> None:
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event is a {type(on_event).__name__}; wanted a callable that takes an Event.")
         self._on_event, self._lock = on_event, lock or Lock()
@@ -121,7 +121,7 @@ class Events:
         self._handing_over = threading.Lock()
         self._hand_over = self.hand_over
         self.is_on = on_event is not None
-        self.history = History()
+        self.history, self.remembers = History(), remembers
         self.tick = self.failures = self.dropped = 0
 
     def stored(self, node: Node[Any], start: int, nbytes: int, state: str = "tokens") -> None:
@@ -131,21 +131,15 @@ class Events:
 
     def asked(self, keys: Keys, namespace: str, taken: int, nbytes: int, detail: Detail) -> None:
         """A request took up the first `taken` tokens of its prompt."""
-        self.history.asked(namespace, keys)
+        if self.remembers:
+            self.history.asked(namespace, keys)
         if self.is_on:
             self.emit(RESUMED, namespace, 0, taken, nbytes, {"prompt_tokens": len(keys), **detail})
 
-    def evicted(self, leaf: Node[Any], start: int, nbytes: int, was_wrong: bool) -> None:
-        self.history.evicted(leaf, start, self.tick, was_wrong)
-        if self.is_on:
-            self.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, {"state": "tokens", "was_wrong": was_wrong})
-
     def evicted_checkpoint(self, node: Node[Any], nbytes: int) -> None:
-        self.history.evicted_checkpoint(node, self.tick)
+        if self.remembers:
+            self.history.evicted_checkpoint(node, self.tick)
         self.emit(EVICTED, node.namespace, node.end, node.end, nbytes, {"state": "checkpoint"})
-
-    def paged_out(self, node: Node[Any], nbytes: int) -> None:
-        self.emit(PAGED_OUT, node.namespace, node.start, node.end, nbytes, {})
 
     def paged_in(self, node: Node[Any], start: int, end: int, token_bytes: int) -> None:
         self.emit(PAGED_IN, node.namespace, start, end, token_bytes * (end - start), {})

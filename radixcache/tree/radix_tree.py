@@ -95,15 +95,12 @@ class Match(NamedTuple, Generic[P]):
     Attributes:
         node: the deepest node with a matching key; the root if there is none.
         offset: how many keys match; `node.start < offset <= node.end`, or 0 at the root.
+        path: the nodes from just below where the search began, the root or a given node, down to `node`.
     """
 
     node: Node[P]
     offset: int
-
-    @property
-    def path(self) -> list[Node[P]]:
-        """The nodes from just below the root down to `node`."""
-        return self.node.path()
+    path: list[Node[P]]
 
 
 class RadixTree(Generic[P]):
@@ -115,7 +112,10 @@ class RadixTree(Generic[P]):
 
     def root(self, namespace: str = "") -> Node[P]:
         """The root of a namespace; made on first use."""
-        return self._roots.setdefault(namespace, Node(_EMPTY, 0, None, namespace))
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(_EMPTY, 0, None, namespace)
+        return root
 
     def match(self, keys: Keys, namespace: str = "", start: Node[P] | None = None) -> Match[P]:
         """Find the longest stored prefix of `keys`, which begin with the path to `start`; changes nothing.
@@ -124,17 +124,18 @@ class RadixTree(Generic[P]):
         """
         node = start or self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
         offset, length = node.end, len(keys)
+        path: list[Node[P]] = []
         while offset < length:
             child = node.children.get(keys.item(offset))
             if child is None:
                 break
             node = child
-            edge = node.edge
-            common = common_length(edge, keys[offset : offset + len(edge)])
+            path.append(node)
+            common = common_length(node.edge, keys[offset : node.end])
             offset += common
-            if common < len(edge):
+            if offset < node.end:
                 break
-        return Match(node, offset)
+        return Match(node, offset, path)
 
     def split(self, node: Node[P], at: int) -> Node[P]:
         """Cut a node's edge at offset `at`. Returns the new upper node; `node` becomes its only child."""
@@ -168,10 +169,10 @@ class RadixTree(Generic[P]):
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
-        assert int(keys[0]) not in parent.children, (parent, int(keys[0]))
-        edge = np.array(keys, dtype=np.int64)
+        edge, first = np.array(keys, dtype=np.int64), int(keys[0])
+        assert first not in parent.children, (parent, first)
         leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace)
-        parent.children[int(edge[0])] = leaf
+        parent.children[first] = leaf
         self.node_count, self.key_count = self.node_count + 1, self.key_count + len(edge)
         return leaf
 
@@ -184,7 +185,7 @@ class RadixTree(Generic[P]):
 
     def truncate(self, leaf: Node[P], at: int) -> None:
         """Cut a leaf's edge at offset `at`, inside the edge."""
-        assert leaf.is_leaf, leaf
+        assert not leaf.children, leaf
         assert leaf.start < at < leaf.end, (leaf.start, at, leaf.end)
         self.key_count -= leaf.end - at
         leaf.edge = leaf.edge[: at - leaf.start].copy()
@@ -192,9 +193,9 @@ class RadixTree(Generic[P]):
 
     def remove(self, leaf: Node[P]) -> Node[P]:
         """Take a leaf out and return its former parent. A namespace goes with its last node."""
-        assert leaf.parent is not None and leaf.is_leaf, leaf
         parent = leaf.parent
-        del parent.children[int(leaf.edge[0])]
+        assert parent is not None and not leaf.children, leaf
+        del parent.children[leaf.edge.item(0)]
         leaf.parent = None
         leaf.payload = None  # type: ignore[assignment]
         self.node_count -= 1

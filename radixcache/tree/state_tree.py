@@ -36,8 +36,8 @@ from radixcache.counters import Tally
 from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
-from radixcache.tree.entries import Entries, NodeState, StateNode, Use, digests_on
-from radixcache.tree.history import MERGED, SPLIT, Events
+from radixcache.tree.entries import Entries, NodeState, StateNode, Use
+from radixcache.tree.history import EVICTED, MERGED, PAGED_OUT, SPLIT, Events
 from radixcache.tree.radix_tree import RadixTree, below
 from radixcache.tree.windows import Windows
 
@@ -83,7 +83,7 @@ class StateTree:
     def is_useless(self, node: StateNode) -> bool:
         """Whether this is a leaf that no request can resume on, neither live nor kept."""
         state = node.payload
-        if node.children or state.live_mask or state.is_kept:
+        if node.children or state.live_mask or state.guards or state.pins or state.readers:
             return False
         bare = self.layout.has_points and state.checkpoint is None
         return bare or node.end - node.end % self.grid_tokens <= node.start
@@ -92,12 +92,14 @@ class StateTree:
     def copied_bytes(self) -> int:
         return self.paged_in_bytes + self.paged_out_bytes + self.copied_window_bytes + self.cut_bytes
 
-    def add_leaf(self, parent: StateNode, keys: Keys, use: Use) -> StateNode:
+    def add_leaf(self, parent: StateNode, keys: Keys, use: Use, slot: int | None = None) -> StateNode:
+        """Add a leaf, which is live in a slot if one is given."""
         node = self.tree.append(parent, keys)
         entry = self.entries.new(node, "span", use)
-        node.payload = NodeState(entry)
+        node.payload = NodeState(entry, live_mask=0 if slot is None else 1 << slot)
         self.policy.inserted(entry)
-        self._refresh(node)
+        if slot is None:
+            self._refresh(node)
         self._refresh(parent)
         return node
 
@@ -136,7 +138,8 @@ class StateTree:
         self.policy.split(entry, old)
         self._refresh(node)
         self._refresh(upper)
-        self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
+        if self.events.is_on:
+            self.events.emit(SPLIT, node.namespace, upper.start, node.end, 0, {"at": at})
         return upper
 
     def coalesce(self, node: StateNode) -> StateNode:
@@ -155,12 +158,12 @@ class StateTree:
         windows = self.windows.joined(node, child)
         self._set(node, None, None)
         self._set(child, None, None)
-        digests, end = digests_on(node), node.end
+        end = node.end
         lower.leaving_bytes += upper.leaving_bytes
         self.tree.merge(node)
         self._set(child, merged, windows)
         self.entries.mirror(child)
-        self.entries.merge(upper.entry, lower.entry, lambda: digests([end])[0])
+        self.entries.merge(upper.entry, lower.entry)
         self._refresh(child)
         self.events.emit(MERGED, child.namespace, child.start, child.end, 0, {"at": end})
         return child
@@ -171,16 +174,23 @@ class StateTree:
             if node.payload is not None:
                 self.coalesce(node)
 
+    def coalesce_path(self, node: StateNode) -> None:
+        """Coalesce the nodes from the root down to `node`."""
+        if self._merges:
+            self.coalesce_all(node.path())
+
     def remove(self, leaf: StateNode, was_wrong: bool = False) -> StateNode:
         """Take out a leaf with its state; returns its former parent, refreshed but not merged."""
-        entry = leaf.payload.entry
+        state = leaf.payload
         if not was_wrong:
             self.on_loss(leaf)
         self._note_loss(leaf, leaf.start, was_wrong)
-        self.set_checkpoint(leaf, None)
+        if state.checkpoint is not None:
+            self.set_checkpoint(leaf, None)
         self._set(leaf, None, None)
-        self.set_leaving(leaf, 0)
-        self.entries.remove(entry)
+        if state.leaving_bytes or state.leaving_from is not None:
+            self.set_leaving(leaf, 0)
+        self.entries.remove(state.entry)
         parent = self.tree.remove(leaf)
         if parent.parent is not None:
             self._refresh(parent)
@@ -197,7 +207,7 @@ class StateTree:
         head = self._head(leaf, at)
         self._note_loss(leaf, at)
         self.set_checkpoint(leaf, None)
-        self.entries.cut(leaf, at, digests_on(leaf))
+        self.entries.cut(leaf, at)
         self._shorten(leaf, at, head)
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
@@ -231,7 +241,8 @@ class StateTree:
         if (state.live_mask != 0) != was_live:
             paged = 0 if state.spans is None else state.spans.nbytes
             self.duplicate_bytes += paged if live else -paged
-            self._refresh(node)
+            if not node.children:
+                self._refresh(node)
 
     def set_leaving(self, node: StateNode, leaving_bytes: int, leaving_from: Any = None) -> None:
         """Note how many bytes paging the node out of live caches will take; 0: done, or dropped."""
@@ -240,6 +251,16 @@ class StateTree:
             self.leaving_bytes += leaving_bytes - state.leaving_bytes
             state.leaving_bytes, state.leaving_from = leaving_bytes, leaving_from
             state.reweigh()
+
+    def page_out(self, node: StateNode, spans: Spans) -> None:
+        """Give a node that was LEAVING its snapshot."""
+        state = node.payload
+        self.leaving_bytes -= state.leaving_bytes
+        state.leaving_bytes, state.leaving_from = 0, None
+        self.set_spans(node, spans)
+        self.paged_out_bytes += spans.nbytes
+        if self.events.is_on:
+            self.events.emit(PAGED_OUT, node.namespace, node.start, node.end, spans.nbytes, {})
 
     def set_checkpoint(self, node: StateNode, checkpoint: Checkpoint | None, use: Use | None = None) -> None:
         """Set a node's checkpoint, with the use that made it, or remove it."""
@@ -288,7 +309,8 @@ class StateTree:
             was_guarded = state.guards > 0
             state.guards += change
             assert state.guards >= 0, each
-            if (state.guards > 0) != was_guarded:
+            # Else its entry could not go anyway.
+            if (state.guards > 0) != was_guarded and (not each.children or state.checkpoint is not None):
                 self._refresh(each)
             each = each.parent
 
@@ -362,7 +384,8 @@ class StateTree:
 
     def _set(self, node: StateNode, spans: Spans | None, windows: Spans | None) -> None:
         self.set_spans(node, spans)
-        self.windows.set(node, windows)
+        if windows is not node.payload.windows:
+            self.windows.set(node, windows)
 
     def _head(self, leaf: StateNode, at: int) -> Spans | None:
         """A copy of a leaf's spans before `at`, if it has any."""
@@ -373,21 +396,27 @@ class StateTree:
     def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
         state = leaf.payload
         windows = None if state.windows is None else self.layout.split(state.windows, at)[0]
-        share = state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start)
-        self.set_leaving(leaf, share, state.leaving_from)
+        if state.leaving_bytes:
+            share = state.leaving_bytes * (at - leaf.start) // (leaf.end - leaf.start)
+            self.set_leaving(leaf, share, state.leaving_from)
         self.tree.truncate(leaf, at)
         self._set(leaf, head, windows)
-        self.entries.mirror(leaf)
 
     def _note_loss(self, leaf: StateNode, start: int, was_wrong: bool = False) -> None:
         """Report that the tokens [start, leaf.end) are about to go."""
+        events = self.events
+        if events.remembers:
+            events.history.evicted(leaf, start, events.tick, was_wrong)
+        if not events.is_on:
+            return
         state = leaf.payload
         spans, length = state.spans, leaf.end - leaf.start
         token_bytes = self.layout.token_bytes if spans is None else spans.nbytes // length
         nbytes = token_bytes * (leaf.end - start)
         for part in (state.checkpoint, state.windows):
             nbytes += 0 if part is None else part.nbytes
-        self.events.evicted(leaf, start, nbytes, was_wrong)
+        detail = {"state": "tokens", "was_wrong": was_wrong}
+        events.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, detail)
 
     def _copied(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:
         """Call `copy`, twice if it fails, and count the bytes copied, its last result. None: `is_spare`, and it failed.

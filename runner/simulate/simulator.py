@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,9 @@ from policies import OFFLINE_POLICIES, Entry, EvictionPolicy, make_policy
 from radixcache import PrefixCache, render_chat
 from radixcache.chat import chat_tokens
 from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
-from radixcache.lock import uninterrupted
+from radixcache.ledger import Ledger
 from radixcache.paging.tier import Disk
-from radixcache.sessions.session import Session
-from radixcache.sized_cache import last_key, sized_cache
+from radixcache.sized_cache import last_key, serve_spans, sized_cache
 from radixcache.stores.block import BLOCK_TOKENS, Identity
 from radixcache.stores.sized_store import SizedStore
 from runner.models.footprint import ModelBytes
@@ -44,6 +44,8 @@ OnProgress = Callable[[int], None]
 UNLIMITED_BYTES = 1 << 62
 #: Requests between two calls of a progress callback.
 PROGRESS_REQUESTS = 500
+#: Requests between two moments at which a signal is handled.
+LOCKED_REQUESTS = 50
 #: Step in which mlx-lm's KVCache grows, in tokens.
 GROW_TOKENS = 256
 
@@ -181,15 +183,18 @@ class Simulation:
             raise ValueError(f"{policy}: bypassing works only without checkpoints; {sizes} has some.")
         if self._bypass and disk is not None:
             raise ValueError(f"{policy}: bypassing works only without a disk.")
+        ledger = Ledger(UNLIMITED_BYTES if self._bypass else budget_bytes)
+        self._lock = ledger.lock
         self.cache = sized_cache(
             self.layout,
-            budget_bytes=UNLIMITED_BYTES if self._bypass else budget_bytes,
+            budget_bytes=ledger,
             policy=chosen,
             clock=lambda: self._now_ms,
             checkpoint_interval=max(1, 2048 // trace.block_tokens),
             tail_tokens=max(1, 16 // trace.block_tokens),
             trim_tokens=1,
             merges=False,
+            remembers=False,
             disk=None if self.machine is None else self.machine.disk,
         )
         self.block_refs = self.block_hits = self.hit_tokens = self.prompt_tokens = self.disk_hit_tokens = 0
@@ -197,27 +202,32 @@ class Simulation:
         self._ids: NDArray[np.int32] = np.zeros(longest + 1, dtype=np.int32)
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        for index, request in with_progress(self.trace, on_progress):
-            if self._future is not None:
-                self._future.arrive(index)
-            self.serve(request)
+        requests = with_progress(self.trace, on_progress)
+        while batch := list(islice(requests, LOCKED_REQUESTS)):
+            with self._lock:  # once, instead of in each call
+                for index, request in batch:
+                    if self._future is not None:
+                        self._future.arrive(index)
+                    self.serve(request)
 
     def serve(self, request: TraceRequest) -> None:
         self._now_ms = request.time_ms
-        count, brought = len(request.keys), self._brought_blocks()
-        with uninterrupted():  # once, instead of in each call
-            if self._bypass:
-                hits = self._serve_bypassing(request.keys)
-            else:
-                keys = request.keys if self.machine is None or self.layout.has_points else _with_one_more(request.keys)
-                ids = self._ids[: len(keys)]
-                with self.cache.begin(ids, keys, reserve=0, turn=request.turn, kind=request.kind) as session:
-                    hits = self._evaluate(session, count)
+        count = len(request.keys)
+        brought = 0 if self.machine is None else self.cache.stats.brought_tokens
+        if self._bypass:
+            hits = self._serve_bypassing(request.keys)
+        elif self.machine is None and not self.layout.has_points:
+            # The last block of a fully stored prompt is evaluated again for logits; it counts as a hit.
+            hits = serve_spans(self.cache, self._ids[:count], request.keys, request.turn, request.kind)
+        else:
+            hits = self._serve_session(request)
         self.block_refs += count
         self.block_hits += hits
         hit_tokens = self._tokens(hits, request)
         self.hit_tokens += hit_tokens
-        self.disk_hit_tokens += hit_tokens - self._tokens(hits - self._brought_blocks() + brought, request)
+        if self.machine is not None:
+            brought = self.cache.stats.brought_tokens - brought
+            self.disk_hit_tokens += hit_tokens - self._tokens(hits - brought, request)
         self.prompt_tokens += request.tokens
 
     def disk_use(self) -> DiskUse | None:
@@ -229,23 +239,17 @@ class Simulation:
     def _tokens(self, blocks: int, request: TraceRequest) -> int:
         return min(blocks * self.trace.block_tokens, request.tokens)
 
-    def _brought_blocks(self) -> int:
-        return 0 if self.machine is None else self.cache.stats.brought_tokens
-
-    def _evaluate(self, session: Session, count: int) -> int:
-        """Evaluate the rest of the prompt; returns the number of blocks that needed no prefill."""
-        if self.layout.has_points:
-            session.prefill(self._model)
-            session.step(self._model, session.prompt[-1:])
+    def _serve_session(self, request: TraceRequest) -> int:
+        """Serve a prompt in a session of a model; returns the number of blocks that needed no prefill."""
+        keys = request.keys if self.layout.has_points else _with_one_more(request.keys)
+        begun = self.cache.begin(self._ids[: len(keys)], keys, reserve=0, turn=request.turn, kind=request.kind)
+        with begun as session:
+            if not self.layout.has_points:  # As in serve_spans.
+                self.cache.make_room((len(request.keys) - session.matched_tokens) * self.layout.token_bytes)
+            session.prefill(self._model)  # moves the clock; ends before the last key
+            if self.layout.has_points:
+                session.step(self._model, session.prompt[-1:])
             return session.cached_tokens
-        # A live cache makes room for the whole prompt at `begin`; policies that age depend on that order.
-        self.cache.make_room((count - session.matched_tokens) * self.layout.token_bytes)
-        if self.machine is not None:
-            session.prefill(self._model)  # moves the clock; ends before the key that was added
-            return session.cached_tokens
-        session.caches[0].advance(count - session.cached_tokens)
-        # The last block of a fully stored prompt is evaluated again for logits; it counts as a hit.
-        return session.matched_tokens
 
     def _serve_bypassing(self, keys: Keys) -> int:
         asked = _with_one_more(keys)

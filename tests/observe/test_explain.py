@@ -127,6 +127,10 @@ def test_what_was_evicted_is_explained_with_the_tick_of_the_last_time() -> None:
         cache.reclaim(0)
     assert [(gap.reason, gap.tick) for gap in cache.explain(A).gaps] == [(GONE, 2)]
     assert [(gap.reason, gap.tick) for gap in cache.explain(B).gaps] == [(GONE, 3)]
+    cache = spans(remembers=False)
+    serve(cache, A)
+    cache.reclaim(0)
+    assert [gap.reason for gap in cache.explain(A).gaps] == [NEW], "it remembers nothing"
     cache = spans(budget_bytes=250, trim_tokens=16)
     for prompt in (A, *(numbers(seed, 100) for seed in range(10, 13))):
         serve(cache, prompt)

@@ -35,11 +35,13 @@ def test_a_tail_is_matched_as_far_as_it_goes_along() -> None:
     tails, node = Tails(), root()
     tails.add(node, keys(1, 2, 3))
     tails.add(node, keys(1, 9))
-    found = [tails.matched(Match(node, 0), keys(*prompt)) for prompt in ((1, 2, 3, 4), (1, 2), (1, 9, 9), (5,), (1, 7))]
+    found = [
+        tails.matched(Match(node, 0, []), keys(*prompt)) for prompt in ((1, 2, 3, 4), (1, 2), (1, 9, 9), (5,), (1, 7))
+    ]
     assert found == [3, 2, 2, 0, 1]
-    assert tails.matched(Match(root("other"), 0), keys(1, 2, 3)) == 0
+    assert tails.matched(Match(root("other"), 0, []), keys(1, 2, 3)) == 0
     tails.clear()
-    assert tails.matched(Match(node, 0), keys(1, 2, 3)) == 0
+    assert tails.matched(Match(node, 0, []), keys(1, 2, 3)) == 0
 
 
 def test_the_tails_of_one_namespace_are_forgotten() -> None:
@@ -49,10 +51,10 @@ def test_the_tails_of_one_namespace_are_forgotten() -> None:
             tails.add(node, keys(*values))
     tails.clear("ours with spaces")
     tails.check()
-    assert [tails.matched(Match(node, 0), keys(1, 2, 3)) for node in (ours, theirs)] == [0, 3]
+    assert [tails.matched(Match(node, 0, []), keys(1, 2, 3)) for node in (ours, theirs)] == [0, 3]
     tails.add(ours, keys(1, 2))
     tails.clear("nobody")
-    assert tails.matched(Match(ours, 0), keys(1, 2, 3)) == 2
+    assert tails.matched(Match(ours, 0, []), keys(1, 2, 3)) == 2
     tails.check()
 
 
@@ -61,7 +63,7 @@ def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
     above = root()
     tails.add(above, keys(5, 6))
     inside = Node(keys(5, 6, 7), 0, above, "")
-    assert tails.matched(Match(inside, 2), keys(5, 6, 8)) == 0
+    assert tails.matched(Match(inside, 2, [inside]), keys(5, 6, 8)) == 0
 
 
 def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.Monk
     for name in ("a", "b", "c"):
         tails.add(root(name), keys(1, 2, 3))
     tails.add(root("d"), keys(*range(9)))  # more than fits at all
-    assert [tails.matched(Match(root(name), 0), keys(1, 2, 3)) for name in "abcd"] == [0, 3, 3, 0]
+    assert [tails.matched(Match(root(name), 0, []), keys(1, 2, 3)) for name in "abcd"] == [0, 3, 3, 0]
 
 
 def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.Mon
     for value in range(11):
         tails.add(node, keys(value, value))
         tails.check()
-    found = [tails.matched(Match(node, 0), keys(value, value)) for value in range(11)]
+    found = [tails.matched(Match(node, 0, []), keys(value, value)) for value in range(11)]
     assert found == [0] + [2] * 10, "the oldest went, at 64 keys a node"
 
 
@@ -93,7 +95,7 @@ def test_within_bounds_tails_are_all_prefixes_of_what_was_added(drawn: list[tupl
     for name, prompt in drawn:
         asked = [*prompt, 1, 0]
         wanted = max((common_length(keys(*tail), keys(*asked)) for other, tail in drawn if other == name), default=0)
-        assert tails.matched(Match(root(name), 0), keys(*asked)) == wanted
+        assert tails.matched(Match(root(name), 0, []), keys(*asked)) == wanted
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
@@ -105,4 +107,4 @@ def test_beyond_bounds_the_tail_added_last_is_still_there(drawn: list[tuple[str,
         for name, tail in drawn:
             tails.add(root(name), keys(*tail))
             tails.check()
-            assert tails.matched(Match(root(name), 0), keys(*tail)) == len(tail)
+            assert tails.matched(Match(root(name), 0, []), keys(*tail)) == len(tail)

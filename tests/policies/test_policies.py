@@ -74,7 +74,7 @@ def test_a_digest_is_that_of_the_whole_prefix_before_and_after_any_restructuring
 
 
 def test_a_policy_can_read_the_digest_of_an_entry_while_it_is_told_that_it_goes() -> None:
-    traffic = Traffic(make_policy("lru"))
+    traffic = Traffic(make_policy("slru"))
     leaf = traffic.request([1, 2, 3, 4], checkpoint=True)
     digests = {entry.entry_id: entry.digest for entry in traffic.witness.known.values()}
     assert len(set(digests.values())) == 1

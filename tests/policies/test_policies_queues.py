@@ -18,8 +18,7 @@ from tests.policies.blocktree import ARCWorld, BlockWorld, S3FIFOWorld, SieveWor
 def _entry(number: int, keys: list[int], start: int = 0) -> Entry:
     digests = prefix_digests(keys)
     entry = Entry(number, "span", start, len(keys), 1, 1.0, created=1, last_used=1)
-    entry.digest_of = lambda: digests[-1]
-    entry.digests_of = lambda offsets: [digests[offset - 1] for offset in offsets]
+    entry.digests_of = lambda _, offsets: [digests[offset - 1] for offset in offsets]
     return entry
 
 
@@ -55,7 +54,7 @@ def test_many_ghosts_cost_one_look_at_an_edge_and_not_one_each() -> None:
     entry = _entry(2000, [5, 5, 5, 6])
     inner = entry.digests_of
     assert inner is not None
-    entry.digests_of = lambda offsets: (asked.extend(offsets), inner(offsets))[1]
+    entry.digests_of = lambda entry, offsets: (asked.extend(offsets), inner(entry, offsets))[1]
     assert ghosts.meet(entry) == [(3, prefix_digests([5, 5, 5])[-1])]
     assert asked == [3]
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies import GDSF, LFUDA, S3FIFO, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
+from policies import GDSF, LFUDA, LRU, S3FIFO, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
 from policies.alpha_search import AlphaSearch
+from policies.ordered import SPARE_PLACES
 from tests.policies.blocks import BlockCache, admit
 from tests.policies.traffic import Traffic
 
@@ -136,6 +137,40 @@ def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -
 # Greedy-dual
 
 
+def test_what_is_used_again_and_again_leaves_few_old_places_behind() -> None:
+    policy = LRU()
+    entries = [_entry(number) for number in range(10)]
+    for entry in entries:
+        admit(policy, entry)
+    for tick in range(2, 1000):
+        _used(policy, entries[tick % 10], tick)
+        assert len(policy._order) <= 2 * 10 + SPARE_PLACES
+        policy.check()
+    assert _order(policy, entries) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_policy_that_is_told_what_has_gone_is_told_of_each_cut() -> None:
+    class Noting(LRU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gone: list[tuple[int, int]] = []
+
+        def evicted(self, entry: Entry) -> None:
+            self.gone.append((entry.start, entry.end))
+            super().evicted(entry)
+
+    noting, lru = Noting(), LRU()
+    for policy in (noting, lru):
+        traffic = Traffic(policy)
+        leaf = traffic.request([1, 2, 3, 4])
+        traffic.states.trim(leaf, (3,))
+        traffic.states.check()
+        policy.check()
+        assert [policy.victim(), leaf.end] == [leaf.payload.entry, 3]
+    assert noting.gone == [(3, 4)]
+    assert (lru.cut is None, noting.cut is None) == (False, True)
+
+
 def test_gdsf_gives_up_what_is_cheap_to_compute_and_large() -> None:
     assert _order(GDSF(), [_entry(1, cost=50), _entry(2, cost=5), _entry(3, cost=20)]) == [2, 3, 1]
     assert _order(GDSF(), [_entry(1, weight=10, cost=50), _entry(2, weight=100, cost=50)]) == [2, 1]
@@ -257,7 +292,7 @@ def test_marconi_learns_to_keep_what_saves_much_per_byte_where_that_is_what_come
             else:
                 cost = 9.0 if name.startswith("dense") else 1.0
                 entry = Entry(number, "span", 0, 1, 1, cost, created=tick, last_used=tick)
-                entry.digest_of = name.encode
+                entry.digests_of = lambda _, offsets, name=name: [name.encode()] * len(offsets)
                 entries[name] = entry
                 admit(policy, entry)
             while len(entries) > 4:
@@ -306,7 +341,7 @@ def test_the_search_for_alpha_waits_for_no_entry_that_was_joined_to_another() ->
     policy = Marconi()
     upper, lower, again = _entry(1, tokens=5), _entry(2), _entry(3, tokens=5)
     for entry in (upper, again):
-        entry.digest_of = lambda: b"upper"
+        entry.digests_of = lambda _, offsets: [b"upper"] * len(offsets)
     admit(policy, upper)
     assert policy.victim() is upper
     policy.evictable_changed(upper, False)
@@ -321,7 +356,7 @@ def test_the_search_for_alpha_tells_a_checkpoint_from_the_span_that_ends_with_it
     span = _entry(1)
     point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1)
     for weight, entry in enumerate((point, span)):
-        entry.digest_of = lambda: b"the same"
+        entry.digests_of = lambda _, offsets: [b"the same"] * len(offsets)
         search.decide([(_entry(7), 0.0)] * weight + [(entry, 1.0 + weight)])
         search.evicted(entry)
     search.inserted(point)

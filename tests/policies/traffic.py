@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,8 @@ class Witness:
         #: Digest of each entry that is gone, read in the hook that said so.
         self.left: dict[int, bytes] = {}
         self.hooks = 0
+        #: Optional: a policy without it hears of a cut as a split and an eviction.
+        self.cut = None if getattr(policy, "cut", None) is None else self._heard_cut
 
     def inserted(self, entry: Entry) -> None:
         self._enter(entry)
@@ -67,6 +70,12 @@ class Witness:
     def evicted(self, entry: Entry) -> None:
         self._leave(entry)
         self.policy.evicted(entry)
+
+    def _heard_cut(self, entry: Entry) -> None:
+        self._require(entry)
+        assert entry.start < entry.end
+        cut: Any = getattr(self.policy, "cut", None)
+        cut(entry)
 
     def evictable_changed(self, entry: Entry, evictable: bool) -> None:
         self._require(entry)

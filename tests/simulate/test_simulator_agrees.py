@@ -18,7 +18,7 @@ from policies import POLICIES, CostModel, Entry, make_policy
 from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.paging.tier import Disk
-from radixcache.sized_cache import sized_cache
+from radixcache.sized_cache import serve_spans, sized_cache
 from radixcache.stores.block import Identity
 from radixcache.stores.block_store import WriteOn
 from radixcache.stores.sized_store import SizedStore
@@ -112,6 +112,24 @@ def test_the_simulator_evicts_what_the_live_cache_evicts(kind: str, policy: str)
     assert len(live_record.gone) > 15
     assert live_record.gone == sized_record.gone
     assert live.dump() == sized.dump()
+
+
+@pytest.mark.parametrize("policy", ["lru", "gdsf", "s3fifo", "turn"])
+def test_a_prompt_that_is_served_without_a_session_leaves_the_same_behind(policy: str) -> None:
+    with_sessions, without = (
+        sized_cache(SizedLayout(2, stored_token_bytes=1), budget_bytes=900, policy=policy, trim_tokens=1, merges=False)
+        for _ in range(2)
+    )
+    for prompt, reply in conversations(80):
+        ids = np.array([*prompt, *reply], np.int32)
+        with with_sessions.begin(ids, reserve=0) as session:
+            with_sessions.make_room((len(ids) - session.matched_tokens) * 2)
+            session.caches[0].advance(len(ids) - session.cached_tokens)
+        assert serve_spans(without, ids, ids.astype(np.int64), None, "") == session.matched_tokens
+        without.check()
+        assert with_sessions.dump() == without.dump()
+    assert with_sessions.stats == without.stats
+    assert without.stats.evictions > 50
 
 
 @pytest.mark.parametrize(("kind", "write_on"), DISKS)
