@@ -197,14 +197,19 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     count = 0
     for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
         chain = [messages[name] for name in path if name in messages]
-        if known := sum(name in messages for name in path[:shared]):
-            first_turn = max(sum(message["role"] == "user" for message in chain[: known + 1]) - 1, 0)
-        if not known or known < len(chain):
-            name, said = f"{base}/{count}" if count else base, (*beginning, *chain)
-            left_out = dict(sum((read[each][1] for each in path[shared:]), _left_out(record)))
-            found = replace(whole, conversation_id=name, messages=said, first_turn=first_turn, left_out=left_out)
-            yield checked_conversation(found, where)
-            count += 1
+        known = sum(name in messages for name in path[:shared])
+        if known and known == len(chain):
+            continue
+        users = sum(message["role"] == "user" for message in chain[: known + 1])
+        found = replace(
+            whole,
+            conversation_id=f"{base}/{count}" if count else base,
+            messages=(*beginning, *chain),
+            first_turn=max(users - 1, 0) if known else first_turn,
+            left_out=dict(sum((read[name][1] for name in path[shared:]), _left_out(record))),
+        )
+        yield checked_conversation(found, where)
+        count += 1
 
 
 def _reasoning(record: dict[str, Any]) -> dict[str, Any]:

@@ -265,6 +265,26 @@ def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) 
     assert [each.source for each in found] == ["rows.jsonl:1"] * 3 + ["rows.jsonl:8"]
 
 
+def test_trees_of_one_record_are_asked_each_from_its_first_turn(tmp_path: Path) -> None:
+    rows = branches(None, 0, 1, 2, 1, None)
+    path = tmp_path / "conversations.json"
+    nodes = {
+        row["message_id"]: {
+            "parent": row["parent_id"],
+            "message": {
+                "author": {"role": "user" if row["role"] == "prompter" else "assistant"},
+                "content": {"content_type": "text", "parts": [row["text"]]},
+            },
+        }
+        for row in rows
+    }
+    path.write_text(json.dumps({"conversation_id": "a", "mapping": nodes}))
+    found = read_conversations(path).conversations
+    assert [(each.conversation_id, each.first_turn, len(each.messages)) for each in found] == [
+        ("a", 0, 4), ("a/1", 1, 3), ("a/2", 0, 1),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
