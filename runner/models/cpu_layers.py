@@ -12,7 +12,7 @@ queries and for keys. SharedRoPE computes them once for all layers of a pass, an
 
 import math
 from functools import cache
-from threading import get_ident
+from threading import Thread, current_thread
 from typing import Any
 
 import mlx.core as mx
@@ -44,11 +44,11 @@ class Angles:
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
         self._half, self._base, self._scale = dims // 2, base, scale
-        self._pass: tuple[int, int, int] | None = None
+        self._pass: tuple[int, int, Thread] | None = None
         self._found: tuple[mx.array, mx.array]
 
     def at(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
-        asked = offset, tokens, get_ident()  # another thread cannot evaluate what is pending on this one
+        asked = offset, tokens, current_thread()  # another thread cannot evaluate what is pending on this one
         if self._pass != asked:
             self._pass, self._found = asked, self._computed(offset, tokens)
         return self._found
