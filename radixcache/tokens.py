@@ -111,8 +111,11 @@ def _is_int64(value: Any) -> bool:
 
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     """Length of the common prefix of two arrays of keys, or of token ids."""
-    length = min(len(left), len(right))
-    first = (left[:length] != right[:length]).tobytes().find(1)
+    length = len(left)
+    if length != len(right):  # A slice takes as long as the rest, of a short edge.
+        length = min(length, len(right))
+        left, right = left[:length], right[:length]
+    first = (left != right).tobytes().find(1)
     return length if first < 0 else first
 
 

@@ -304,11 +304,9 @@ class Pager:
         if 0 < match.offset < node.end:
             node = self._states.split(node, match.offset)
         if match.offset < len(keys):
-            slot = None
-            if live is not None:
-                slot = live.slot
-                if match.path:
-                    live.advance(node)
+            if live is not None and match.path:
+                live.advance(node)
+            slot = None if live is None else live.slot
             node = self._states.add_leaf(node, keys[match.offset :], use, slot)
             self._states.events.stored(node, match.offset, self._layout.token_bytes * (len(keys) - match.offset))
         return node

@@ -150,7 +150,7 @@ class Entries:
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
         """Tell the policy of each cut that it does not pass over, until it has another victim. Returns the last cut."""
-        entry, digests = leaf.payload.entry, digests_on(leaf)
+        entry, digests = leaf.payload.entry, None if self._cut is not None else digests_on(leaf)
         while True:
             passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
             if passed:
