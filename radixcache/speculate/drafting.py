@@ -11,7 +11,8 @@ tokens, and lets DraftPace say how many of these are worth checking:
 For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
 
 Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens without a draft, looks become as rare as is needed
-to take at most `LOOK_SHARE` of the time of plain passes: with a slow model at each token, with a tiny one at few.
+to take at most `LOOK_SHARE` of the time of plain passes: with a slow model at each token, with a tiny one at few. Then
+a reply is indexed in batches of `FED_TOKENS`, which takes a third of the time.
 
 Invariants, asserted by `check`:
 
@@ -33,8 +34,12 @@ from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIn
 FOLLOWS = 0.8
 #: Behind so many tokens without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
 IDLE_TOKENS, LOOK_S, LOOK_SHARE = 16, 1e-4, 0.01
+#: Most tokens that are kept of a text; the sources look at TAIL_TOKENS.
+MOST_TAIL = 8 * TAIL_TOKENS
 #: Most tokens from one look to the next.
 MOST_STRIDE = 16
+#: Tokens of a reply that are indexed at a time where looks are rarer than every `OFTEN` tokens.
+FED_TOKENS, OFTEN = 64, 4
 
 
 class Source(Protocol):
@@ -75,12 +80,23 @@ class PromptSource:
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
         self._index.add(prompt)
+        self._unread: list[int] = []  # of the reply, not indexed yet
+        self._idle_tokens = 0  # since something was found
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        return self._index.propose(tail, limit)._replace(source=self.name)
+        count = len(self._unread)
+        if self._idle_tokens <= IDLE_TOKENS or count <= OFTEN or count >= FED_TOKENS:
+            self._index.extend(self._unread)
+            self._unread = []
+        found = self._index.propose(tail, limit)
+        if not found.tokens:
+            return NOTHING
+        self._idle_tokens = 0
+        return found._replace(source=self.name)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._index.extend(tokens)
+        self._unread += tokens
+        self._idle_tokens += len(tokens)
 
 
 class PredictionSource:
@@ -168,10 +184,11 @@ class Drafting:
         `rows`: of the pass, each of which is looked at.
         """
         best, most = NOTHING, 0.0
-        for source in [] if self._rests(rows) else self._sources:
-            proposal = self.pace.corrected(source.propose(self._tail, limit))
-            if (expected := proposal.expected()) > most:
-                best, most = proposal, expected
+        for source in [] if self.rests(rows) else self._sources:
+            if (found := source.propose(self._tail, limit)).tokens:
+                proposal = self.pace.corrected(found)
+                if (expected := proposal.expected()) > most:
+                    best, most = proposal, expected
         return best
 
     def choose(self, proposal: Proposal, count: int) -> Proposal | None:
@@ -192,8 +209,8 @@ class Drafting:
         """Whether `propose` would propose something now, so that it may behind the next token too."""
         return limit > 0 and (self.model is not None or self._worth(self.candidate(limit)) > 0)
 
-    def _rests(self, rows: int) -> bool:
-        """Whether this is no token to look at."""
+    def rests(self, rows: int) -> bool:
+        """Whether this is no token to look at, in a pass of so many rows: no source is asked."""
         if self._idle_tokens <= IDLE_TOKENS:
             return False
         stride = math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows)))
@@ -208,14 +225,18 @@ class Drafting:
     def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
         """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
         proposal, self._proposal = self._proposal, NOTHING
-        self._idle_tokens = 0 if proposal.tokens else self._idle_tokens + len(tokens)
-        if proposal.tokens:
+        if not proposal.tokens:
+            self._idle_tokens += len(tokens)
+        else:
+            self._idle_tokens = 0
             self.pace.note_accepted(proposal, accepted)
             drafted = self.drafted.setdefault(proposal.source, Drafted())
             drafted.proposed += len(proposal.tokens)
             drafted.accepted += accepted
             drafted.passes += 1
-        self._tail = [*self._tail, *tokens][-TAIL_TOKENS:]
+        self._tail += tokens
+        if len(self._tail) > MOST_TAIL:
+            del self._tail[:-TAIL_TOKENS]
         for source in self._sources:
             source.extend(tokens)
 

@@ -209,6 +209,8 @@ class DraftPace:
             return self._assumed(rows, tokens_in_pass)
         times = self._times.get(_rows_class(rows), {})
         below, time = 1, times[1][0] if 1 in times else 1.0
+        if tokens_in_pass == 1:
+            return time
         step = time * HOPED_SHARE
         for width in WIDTHS[1:]:
             if width in times:
@@ -248,4 +250,4 @@ def _kinds_of(proposal: Proposal) -> tuple[int, ...]:
 
 
 def _rows_class(rows: int) -> int:
-    return 1 << max(0, math.ceil(math.log2(rows))) if rows > 1 else 1
+    return 1 << (rows - 1).bit_length()

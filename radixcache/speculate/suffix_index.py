@@ -29,7 +29,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -56,6 +56,8 @@ KNOWN = (2, 3, 4, 5, 6, 8, 11, 16, 20, 24)
 LEAST_CHANCE = 0.1
 #: Tokens that are indexed at a time: temporary arrays stay small.
 BATCH_TOKENS = 1 << 16
+#: Fewer tokens that a run goes on with are indexed one by one, which is faster then.
+FEWEST_VECTORISED = 24
 
 _MASK = (1 << 64) - 1
 #: Of the polynomial that hashes a suffix, and of the multiplication that spreads it over the buckets (both odd).
@@ -131,27 +133,29 @@ class SuffixIndex:
             # The next piece begins with the end of this one, as context.
             ids, context = ids[max(0, len(piece) - TAIL_TOKENS) :], min(TAIL_TOKENS, len(piece))
 
-    def extend(self, tokens: Iterable[int], namespace: str = "") -> None:
-        """Go on with the run that was added last, if it is of this namespace; for a few tokens, in pure Python."""
-        view, capacity = self._id_view, self.capacity
+    def extend(self, tokens: Sequence[int], namespace: str = "") -> None:
+        """Go on with the run that was added last, if it is of this namespace; a few tokens in pure Python."""
+        view, capacity, number = self._id_view, self.capacity, self._number(namespace)
+        is_ours = bool(self._owners) and self._owners[-1] == number
+        start, end = self._span(len(self._starts) - 1) if is_ours else (self._end, self._end)
+        last = [view[each % capacity] for each in range(end - min(TAIL_TOKENS, end - start), end)]
+        if len(tokens) >= FEWEST_VECTORISED and last and 0 < end % capacity <= capacity - len(tokens):
+            self._add(np.array([*last, *tokens], np.int32), len(last), number, goes_on=True)
+            return
         for token in tokens:
-            number = self._number(namespace)
-            is_ours = bool(self._owners) and self._owners[-1] == number
-            start, end = self._span(len(self._starts) - 1) if is_ours else (self._end, self._end)
-            at = end % capacity
-            before = end - min(TAIL_TOKENS, end - start)
-            last = [view[each % capacity] for each in range(before, end)]
-            if start == end or not at:
+            at = self._end % capacity
+            if not last or not at:
                 self._add(np.array([*last, token], np.int32), len(last), number)
-                continue
-            view[at] = token
-            self._end += 1
-            self._drop_old()
-            for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
-                if length <= len(last):
-                    heads, bucket = self._head_views[index], each * self._buckets >> 32
-                    self._link_views[index][at] = heads[bucket]
-                    heads[bucket] = at + 1
+            else:
+                view[at] = token
+                self._end += 1
+                self._drop_old()
+                for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
+                    if length <= len(last):
+                        heads, bucket = self._head_views[index], each * self._buckets >> 32
+                        self._link_views[index][at] = heads[bucket]
+                        heads[bucket] = at + 1
+            last = [*last[1 - TAIL_TOKENS :], token]
 
     def propose(self, tail: Sequence[int], limit: int, namespace: str = "") -> Proposal:
         """What is expected behind `tail`, at most `limit` tokens; nothing if its end is not known here."""
@@ -159,10 +163,10 @@ class SuffixIndex:
         if number is None or limit < 1:
             return NOTHING
         last = list(tail[-TAIL_TOKENS:])
-        hashes = _hashes_of(last, number)
+        known, hashes = len(last), _hashes_of(last, number)
         raw_tail = array("i", last).tobytes()
         for index, (length, each) in enumerate(zip(LENGTHS, hashes, strict=True)):
-            if length <= len(last):
+            if length <= known:
                 found = self._found(index, each, raw_tail[-4 * length :], number, limit)
                 if found:
                     return _voted(found, length)
@@ -240,10 +244,16 @@ class SuffixIndex:
                 del self._runs[number]
                 self._numbers = {name: each for name, each in self._numbers.items() if each != number}
 
-    def _add(self, ids: NDArray[np.int32], context: int, number: int) -> None:
-        at = self._end % self.capacity
-        self._ids[at : at + len(ids)] = ids
-        self._append_run(len(ids), number)
+    def _add(self, ids: NDArray[np.int32], context: int, number: int, *, goes_on: bool = False) -> None:
+        """Add a run, of which `context` tokens are known; `goes_on`: these are the end of the last run, which grows."""
+        new, at = ids[context if goes_on else 0 :], self._end % self.capacity
+        self._ids[at : at + len(new)] = new
+        if goes_on:
+            self._end += len(new)
+            self._drop_old()
+        else:
+            self._append_run(len(new), number)
+        at -= len(ids) - len(new)
         for index, (length, buckets) in enumerate(self._buckets_of(ids, number)):
             first = max(context, length)
             if first < len(ids):

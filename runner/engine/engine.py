@@ -355,22 +355,27 @@ class Engine:
 
     def _worthwhile(self, sequences: list[TokenSequence]) -> Drafts:
         """The proposals to these requests that are worth their share of a pass together; guesses of a draft model's."""
-        most, rows, pace = [each.most_drafted(self._window) for each in sequences], len(sequences), self._times.pace
-        if not any(most) or (rows > 1 and not self.group.drafts_together(self._model)):
+        rows, pace, proposals, guesses = len(sequences), self._times.pace, {}, {}
+        for each in sequences:
+            drafting = each.drafting
+            if drafting is None or (not each.draft_tokens and drafting.rests(rows)):
+                continue
+            if limit := each.most_drafted(self._window):
+                proposals[each] = drafting.candidate(limit, rows)
+                if each.draft_tokens:
+                    guesses[each] = pace.guess(min(limit, each.draft_tokens), rows)
+        if not any(proposal.tokens for proposal in proposals.values()) and not guesses:
             return {}
-        proposals = [
-            each.drafting.candidate(limit, rows) if each.drafting is not None and limit else NOTHING
-            for each, limit in zip(sequences, most, strict=True)
-        ]
-        seconds, count = pace.best(proposals, rows)
-        drafted = [min(each.draft_tokens, limit) for each, limit in zip(sequences, most, strict=True)]
-        if any(drafted):
-            guesses = [pace.guess(its, rows) for its in drafted]
-            either = [max(pair, key=Proposal.expected) for pair in zip(proposals, guesses, strict=True)]
-            if (found := pace.best(either, rows))[0] < seconds:
+        if rows > 1 and not self.group.drafts_together(self._model):
+            return {}
+        seconds, count = pace.best([*proposals.values()], rows)
+        if guesses:
+            either = {
+                each: max(its, guesses.get(each, NOTHING), key=Proposal.expected) for each, its in proposals.items()
+            }
+            if (found := pace.best([*either.values()], rows))[0] < seconds:
                 proposals, count = either, found[1]
-        pairs = zip(sequences, proposals, strict=True)
-        return {each: proposal.first(count) for each, proposal in pairs if count and proposal.tokens}
+        return {each: proposal.first(count) for each, proposal in proposals.items() if count and proposal.tokens}
 
     def _asked(self, sequences: list[TokenSequence], drafts: Drafts) -> Drafts:
         """The same drafts with what the draft model says in place of guesses, as far as that is worth checking."""

@@ -62,6 +62,16 @@ def test_a_reply_that_repeats_its_prompt_and_itself_is_proposed_from_there() -> 
         assert spoken(reply, drafting) < len(reply) * 0.7
 
 
+def test_what_a_reply_said_while_looks_were_rare_is_found_when_it_comes_again() -> None:
+    source, said = PromptSource([1, 2, 3]), list(range(100, 400))
+    for at in range(0, len(said), 8):
+        source.extend(said[at : at + 8])
+        assert source.propose(said[: at + 8], 4).tokens == ()
+    assert source.propose(said[40:60], 4).tokens == (160, 161, 162, 163)
+    source.extend(said[40:60])
+    assert source.propose(said[50:60], 4).tokens == (160, 161, 162, 163)  # in what was found, nothing waits
+
+
 def test_a_prediction_is_followed_and_found_again_behind_an_edit() -> None:
     predicted = list(range(100, 160))
     reply = [*range(100, 120), 7, 8, *range(122, 160)]

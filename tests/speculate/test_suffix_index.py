@@ -167,15 +167,22 @@ def test_a_key_that_is_no_token_id_ends_a_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_prompt_added_at_once_and_token_by_token_are_found_alike(seed: int) -> None:
+def test_a_prompt_added_at_once_token_by_token_and_in_batches_is_found_alike(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [draw.randrange(3) for _ in range(300)]
-    whole, single = SuffixIndex(1 << 20), SuffixIndex(1 << 20)
+    whole, single, batched = SuffixIndex(1 << 20), SuffixIndex(1 << 20), SuffixIndex(1 << 20)
     whole.add(tokens)
-    single.extend(tokens)
+    for token in tokens:
+        single.extend([token])
+    at = 0
+    while at < len(tokens):
+        count = draw.choice([1, 5, 40, 64])
+        batched.extend(tokens[at : at + count])
+        batched.check()
+        at += count
     for _ in range(100):
         tail = [draw.randrange(3) for _ in range(draw.randrange(3, 24))]
-        assert whole.propose(tail, 8) == single.propose(tail, 8)
+        assert whole.propose(tail, 8) == single.propose(tail, 8) == batched.propose(tail, 8)
 
 
 def test_every_suffix_of_the_last_tokens_is_found_until_it_is_overwritten() -> None:
