@@ -196,6 +196,8 @@ class Batch:
                 undo()
                 leaf.cache = [_mixed(is_back, *slots) for slots in zip(leaf.cache, checked, strict=True)]
             elif not isinstance(leaf, ArraysCache | TailLayer):
+                if any(is_back):
+                    _put_back_one(leaf, undo)
                 _roll(leaf, [tokens - count for count in kept])
         return is_back
 
@@ -396,6 +398,19 @@ def _mixed(is_back: Sequence[bool], before: mx.array | None, after: mx.array | N
         return None
     which = mx.array([*is_back]).reshape(-1, *[1] * (after.ndim - 1))
     return mx.where(which, before, after)
+
+
+def _put_back_one(leaf: Any, undo: Callable[[], bool]) -> None:
+    """Give a window the last token that a check pushed out: in front of the check, the window ends with it."""
+    checked = dict(vars(leaf))
+    undo()
+    leaf._temporal_order()
+    lost, before = leaf._idx - leaf.max_size, (leaf.keys, leaf.values)
+    vars(leaf).update(checked)
+    if lost >= 0:
+        pairs = zip(before, (leaf.keys, leaf.values), strict=True)
+        leaf.keys, leaf.values = (mx.concatenate([old[..., lost : lost + 1, :], new], axis=2) for old, new in pairs)
+        leaf.left_padding, leaf._idx = leaf.left_padding + 1, leaf._idx + 1
 
 
 def _roll(leaf: Any, surplus: Sequence[int]) -> None:

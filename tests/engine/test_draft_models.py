@@ -111,6 +111,28 @@ def test_greedy_replies_are_the_same_with_a_draft_model_that_is_wrong_half_of_th
     assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
 
 
+@pytest.mark.parametrize(("kind", "drafting"), [("qwen3_next", "llama_sliding"), ("llama_sliding", "mamba2")])
+def test_rows_join_where_recurrent_layers_go_back_in_front_of_a_check_beside_windows(kind: str, drafting: str) -> None:
+    """A row with rejected tokens has lost none of its window when the next row makes a new batch of all."""
+    loaded, draft = load(kind), tiny_model(drafting, 1)
+    cache = cache_of_both(loaded, draft)
+    tickets: list[Ticket] = []
+    with generator_of(loaded, cache, draft) as generator:
+        prompts = [*PROMPTS, *MORE_PROMPTS]
+
+        def at(count: int) -> None:
+            if count % 6 == 0 and len(tickets) < len(prompts):
+                prompt = prompts[len(tickets)]
+                prediction = misled(alone(loaded, prompt, LENGTH), len(tickets), 0.5)
+                tickets.append(submit(generator, prompt, LENGTH, prediction=prediction))
+
+        drain(generator, at)
+    for ticket, prompt in zip(tickets, prompts, strict=True):
+        assert done(ticket).error is None
+        assert tokens_of(ticket) == alone(loaded, prompt, LENGTH)
+    require_right_state(loaded, cache, draft, prompts[:2])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_twin_is_never_rejected_and_another_model_always(kind: str) -> None:
     loaded = load(kind)

@@ -1,4 +1,4 @@
-"""A model whose caches spell out what they stand for, so that a test sees which state came back.
+"""A model whose caches spell out what they stand for, so that a test sees which state came back, for rows as well.
 
 Span layers hold each token's id and position as key and value; windows the same of the last tokens; recurrent layers
 a digest of the whole prefix beside the last three ids, cut as a view out of a larger array as real layers do. The
@@ -66,13 +66,14 @@ class LayerError(RuntimeError):
 
 
 class SpellingModel:
-    """Callable like an mlx-lm model: model(tokens (1, T), cache=caches) -> logits (1, T, 8)."""
+    """Callable like an mlx-lm model: model(tokens (R, T), cache=caches) -> logits (R, T, 8)."""
 
     def __init__(self, kinds: Sequence[str], width: int = 2) -> None:
         self.kinds = list(kinds)
         #: Elements of a key and of a value, all equal: with 32 they are a group, which fewer bits do not change.
         self.width = width
         self.fail_in_layer: int | None = None
+        self.passes_left: int | None = None  # the pass behind so many raises in its last layer
         self.forward_passes = 0
 
     def make_cache(self) -> list[Any]:
@@ -80,13 +81,17 @@ class SpellingModel:
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         self.forward_passes += 1
-        ids = np.asarray(tokens[0]).astype(np.int64)
+        failing = self.fail_in_layer
+        if self.passes_left == 0:
+            failing = len(self.kinds) - 1
+        self.passes_left = self.passes_left - 1 if self.passes_left else None
+        ids = np.asarray(tokens).astype(np.int64)
         for layer, (kind, one) in enumerate(zip(self.kinds, cache, strict=True)):
-            if self.fail_in_layer == layer:
+            if failing == layer:
                 raise LayerError(f"layer {layer}")
             if kind not in ("unused", "none"):
                 _write(one, ids, self.width)
-        return mx.zeros((1, len(ids), 8))
+        return mx.zeros((*ids.shape, 8))
 
 
 def spells(caches: list[Any], tokens: Sequence[int], kinds: Sequence[str]) -> None:
@@ -105,13 +110,13 @@ def _write(cache: Any, ids: np.ndarray, width: int) -> None:
     elif isinstance(cache, ArraysCache):
         _write_arrays(cache, ids)
     elif isinstance(cache, LayerCache):
-        rows = mx.array(ids.astype(np.float32)).reshape(1, -1, 1)
+        rows = mx.array(ids[0].astype(np.float32)).reshape(1, -1, 1)
         cache.update_window(rows)
         cache.compress_kv = rows if cache.compress_kv is None else mx.concatenate([cache.compress_kv, rows], axis=1)
     elif isinstance(cache, EchoCache):
-        new = mx.array(ids.astype(np.int32))
+        new = mx.array(ids[0].astype(np.int32))
         cache.ids = new if cache.ids is None else mx.concatenate([cache.ids, new])
-        cache.offset += len(ids)
+        cache.offset += len(ids[0])
     else:
         if isinstance(cache, ChunkedKVCache):
             cache.maybe_trim_front()
@@ -119,22 +124,25 @@ def _write(cache: Any, ids: np.ndarray, width: int) -> None:
 
 
 def _write_keys(cache: Any, ids: np.ndarray, width: int) -> None:
-    positions = np.arange(cache.offset, cache.offset + len(ids))
+    offsets = np.asarray(cache.offset).reshape(-1, 1)  # of one row or of all
+    positions = np.broadcast_to(offsets + np.arange(ids.shape[1]), ids.shape)
     width = 32 if isinstance(cache, QuantizedKVCache) else width
-    keys = np.repeat(ids.astype(np.float32)[None, None, :, None], width, axis=3)
-    values = np.repeat(positions.astype(np.float32)[None, None, :, None], width, axis=3)
+    keys, values = (np.repeat(each.astype(np.float32)[:, None, :, None], width, axis=3) for each in (ids, positions))
     # Views of one larger array, as a fused projection makes them.
     fused = mx.array(np.concatenate([keys, values], axis=1))
     cache.update_and_fetch(fused[:, :1], fused[:, 1:])
 
 
 def _write_arrays(cache: Any, ids: np.ndarray) -> None:
-    digest = 1 if cache[1] is None else int(np.asarray(cache[1])[0, 0])
-    digest = _digest(ids.tolist(), digest)
-    tail = mx.zeros((1, 3, 1), dtype=mx.int32) if cache[0] is None else cache[0]
-    joined = mx.concatenate([tail, mx.array(ids.astype(np.int32)).reshape(1, -1, 1)], axis=1)
-    cache[0] = joined[:, -3:]
-    cache[1] = mx.array([[digest, digest]], dtype=mx.int64)
+    rows, tokens = ids.shape
+    counts = [tokens] * rows if cache.lengths is None else np.asarray(cache.lengths).tolist()  # behind these is padding
+    before = [1] * rows if cache[1] is None else np.asarray(cache[1])[:, 0].tolist()
+    digests = [_digest(its[:count], start) for its, count, start in zip(ids.tolist(), counts, before, strict=True)]
+    tail = mx.zeros((rows, 3, 1), dtype=mx.int32) if cache[0] is None else cache[0]
+    joined = mx.concatenate([tail, mx.array(ids.astype(np.int32))[..., None]], axis=1)
+    lasts = [joined[row : row + 1, count : count + 3] for row, count in enumerate(counts)]
+    cache[0] = joined[:, -3:] if rows == 1 else mx.concatenate(lasts)
+    cache[1] = mx.array([[digest, digest] for digest in digests], dtype=mx.int64)
 
 
 def _digest(ids: Sequence[int], start: int = 1) -> int:
