@@ -49,11 +49,14 @@ def _bodies(nodes: Mapping[str, _Node], turns: str, left_out: Counter[str], **ab
     asking = {name for name, node in nodes.items() if not (node.is_reply or node.turn.get("role") == "developer")}
     replies = {name for name, node in nodes.items() if node.is_reply and node.above in asking}
     useful: set[str | None] = {None}
-    for name in (name for name, node in nodes.items() if node.is_reply):
-        above: str | None = name
-        while above not in useful:
-            useful.add(above)
-            above = nodes[above or ""].above
+    asked = set[str | None]()  # the messages of replies that a model wrote
+    for name, node in nodes.items():
+        if node.is_reply and (node.call is not None or node.above in asked):
+            asked.add(name)
+            above: str | None = name
+            while above not in useful:
+                useful.add(above)
+                above = nodes[above or ""].above
     where = next((node.record.origin.where for node in nodes.values()), "")
     count = 0
     for path, shared in paths({name: node.above for name, node in nodes.items() if name in useful}, where):
@@ -62,7 +65,7 @@ def _bodies(nodes: Mapping[str, _Node], turns: str, left_out: Counter[str], **ab
         for at, name in ((at, name) for at, name in enumerate(path) if name in replies):
             call = nodes[name].call
             if call is not None and at >= shared:
-                opening = nodes[path[0]].opening if before is None else Opening.EDIT if shared and not origin else None
+                opening = Opening.EDIT if shared and not origin else None if before else nodes[path[0]].opening
                 opening = Opening.MODEL if before is not None and before.model != call.model else opening
                 call, origin = call._replace(opening=opening), origin or nodes[name].record.origin
             calls.append(call if at >= shared else None)
@@ -154,9 +157,9 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
         elif kind == "compacted":
             summary = [{"type": "message", "role": "user", "content": str(payload.get("message", ""))}]
             items = replaced if isinstance(replaced := payload.get("replacement_history"), list) else summary
-            last, opening = None, Opening.COMPACTION
+            last, opening, asked = None, Opening.COMPACTION, None
         elif event == "thread_rolled_back" and (turns := min(_count(payload, "num_turns"), len(starts))):
-            last, opening = starts[-turns], Opening.EDIT
+            last, opening, asked = starts[-turns], Opening.EDIT, None
             del starts[max(1, len(starts) - turns) :]
         elif event == "token_count" and asked is not None and asked.call and asked.call.prompt_tokens is None:
             prompt = _count(payload, "info/last_token_usage/input_tokens")

@@ -261,6 +261,30 @@ def test_an_old_compaction_of_codex_has_only_its_summary(tmp_path: Path) -> None
     assert outline(requests[1]) == ["s:Be kind.", "u:They asked one.", "u:Two."]
 
 
+def test_going_back_is_told_from_what_it_goes_back_to(tmp_path: Path) -> None:
+    back = ("event_msg", {"type": "thread_rolled_back", "num_turns": 1})
+    used = ("event_msg", {"type": "token_count", "info": {"last_token_usage": {"input_tokens": 9}}})
+    log = codex_log(
+        *(turn("gpt"), item("user", "One."), item("assistant", "First.")),
+        ("compacted", {"message": "They asked one."}), used,
+        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back,
+        *(turn("gpt"), item("user", "Three."), item("assistant", "Third.")),
+    )  # fmt: skip
+    requests = requests_of_log(written(tmp_path, log, "codex.jsonl"))
+    assert openings(requests) == ["session", "compaction", "edit"]
+    # What stands behind a compaction is no figure of the request before it.
+    assert [each.call.prompt_tokens for each in requests if each.call] == [None] * 3
+    claude = ClaudeLog()
+    claude.ask("One.")
+    first = claude.reply("First.")
+    claude.ask("Stop.")
+    claude.reply("No response requested.", model="<synthetic>")
+    claude.ask("Interrupted.", after=first)
+    claude.ask("Two.", after=first)
+    claude.reply("Second.")
+    assert openings(requests_of_log(written(tmp_path / "c", claude.records))) == ["session", None]
+
+
 def test_in_a_folder_of_sessions_what_cannot_be_read_is_skipped_and_counted(tmp_path: Path) -> None:
     log = ClaudeLog()
     log.ask("One.")
