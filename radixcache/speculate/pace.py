@@ -30,9 +30,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 #: Most tokens that are proposed for one pass: 31 with the token that is evaluated anyway make the widest.
 MOST_PROPOSED = WIDTHS[-1] - 1
 #: Weight of a new measurement in the moving averages.
-WEIGHT = 0.2
-#: A single measurement counts at most as so many times what was expected: a page fault is no measurement.
-MOST_TIMES = 3.0
+WEIGHT = 0.1
+#: A single measurement counts at most as so many times what was expected: a page fault is no measurement. Nor is what
+#: another process takes: behind a measurement that was not as slow, the least.
+MOST_TIMES, LEAST_TIMES = 3.0, 1.5
 #: Until two tokens are measured, each token more is expected to cost this share of a pass over one token.
 HOPED_SHARE = 0.02
 #: A proposal ends where the chance that all of it is accepted is below this.
@@ -96,6 +97,7 @@ class DraftPace:
         self._assumed = seconds
         #: By rows, rounded up to a power of 2, and width: the average seconds, and when it was measured last.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
+        self._slow: set[tuple[int, int]] = set()  # rows and widths whose last measurement was slow
         self._passes = 0
         #: By source and kind: tokens accepted, tokens checked.
         self._kinds: dict[tuple[str, int], tuple[float, float]] = {}
@@ -116,8 +118,10 @@ class DraftPace:
             near, base = WIDTHS[at - 1], times[WIDTHS[at - 1]][0]
             seconds = max(base + (seconds - base) * (width - near) / (tokens_in_pass - near), seconds)
         if width in times:
-            average = times[width][0]
-            seconds = average + WEIGHT * (min(seconds, MOST_TIMES * average) - average)
+            average, which = times[width][0], (_rows_class(rows), width)
+            most = (MOST_TIMES if which in self._slow else LEAST_TIMES) * average
+            (self._slow.add if seconds > LEAST_TIMES * average else self._slow.discard)(which)
+            seconds = average + WEIGHT * (min(seconds, most) - average)
         elif 1 in times:
             seconds = min(seconds, MOST_TIMES * self.seconds(width, rows))
         times[width] = seconds, self._passes
