@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache
@@ -35,6 +36,7 @@ from tests.engine.test_parallel_generate import (
     submit,
     tokens_of,
 )
+from tests.sessions.test_drafted import chi_square_excess
 from tests.sessions.test_failures import Fuse, fused, raising
 
 LENGTH = 24
@@ -334,3 +336,58 @@ def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than
         submit(generator, PROMPTS[0], 2 * LENGTH, prediction=alone(loaded, PROMPTS[0], 2 * LENGTH))
         drain(generator)
     assert any(tokens > 1 for tokens, _ in noted), noted
+
+
+# The distribution of sampled replies
+
+
+def only(allowed: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that leaves these tokens, so that few draws tell distributions apart."""
+    return lambda _, logits: mx.where(mx.array(np.isin(np.arange(logits.shape[-1]), [*allowed])), logits, -mx.inf)
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+@pytest.mark.parametrize("draws", [800, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_the_first_tokens_of_many_replies_of_several_rows_have_the_distribution_of_the_model(
+    draws: int, is_drafted: bool
+) -> None:
+    """At temperature 1: the first token, the second behind a drafted one, and the third behind two."""
+    loaded, allowed, prompts = load("llama"), [3, 50, 120, 200], PROMPTS[:2]
+    chances, drafts = zip(*(chances_of(loaded, prompt, allowed) for prompt in prompts), strict=True)
+    found = np.zeros((2, 3, loaded.model.args.vocab_size))
+    mx.random.seed(3)
+    with new_generator(loaded, free_cache(loaded), capacity=1 << 16) as generator:
+        for _ in range(draws // 80):
+            tickets = [
+                submit(
+                    generator,
+                    prompts[number % 2],
+                    3,
+                    sampler=mx.random.categorical,
+                    logits_processors=[only(allowed)],
+                    prediction=drafts[number % 2] if is_drafted else None,
+                )
+                for number in range(80)
+            ]
+            list(generator)
+            for number, ticket in enumerate(tickets):
+                assert done(ticket).error is None
+                said = tokens_of(ticket)
+                for at in range(3):
+                    if said[:at] == drafts[number % 2][:at]:
+                        found[number % 2, at, said[at]] += 1
+    assert found[:, 2].sum(axis=1).min() > draws / 100
+    for which in range(2):
+        for at in range(3):
+            assert chi_square_excess(found[which, at], chances[which][at]) < 4
+
+
+def chances_of(loaded: LoadedModel, prompt: Any, allowed: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
+    """The chances of each of three tokens behind the likeliest ones, and these."""
+    found, text = [], [*map(int, prompt)]
+    for _ in range(3):
+        logits = np.asarray(loaded.model(mx.array([text]), cache=make_prompt_cache(loaded.model))[0, -1], np.float64)
+        weights = np.where(np.isin(np.arange(len(logits)), allowed), np.exp(logits - logits.max()), 0)
+        found.append(weights / weights.sum())
+        text.append(int(weights.argmax()))
+    return found, tuple(text[len(prompt) :])
