@@ -5,7 +5,8 @@ computes its own token and then says the recorded one. The tree has the conversa
 measured, and each reply is drafted from them and from its own prompt, as far as the measured times say that it pays.
 
     tau-bench      recorded agents of tau-bench's airline task (--conversations FILE, default: shared/data beside the
-                   repository; without it, the built-in conversations only)
+                   repository; without it, this text is left out)
+    SWE-agent      recorded runs of SWE-agent (--swe-agent PATH, default: as above), with the end of a longer prompt
     built-in       the built-in conversations
     nothing twice  random tokens, of which no three come twice: nothing can be drafted
 
@@ -53,6 +54,7 @@ BUDGET_BYTES = 8 << 30
 REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 8, 48, 2048, 2
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
+SWE_AGENT = AIRLINE.parents[2] / "swe-agent"
 #: Conversations that were served before.
 SERVED = 150
 
@@ -79,7 +81,8 @@ def main(given: Sequence[str] | None = None) -> None:
     is_quick = options.quick
     demo = load_model("tiny" if is_quick else "demo")
     vocabulary = 1 + max(demo.tokenizer.vocab.values())
-    texts = list(_texts(demo, None if is_quick else options.conversations, vocabulary, is_quick))
+    agents = {} if is_quick else {"tau-bench": options.conversations, "SWE-agent": options.swe_agent}
+    texts = list(_texts(demo, agents, vocabulary, is_quick))
     models = {demo.name: demo.model}
     if not is_quick:
         models |= {kind: random_model(kind, vocabulary=vocabulary) for kind in ("kv", "sliding", "hybrid")}
@@ -103,6 +106,8 @@ def main(given: Sequence[str] | None = None) -> None:
 def _add(parser: argparse.ArgumentParser) -> None:
     beside = AIRLINE if AIRLINE.exists() else None
     parser.add_argument("--conversations", type=Path, default=beside, metavar="FILE", help="recorded agents")
+    beside = SWE_AGENT if SWE_AGENT.exists() else None
+    parser.add_argument("--swe-agent", type=Path, default=beside, metavar="PATH", help="recorded runs of SWE-agent")
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
@@ -116,18 +121,25 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 # What is said --------------------------------------------------------------------------------------------------------
 
 
-def _texts(loaded: LoadedModel, agents: Path | None, vocabulary: int, is_quick: bool) -> Iterator[Text]:
+def _texts(loaded: LoadedModel, agents: dict[str, Path | None], vocabulary: int, is_quick: bool) -> Iterator[Text]:
     replies = 3 if is_quick else REPLIES
-    if agents is not None:
-        yield _recorded("tau-bench", loaded, read_conversations(agents).conversations, replies)
+    for name, path in agents.items():
+        if path is not None:
+            its = read_conversations(path).conversations
+            yield _recorded(name, loaded, its, replies, cuts=name == "SWE-agent")
     yield _recorded("built-in", loaded, builtin_conversations(), replies)
     random = np.random.default_rng(0)
     draws = [random.permutation(vocabulary)[: 224 + REPLY_TOKENS].astype(np.int32) for _ in range(replies // 2)]
     yield Text("nothing twice", [], [Reply(each[:224], each[224:]) for each in draws])
 
 
-def _recorded(name: str, loaded: LoadedModel, conversations: Sequence[Conversation], replies: int) -> Text:
-    """The first conversations were served; the replies are those of the next ones, in order, with their tool calls."""
+def _recorded(
+    name: str, loaded: LoadedModel, conversations: Sequence[Conversation], replies: int, *, cuts: bool = False
+) -> Text:
+    """The first conversations were served; the replies are those of the next ones, in order, with their tool calls.
+
+    A reply to a longer prompt than PROMPT_TOKENS is left out, or with `cuts` has the end of the prompt.
+    """
     first = min(SERVED, len(conversations) // 2)
     turns = recorded_turns(conversations[:first], loaded.tokenizer)
     # A conversation's last prompt has all its earlier replies.
@@ -135,9 +147,9 @@ def _recorded(name: str, loaded: LoadedModel, conversations: Sequence[Conversati
         each.conversation_id: np.concatenate([prompt, np.array(reply, np.int32)]) for each, prompt, reply in turns
     }
     chosen = (
-        Reply(prompt, np.array(reply[:REPLY_TOKENS], np.int32))
+        Reply(prompt[-PROMPT_TOKENS:], np.array(reply[:REPLY_TOKENS], np.int32))
         for _, prompt, reply in recorded_turns(conversations[first:], loaded.tokenizer)
-        if len(prompt) <= PROMPT_TOKENS and len(reply) > 1
+        if (cuts or len(prompt) <= PROMPT_TOKENS) and len(reply) > 1
     )
     return Text(name, list(served.values()), list(islice(chosen, replies)))
 
