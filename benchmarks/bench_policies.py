@@ -10,6 +10,7 @@ beside the repository). Without that folder, the benchmark uses a made-up trace.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -33,11 +34,26 @@ CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_BLOCKS = (10_000, 50_000)
 STORED_NODES = (1_000, 10_000, 100_000, 300_000)
 REPEATS = 5
+PARTS = ("grid", "speed")
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__, given, add=add_traces)
+    options = arguments(__doc__, given, add=_add)
     traces = traces_in(options.traces, options.quick)
+    if "grid" in options.parts:
+        _publish_grid(traces, options)
+    if "speed" in options.parts:
+        speed = list(_speeds(traces[0], options.quick))
+        publish("policies-speed", "Speed of the simulator", speed, folder=options.results, repeats=REPEATS)
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    add_traces(parser)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
+
+
+def _publish_grid(traces: Sequence[Trace], options: argparse.Namespace) -> None:
+    """Publish the hit ratio of each policy at each capacity."""
     capacities = (20, 100) if options.quick else CAPACITIES
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()
@@ -59,8 +75,6 @@ def main(given: Sequence[str] | None = None) -> None:
     more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
     write_atomically(options.results / "policies.png", policies_picture(rows, infinite))
-    speed = list(_speeds(traces[0], options.quick))
-    publish("policies-speed", "Speed of the simulator", speed, folder=options.results, repeats=REPEATS)
 
 
 def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:
