@@ -6,13 +6,12 @@ row for each user, so a weight (O, I) is multiplied in blocks, up to rounding wi
 
     (M, I) @ (O, I).T     ->     (blocks, O / blocks, I) @ (1, I, M)
 
-Rotations. MLX has one kernel for RoPE on Metal and CUDA. On the CPU it computes cosines and sines in each layer, for
-queries and for keys. SharedRoPE computes them once for all layers of a pass, and gives the same bits.
+Rotations. MLX has one kernel for RoPE on Metal and CUDA. On the CPU it computes cosines and sines in each pass and
+layer, for queries and for keys. SharedRoPE computes them once for all passes and layers, and gives the same bits.
 """
 
 import math
 from functools import cache
-from threading import Thread, current_thread
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +25,8 @@ SMALL_KERNELS = frozenset(("SkylakeX", "Cooperlake", "SapphireRapids"))
 BLOCK_PRODUCT = 500_000
 #: Products with more rows are as fast in one piece.
 MOST_ROWS = 8
+#: Positions with cosines and sines at first. A longer context doubles them.
+POSITIONS = 4096
 
 
 class BlockLinear(nn.Linear):
@@ -40,25 +41,27 @@ class BlockEmbedding(nn.Embedding):
 
 
 class Angles:
-    """Cosines and sines (T, D) of the positions of the latest pass, for all layers that rotate alike."""
+    """Cosines and sines (T, D) of positions, for all layers that rotate alike. They are part of the model's memory."""
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
         self._half, self._base, self._scale = dims // 2, base, scale
-        self._pass: tuple[int, int, Thread] | None = None
-        self._found: tuple[mx.array, mx.array]
+        self._grow(POSITIONS)
 
     def at(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
-        asked = offset, tokens, current_thread()  # another thread cannot evaluate what is pending on this one
-        if self._pass != asked:
-            self._pass, self._found = asked, self._computed(offset, tokens)
-        return self._found
+        end = offset + tokens
+        if end > self._known[0].shape[0]:
+            self._grow(1 << (end - 1).bit_length())
+        cosines, sines = self._known
+        return cosines[offset:end], sines[offset:end]
 
-    def _computed(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
-        positions = (mx.arange(tokens, dtype=mx.float32) + offset) * self._scale
+    def _grow(self, count: int) -> None:
+        positions = mx.arange(count, dtype=mx.float32) * self._scale
         steps = mx.arange(0, -self._half, -1, dtype=mx.float32)
         angles = positions[:, None] * mx.exp(steps * (math.log(self._base) / self._half))
         cosines, sines = mx.cos(angles), mx.sin(angles)
-        return mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
+        known = mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
+        mx.eval(known)  # for all threads
+        self._known = known
 
 
 class SharedRoPE(nn.RoPE):
@@ -85,7 +88,7 @@ def use_cpu_layers(model: nn.Module) -> None:
         if kind is nn.RoPE and not module.traditional:
             module.__class__ = SharedRoPE
             key = module.dims, module.base, module.scale
-            module.angles = angles.setdefault(key, Angles(*key))
+            module.angles = angles[key] = angles.get(key) or Angles(*key)
         elif has_small_kernels and kind in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
             module.__class__ = BlockLinear if kind is nn.Linear else BlockEmbedding
 

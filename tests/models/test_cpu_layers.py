@@ -10,6 +10,7 @@ from radixcache.layers.shift import rotation_of
 from runner.models import cpu_layers
 from runner.models.cpu_layers import BLOCK_PRODUCT, MOST_ROWS, Angles, BlockEmbedding, BlockLinear, block_count
 from runner.models.load import load_model
+from tests.whole.test_bytes import active_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 2, MOST_ROWS, MOST_ROWS + 1])
@@ -71,19 +72,27 @@ def test_rotations_are_those_of_mlx_to_the_bit_and_computed_once_for_all_layers(
     plain = nn.RoPE(16, base=10_000.0, scale=scale)
     layers = [nn.RoPE(16, base=10_000.0, scale=scale) for _ in range(3)]
     other = nn.RoPE(16, base=500.0)
+    grown: list[int] = []
+    real = Angles._grow
+    monkeypatch.setattr(Angles, "_grow", lambda its, count: grown.append(count) or real(its, count))
     cpu_layers.use_cpu_layers(nn.Sequential(*layers, other))
-    computed: list[tuple[int, int]] = []
-    real = Angles._computed
-    monkeypatch.setattr(Angles, "_computed", lambda its, *at: computed.append(at) or real(its, *at))
-    passes = [(0, 5), (5, 1), (6, 1), (6, 3), (4, 1)]
-    for offset, tokens in passes:
+    for offset, tokens in [(0, 5), (5, 1), (6, 3), (4, 1), (4095, 1), (4090, 7), (4097, 1), (20_000, 600), (3, 1)]:
         x = mx.random.normal((2, 3, tokens, 16))
         wanted = plain(x, offset=offset)
         for layer in layers:
             assert mx.array_equal(layer(x, offset=offset), wanted)
-    assert computed == passes
+    assert grown == [4096, 4096, 8192, 32_768]
     x = mx.random.normal((2, 3, 1, 16))
     assert mx.array_equal(other(x, offset=4), nn.RoPE(16, base=500.0)(x, offset=4))
+
+
+def test_a_pass_leaves_no_bytes_behind() -> None:
+    model = load_model("tiny:llama").model
+    model(mx.array([[5, 3, 7]]))
+    before = active_bytes()
+    for tokens in ([5], [5, 3], [5, 3, 7, 9]):
+        mx.eval(model(mx.array([tokens])))
+    assert active_bytes() == before
 
 
 def test_rotations_of_offsets_in_an_array_are_never_reused() -> None:
