@@ -31,10 +31,10 @@ class OrderedPolicy:
         self._filed: dict[int, Entry] = {}
         self._order: Any = []
         hooks, own = type(self), OrderedPolicy
-        #: See EvictionPolicy. A subclass with a `split` or `evicted` of its own hears of each cut there.
-        self.cut: Callable[[Entry], None] | None = None
-        if hooks.split is own.split and hooks.evicted is own.evicted:
-            self.cut = self._rekey
+        if not hasattr(hooks, "cut"):
+            #: See EvictionPolicy. A subclass with a `split` or `evicted` of its own hears of each cut there.
+            is_plain = hooks.split is own.split and hooks.evicted is own.evicted
+            self.cut: Callable[[Entry], None] | None = self._rekey if is_plain else None
 
     def key(self, entry: Entry) -> Key:
         """The sort key of an entry; the smallest goes first."""

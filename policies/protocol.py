@@ -27,6 +27,8 @@ class EvictionPolicy(Protocol):
       hook reports them. Called only if the keys of an edge cost the same.
     - `cut(entry)` (default None): the entry has lost its tail; `end`, `cost` and bytes are up to date. Without it, a
       cut is reported as a `split` into `entry` and a new entry, and `evicted` of the new one.
+
+    The last two are asked of this package's own policies only.
     """
 
     def inserted(self, entry: Entry) -> None:

@@ -78,7 +78,8 @@ class BothModels(nn.Module):
             logits = forward(tokens)[:, -1, : vocabulary_size(self.model)].astype(mx.float32)
             tokens = mx.argmax(logits, axis=-1, keepdims=True)
             said.append(tokens)
-            chances.append(mx.exp(logits.max(axis=-1, keepdims=True) - mx.logsumexp(logits, axis=-1, keepdims=True)))
+            chance = mx.exp(logits.max(axis=-1, keepdims=True) - mx.logsumexp(logits, axis=-1, keepdims=True))
+            chances.append(mx.nan_to_num(chance))  # only a guess, which the model checks
             mx.async_eval(tokens, chances[-1])
         its: Any = [np.asarray(mx.concatenate(each, axis=1)).tolist() for each in (said, chances)]
         return its[0], its[1]

@@ -147,6 +147,7 @@ class Entries:
         self._shorten(entry, at)
         self._policy.split(entry, lost)
         self._policy.evicted(lost)
+        lost.digests_of = None
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
         """Tell the policy of each cut that it does not pass over, until it has another victim. Returns the last cut."""
@@ -214,7 +215,8 @@ class Entries:
         self.thinning.check(thinned)
 
     def _digests(self, entry: Entry, offsets: Sequence[int]) -> list[bytes]:
-        return digests_on(self._node_of[entry.entry_id])(offsets)
+        node = self._node_of.get(entry.entry_id)  # None: it was evicted; a policy still has what was merged into it
+        return [b""] * len(offsets) if node is None else digests_on(node)(offsets)
 
     def _entry(self, state: EntryState, start: int, end: int, parent: Entry | None, use: Use) -> Entry:
         self._last_id += 1

@@ -66,6 +66,8 @@ from runner.engine.sequence import (
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
+#: Steps until the draft model is asked again, after there was no room for its state.
+ROOMLESS_STEPS = 64
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
 #: By request, what is proposed to it.
 Drafts = dict[TokenSequence, Proposal]
@@ -195,6 +197,7 @@ class Engine:
         self._failure: Exception | None = None
         self._checked: list[tuple[TokenSequence, Piece]] = []  # what a check said, to be handed out
         self._times = PassTimes(pace)
+        self._asks_from = 0  # the step from which the draft model is asked
 
     def round(self) -> None:
         self._end_cancelled()
@@ -362,7 +365,7 @@ class Engine:
                 continue
             if limit := each.most_drafted(self._window):
                 proposals[each] = drafting.candidate(limit, rows)
-                if each.draft_tokens:
+                if each.draft_tokens and self._steps >= self._asks_from:
                     guesses[each] = pace.guess(min(limit, each.draft_tokens), rows)
         if not any(proposal.tokens for proposal in proposals.values()) and not guesses:
             return {}
@@ -385,7 +388,8 @@ class Engine:
         rows, pace, count = [each.row for each in sequences], self._times.pace, max(guessed.values())
         began_s = time.perf_counter()
         said = self.group.draft(self._model, rows, [each.next_token for each in sequences], count)
-        if not said:
+        if not said:  # no room
+            self._asks_from = self._steps + ROOMLESS_STEPS
             return {each: proposal for each, proposal in drafts.items() if each not in guessed}
         took_s, found = time.perf_counter() - began_s, dict(zip(sequences, said, strict=True))
         for sequence, most in guessed.items():

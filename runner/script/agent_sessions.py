@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.script.conversation import Call, Opening, Record, found_in, object_of, paths
+from runner.script.response_items import ITEM_KINDS
 
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
 
@@ -103,7 +104,7 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
             continue
         blocks = _blocks(message.get("content"))
         if kind == "assistant":  # each block of a reply is a record
-            name = f"reply {message.get('id', uuid)}"
+            name = f"reply {message.get('id') or uuid}"
             answers |= {
                 str(block.get("id")): f"results of {name}" for block in blocks if block.get("type") == "tool_use"
             }
@@ -144,6 +145,7 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
     starts: list[str | None] = [None]  # the last items that are there for good, and in front of each turn
     asked: _Node | None = None
     model = ""
+    left_out: Counter[str] = Counter()
     for record in records:
         kind, payload = record.value.get("type"), object_of(record.value.get("payload"))
         event = payload.get("type") if kind == "event_msg" else None
@@ -166,6 +168,10 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
             cached = _count(payload, "info/last_token_usage/cached_input_tokens")
             asked.call = asked.call._replace(prompt_tokens=prompt or None, cached_tokens=cached if prompt else 0)
         for item in (item for item in items if isinstance(item, dict)):
+            if (item_kind := str(item.get("type", "message"))) not in ITEM_KINDS:
+                left_out[item_kind] += 1
+                asked = None if _is_of_reply(item) else asked
+                continue
             name, before = str(len(nodes)), nodes.get(last or "")
             node = nodes[name] = _Node(item, record, last, _is_of_reply(item), opening)
             if kind == "response_item" and node.is_reply and not (before and before.is_reply):
@@ -177,7 +183,7 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
     instructions = found_in(meta, "base_instructions/text")[1]
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
     about["user"] = str(meta.get("id") or records[0].origin.default_id)
-    yield from _bodies(nodes, "input", Counter(), **about)
+    yield from _bodies(nodes, "input", left_out, **about)
 
 
 def _call(reply_id: str, record: Record, model: str) -> Call:

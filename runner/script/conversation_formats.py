@@ -121,7 +121,8 @@ def expanded(value: Any) -> list[Any]:
 
 def joining_form(values: Iterable[Any]) -> Form | None:
     """The form whose conversations are several records of a file, if one of the first records says so."""
-    return next((form for value in values for form in FORMS if form.join and form.has(value)), None)
+    found = (next((form for form in FORMS if form.has(value)), None) for value in values)
+    return next((form for form in found if form and form.join), None)
 
 
 def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
@@ -198,7 +199,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
         chain = [messages[name] for name in path if name in messages]
         known = sum(name in messages for name in path[:shared])
-        if known and known == len(chain):
+        if known == len(chain) and (known or form.parent):
             continue
         users = sum(message["role"] == "user" for message in chain[: known + 1])
         found = replace(
@@ -206,6 +207,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
             conversation_id=f"{base}/{count}" if count else base,
             messages=(*beginning, *chain),
             first_turn=max(users - 1, 0) if known else first_turn,
+            asked_messages=len(beginning) + known - 1 if known else 0,
             left_out=dict(sum((read[name][1] for name in path[shared:]), _left_out(record))),
         )
         yield checked_conversation(found, where)
@@ -242,9 +244,10 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     named = speaker.lower() if isinstance(speaker, str) else ""
     role = form.roles.get(named)
     expect(role is not None, f"{where} has {role_name}", speaker, f"one of {', '.join(form.roles)}")
-    if isinstance(content, list) or (form.parent and isinstance(content, dict)):
+    is_object = bool(form.parent) and isinstance(content, dict)
+    if isinstance(content, list) or is_object:
         content = _text_of(content if isinstance(content, list) else [content], where, left_out)
-    if form.parent and not content and (role != "user" or not left_out):
+    if form.parent and not content and (role != "user" or is_object or not left_out):
         return None, left_out
     if isinstance(turn.get("audio"), dict):
         left_out["audio"] += 1
@@ -292,14 +295,18 @@ def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
         parts = {key: found_in(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
-        if any(part is None for part in parts.values()):
+        # What stands deeper in a record is of another program, which may have anything there.
+        if any(part is None or ("/" in key and not _is_name(part)) for key, part in parts.items()):
             continue
         for key, part in parts.items():
-            is_name = isinstance(part, (str, int)) and not isinstance(part, bool) and part != ""
-            expect(is_name, f"{origin.where}: {key} is", part, "text that is not empty")
+            expect(_is_name(part), f"{origin.where}: {key} is", part, "text that is not empty")
             require_unicode(str(part), f"{origin.where}: {key}")
         return pattern.format_map(parts)
     return ""
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
 
 
 def _tools_value(record: dict[str, Any]) -> Any:

@@ -116,16 +116,22 @@ def _with_outputs(records: Iterable[tuple[Any, Origin]]) -> Iterator[tuple[Any, 
     """The records. Those of batches come last, each request with its output, which is in another file."""
     requests: list[tuple[Any, Origin]] = []
     outputs: dict[str, tuple[Any, Origin]] = {}
+    doubled: set[str] = set()
     for value, origin in records:
         name = value.get("custom_id") if isinstance(value, dict) else None
         if not isinstance(name, str):
             yield value, origin
         elif value.keys() & OUTPUT_KEYS and not value.keys() & {"body", "params"}:
+            if name in outputs:
+                doubled.add(name)
             outputs[name] = value, origin
         else:
             requests.append((value, origin))
     for value, origin in requests:
         output, _ = outputs.pop(value["custom_id"], ({}, origin))
+        if value["custom_id"] in doubled:
+            yield ConversationError(f"{origin.where}: several outputs have its custom_id; wanted one batch."), origin
+            continue
         yield {**{key: output[key] for key in OUTPUT_KEYS & output.keys()}, **value}, origin
     for _, origin in outputs.values():
         yield (

@@ -105,7 +105,7 @@ class CallOutput(Checked):
 
 
 #: Types of the items and tools below.
-_ITEM_KINDS = (
+ITEM_KINDS = (
     "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
 )  # fmt: skip
 _TOOL_KINDS = ("function", "custom")
@@ -114,7 +114,7 @@ _TOOL_KINDS = ("function", "custom")
 class Foreign(Checked):
     """An item or a tool that only OpenAI's own servers have, such as a web search."""
 
-    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_ITEM_KINDS]}})]
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*ITEM_KINDS]}})]
     name: Any = None
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class ForeignTool(Foreign):
 
 def _item_kind(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _ITEM_KINDS else "foreign"
+    return kind if kind in ITEM_KINDS else "foreign"
 
 
 Item: TypeAlias = Annotated[

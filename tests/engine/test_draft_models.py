@@ -271,6 +271,37 @@ def test_a_draft_model_is_asked_only_where_it_is_expected_to_save_time() -> None
     assert 0 < passes["wrong"] < 60 < passes["right"]
 
 
+def test_a_draft_that_is_not_a_number_is_a_bad_guess_and_fails_nothing() -> None:
+    loaded = load("llama")
+
+    class Broken(Doubtful):
+        factor = 1.0
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits = super().__call__(tokens, cache)
+            return mx.where((tokens % 3 == 0)[..., None], logits * self.factor, logits)
+
+    draft = Broken("llama", lambda tokens: tokens < 0)
+    with generator_of(loaded, cache_of_both(loaded, draft), draft) as generator:
+        submit(generator, PROMPTS[3], 2)
+        drain(generator)
+        draft.factor = float("nan")
+        tickets = [submit(generator, prompt, LENGTH) for prompt in PROMPTS[:3]]
+        drain(generator)
+    assert [tokens_of(ticket) for ticket in tickets] == [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:3]]
+
+
+def test_a_draft_model_without_room_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, draft = load("llama"), Doubtful("llama", lambda tokens: tokens < 0)
+    with generator_of(loaded, cache_of_both(loaded, draft), draft) as generator:
+        asked: list[int] = []
+        monkeypatch.setattr(generator.group, "draft", lambda *_: asked.append(1) or [])
+        ticket = submit(generator, PROMPTS[0], 100)
+        drain(generator)
+    assert tokens_of(ticket) == alone(loaded, PROMPTS[0], 100)
+    assert len(asked) == 2
+
+
 def test_a_draft_model_needs_a_cache_that_was_made_for_both() -> None:
     loaded = load("llama")
     with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs the 6 of both models"):

@@ -217,6 +217,17 @@ def test_a_cost_that_is_negative_or_no_number_is_refused(wrong: dict[str, float]
 # Structure of a policy with a static key
 
 
+def test_a_policy_may_have_a_method_named_cut() -> None:
+    class Mine(OrderedPolicy):
+        def key(self, entry: Entry) -> tuple[float, ...]:
+            return (self.cut(entry.last_used, 2),)
+
+        def cut(self, value: int, by: int) -> float:  # type: ignore[override]
+            return value / by
+
+    assert Mine().cut(4, 2) == 2
+
+
 def test_a_hook_computes_a_bounded_number_of_keys_however_many_entries_there_are() -> None:
     computed = []
 

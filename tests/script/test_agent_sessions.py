@@ -251,6 +251,33 @@ def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:
     assert outline(requests[3])[4:] == ["a:Third.", "u:Four."]
 
 
+@pytest.mark.parametrize("kind", ["tool_search_call", "ghost_snapshot", "local_shell_call"])
+def test_items_of_codex_that_are_no_message_are_counted_and_shift_no_request(kind: str, tmp_path: Path) -> None:
+    def tokens(count: int) -> tuple[str, dict[str, Any]]:
+        return "event_msg", {"type": "token_count", "info": {"last_token_usage": {"input_tokens": count}}}
+
+    log = codex_log(
+        *(turn("gpt"), item("user", "One."), item("assistant", "First."), tokens(100)),
+        *(item("user", "Two."), ("response_item", {"type": kind}), tokens(200)),
+        *(item("assistant", "Second."), tokens(300)),
+    )  # fmt: skip
+    path = written(tmp_path, log)
+    requests = requests_of_log(path)
+    assert openings(requests) == ["session", None]
+    assert [each.call and each.call.prompt_tokens for each in requests] == [100, 300]
+    assert read_conversations(path).conversations[0].left_out == {kind: 1}
+
+
+def test_replies_of_claude_code_without_an_id_are_not_joined(tmp_path: Path) -> None:
+    log = ClaudeLog("s")
+    for text in ("One.", "Two."):
+        log.ask(text)
+        log.reply(f"To {text}")
+        log.records[-1]["message"]["id"] = None
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert outline(requests[1]) == ["u:One.", "a:To One.", "u:Two."]
+
+
 def test_an_old_compaction_of_codex_has_only_its_summary(tmp_path: Path) -> None:
     log = codex_log(
         *(turn("gpt"), item("user", "One."), item("assistant", "First.")),

@@ -307,6 +307,22 @@ def test_requests_of_a_batch_and_their_outputs_come_from_two_files(
         read_conversations(lone)
 
 
+def test_outputs_of_two_batches_with_the_same_ids_are_not_mixed_up(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write(tmp_path / f"{number}-requests.jsonl", {"custom_id": "a", "body": {**BODY, "id": f"{number}"}})
+        write(tmp_path / f"{number}-outputs.jsonl", {"custom_id": "a", "response": {"body": {"choices": []}}})
+    write(tmp_path / "chat.jsonl", BODY)
+    with pytest.raises(ConversationError, match=r"requests\.jsonl:1: several outputs have its custom_id"):
+        read_conversations(tmp_path)
+    found = read_conversations(tmp_path, skip_bad=True)
+    assert (len(found.conversations), len(found.skipped)) == (1, 2)
+
+
+@pytest.mark.parametrize("user_id", ["", 1.5, None, {}])
+def test_a_user_in_the_metadata_that_is_no_name_is_passed_over(user_id: Any) -> None:
+    assert read_one({**BODY, "metadata": {"user_id": user_id}}).messages == read_one(BODY).messages
+
+
 def test_a_batch_of_no_chats_is_refused() -> None:
     with pytest.raises(ConversationError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
         read_one({"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "Go"}})

@@ -285,6 +285,32 @@ def test_trees_of_one_record_are_asked_each_from_its_first_turn(tmp_path: Path) 
     ]  # fmt: skip
 
 
+def chatgpt_export(path: Path, *nodes: tuple[str, str | None, str, Any]) -> Path:
+    """An export with one conversation of nodes: name, parent, role, content (a text, or as it is)."""
+    mapping = {}
+    for name, parent, role, content in nodes:
+        plain = {"content_type": "text", "parts": [content]} if isinstance(content, str) else content
+        mapping[name] = {"parent": parent, "message": {"author": {"role": role}, "content": plain}}
+    path.write_text(json.dumps([{"conversation_id": "a", "mapping": mapping}]))
+    return path
+
+
+def test_a_path_that_parts_within_a_turn_asks_for_its_own_replies_alone(tmp_path: Path) -> None:
+    nodes = ("u", None, "user", "Q"), ("a", "u", "assistant", "call"), ("t", "a", "tool", "R")
+    ends = ("b", "t", "assistant", "B"), ("c", "t", "assistant", "C")
+    found = read_conversations(chatgpt_export(tmp_path / "conversations.json", *nodes, *ends)).conversations
+    asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
+    assert asked == [["Q"], ["Q", "call", "R"], ["Q", "call", "R"]]
+
+
+def test_what_a_user_has_set_in_chatgpt_and_empty_beginnings_are_no_turns(tmp_path: Path) -> None:
+    about = {"content_type": "user_editable_context", "user_profile": "p", "user_instructions": "i"}
+    nodes = ("root", None, "system", ""), ("leaf", "root", "system", ""), ("set", "root", "user", about)
+    path = chatgpt_export(tmp_path / "c.json", *nodes, ("u", "set", "user", "hi"), ("a", "u", "assistant", "yo"))
+    (found,) = read_conversations(path).conversations
+    assert [message["content"] for message in found.messages] == ["hi", "yo"]
+
+
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [

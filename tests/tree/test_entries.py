@@ -139,6 +139,22 @@ def test_under_the_cap_on_checkpoints_those_used_longest_ago_go_first() -> None:
     assert gone == [84, 100]
 
 
+def test_an_entry_that_has_gone_has_no_digest() -> None:
+    """Not that of what took its place, also if a policy keeps the entry."""
+    cache, policy = cache_of(1)
+    kept: list[Entry] = []
+    policy_evicted = policy.evicted
+    policy.evicted = lambda entry: kept.append(entry) or policy_evicted(entry)  # type: ignore[method-assign, func-returns-value]
+    policy_merged = policy.merged
+    policy.merged = lambda gone, into: kept.append(gone) or policy_merged(gone, into)  # type: ignore[method-assign, func-returns-value]
+    for tail in (1, 2):
+        serve(cache, [*SYSTEM, *([tail] * 20)])
+    cache.reclaim(110)
+    cache.reclaim(0)
+    assert len(kept) > 2
+    assert {entry.digest for entry in kept} == {b""}
+
+
 class LongestFirst(Noting):
     """Gives up what is longest, wherever that is once a tail has gone."""
 
