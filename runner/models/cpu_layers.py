@@ -25,8 +25,8 @@ SMALL_KERNELS = frozenset(("SkylakeX", "Cooperlake", "SapphireRapids"))
 BLOCK_PRODUCT = 500_000
 #: Products with more rows are as fast in one piece.
 MOST_ROWS = 8
-#: Positions with cosines and sines at first. A longer context doubles them.
-POSITIONS = 4096
+#: Positions with cosines and sines. Behind them, mlx.nn's layer computes its own.
+POSITIONS = 16_384
 
 
 class BlockLinear(nn.Linear):
@@ -41,27 +41,15 @@ class BlockEmbedding(nn.Embedding):
 
 
 class Angles:
-    """Cosines and sines (T, D) of positions, for all layers that rotate alike. They are part of the model's memory."""
+    """Cosines and sines (POSITIONS, D), for all layers that rotate alike. They are part of the model's memory."""
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
-        self._half, self._base, self._scale = dims // 2, base, scale
-        self._grow(POSITIONS)
-
-    def at(self, offset: int, tokens: int) -> tuple[mx.array, mx.array]:
-        end = offset + tokens
-        if end > self._known[0].shape[0]:
-            self._grow(1 << (end - 1).bit_length())
-        cosines, sines = self._known
-        return cosines[offset:end], sines[offset:end]
-
-    def _grow(self, count: int) -> None:
-        positions = mx.arange(count, dtype=mx.float32) * self._scale
-        steps = mx.arange(0, -self._half, -1, dtype=mx.float32)
-        angles = positions[:, None] * mx.exp(steps * (math.log(self._base) / self._half))
+        positions = mx.arange(POSITIONS, dtype=mx.float32) * scale
+        steps = mx.arange(0, -(dims // 2), -1, dtype=mx.float32)
+        angles = positions[:, None] * mx.exp(steps * (math.log(base) / (dims // 2)))
         cosines, sines = mx.cos(angles), mx.sin(angles)
-        known = mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
-        mx.eval(known)  # for all threads
-        self._known = known
+        self.known = mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
+        mx.eval(self.known)  # for all threads
 
 
 class SharedRoPE(nn.RoPE):
@@ -70,9 +58,10 @@ class SharedRoPE(nn.RoPE):
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         # An array of offsets may be changed in place after this call.
-        if type(offset) is not int or x.dtype != mx.float32 or x.shape[-1] != self.dims:
+        is_plain = type(offset) is int and x.dtype == mx.float32 and x.shape[-1] == self.dims
+        if not is_plain or offset + x.shape[-2] > POSITIONS:
             return super().__call__(x, offset)  # type: ignore[no-any-return]
-        cosines, sines = self.angles.at(offset, x.shape[-2])
+        cosines, sines = (table[offset : offset + x.shape[-2]] for table in self.angles.known)
         low, high = mx.split(x, 2, axis=-1)
         return x * cosines + mx.concatenate([high, low], axis=-1) * sines
 
