@@ -51,7 +51,28 @@ class Guess:
         self._at += len(tokens)
 
 
-class DraftedMachine(RuleBasedStateMachine):
+class SaidMachine(RuleBasedStateMachine):
+    """Has a cache, and what was said in each namespace."""
+
+    cache: PrefixCache
+    said: dict[str, list[list[int]]]
+
+    @rule(share=st.integers(0, 3))
+    def evict(self, share: int) -> None:
+        self.cache.reclaim(self.cache.stats.paged_bytes * share // 4)
+
+    def holds_only_what_was_said(self, namespace: str) -> None:
+        for node in inside.nodes(self.cache, namespace):
+            prefix = node.prefix().tolist()
+            assert any(said[: len(prefix)] == prefix for said in self.said[namespace]), prefix
+
+    @invariant()
+    def is_whole(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check()
+
+
+class DraftedMachine(SaidMachine):
     @initialize(kinds=st.sampled_from(LAYERS), budget=st.sampled_from([3000, 1 << 30]), interval=st.integers(2, 8))
     def open(self, kinds: list[str], budget: int, interval: int) -> None:
         self.model = SpellingModel(kinds)
@@ -123,20 +144,6 @@ class DraftedMachine(RuleBasedStateMachine):
         self.holds_only_what_was_said(namespace)
         caches, rest = self.cache.fetch([*prompt, *found, WRONG], namespace)
         spells(caches, [*prompt, *found, WRONG][: len(prompt) + len(found) + 1 - len(rest)], self.model.kinds)
-
-    @rule(share=st.integers(0, 3))
-    def evict(self, share: int) -> None:
-        self.cache.reclaim(self.cache.stats.paged_bytes * share // 4)
-
-    def holds_only_what_was_said(self, namespace: str) -> None:
-        for node in inside.nodes(self.cache, namespace):
-            prefix = node.prefix().tolist()
-            assert any(said[: len(prefix)] == prefix for said in self.said[namespace]), prefix
-
-    @invariant()
-    def is_whole(self) -> None:
-        if hasattr(self, "cache"):
-            self.cache.check()
 
 
 TestDrafted = walking(DraftedMachine, examples=40)

@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import mlx.core as mx
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from radixcache import PrefixCache
 from radixcache.groups.batch import LostStateError
@@ -24,7 +24,7 @@ from tests import inside
 from tests.walks.common import NAMESPACES, short, walking
 from tests.walks.common import small_steps as small_steps
 from tests.walks.spelling import LayerError, SpellingModel, spells
-from tests.walks.test_drafted_machine import WRONG, Guess, SamplerError
+from tests.walks.test_drafted_machine import WRONG, Guess, SaidMachine, SamplerError
 
 LAYERS = [["kv"], ["kv", "rotating"], ["arrays"], ["kv", "arrays", "rotating"], ["rotating"]]
 
@@ -40,7 +40,7 @@ asked = st.tuples(
 )
 
 
-class DraftedRowsMachine(RuleBasedStateMachine):
+class DraftedRowsMachine(SaidMachine):
     @initialize(
         kinds=st.sampled_from(LAYERS),
         drafting=st.sampled_from([None, *LAYERS]),
@@ -125,20 +125,6 @@ class DraftedRowsMachine(RuleBasedStateMachine):
             text = [*prompt, *ticket.completion.tokens, WRONG]
             caches, rest = self.cache.fetch(text, namespace)
             spells(caches, text[: len(text) - len(rest)], self.kinds)
-
-    @rule(share=st.integers(0, 3))
-    def evict(self, share: int) -> None:
-        self.cache.reclaim(self.cache.stats.paged_bytes * share // 4)
-
-    def holds_only_what_was_said(self, namespace: str) -> None:
-        for node in inside.nodes(self.cache, namespace):
-            prefix = node.prefix().tolist()
-            assert any(said[: len(prefix)] == prefix for said in self.said[namespace]), prefix
-
-    @invariant()
-    def is_whole(self) -> None:
-        if hasattr(self, "cache"):
-            self.cache.check()
 
 
 def saying(reply: list[int], failing_at: int | None) -> Callable[[mx.array], mx.array]:
