@@ -101,6 +101,9 @@ def read_trace(
     if block_tokens is not None and not files.keys() & {"conversations", *ROW_FORMS}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
         raise TraceError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
+    if time_unit is not None and files and not files.keys() & ROW_FORMS.keys():
+        kind, (path, *_) = next(iter(files.items()))
+        raise TraceError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
     source, skipped = ", ".join(map(str, paths)), reading.skipped

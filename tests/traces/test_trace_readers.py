@@ -216,6 +216,14 @@ def test_the_unit_of_times_is_said_by_the_user_or_by_a_note(tmp_path, unit: str 
         read_trace(tmp_path / "0.jsonl", time_unit="hours")
 
 
+def test_a_unit_of_times_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_bytes(compact_bytes(made([[1, 2], [1, 3]], 4)))
+    assert len(read_trace(file).requests) == 2
+    with pytest.raises(TraceError, match=r"own\.jsonl: the times of a .* trace have a unit\. Leave --time-unit out\."):
+        read_trace(file, time_unit="seconds")
+
+
 def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> None:
     big = 1 << 70
     rows = [line(0, 1000.0, [big]), line(0, 1000, [big]), line(0, 1024.0, [big, big + 1])]
