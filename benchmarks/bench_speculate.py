@@ -8,7 +8,8 @@ measured, and each reply is drafted from them and from its own prompt, as far as
                    repository; without it, this text is left out)
     SWE-agent      recorded runs of SWE-agent (--swe-agent PATH, default: as above), with the end of a longer prompt
     built-in       the built-in conversations
-    nothing twice  random tokens, of which no three come twice: nothing can be drafted
+    nothing twice  random tokens, none twice: nothing can be drafted; also with `tiny`, whose passes take a few
+                   milliseconds, so that looks for drafts take the largest share
 
 Both sides decode every reply in turns, and restore the prompt from their own caches. A ratio is of all replies of a
 repeat together. With 4 and 8 users, the replies are decoded together, by a ParallelGenerator on each side; the time is
@@ -54,6 +55,10 @@ BUDGET_BYTES = 8 << 30
 REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 8, 48, 2048, 2
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
+#: Users at a time with `tiny`, and repeats: its passes are short and noisy.
+TINY_USERS, TINY_REPEATS = (1, 8, 32), 60
+#: Tokens of a prompt of the text that repeats nothing.
+RANDOM_TOKENS = 200
 SWE_AGENT = AIRLINE.parents[2] / "swe-agent"
 #: Conversations that were served before.
 SERVED = 150
@@ -92,7 +97,14 @@ def main(given: Sequence[str] | None = None) -> None:
     rows = [_measure(name, Side, model, text, repeats) for name, model in models.items() for text in texts]
     for users in (2,) if is_quick else USERS:
         sides = partial(Rows, loaded=demo, users=users)
-        rows += [_measure(demo.name, sides, demo.model, text, 2, users) for text in texts if text.name != "built-in"]
+        those = [text for text in texts[:-1] if text.name != "built-in"]
+        those.append(_nothing_twice(vocabulary, users))
+        rows += [_measure(demo.name, sides, demo.model, text, 2, users) for text in those]
+    tiny = load_model("tiny")
+    for users in (2,) if is_quick else TINY_USERS:
+        sides = Side if users == 1 else partial(Rows, loaded=tiny, users=users)  # type: ignore[assignment]
+        text = _nothing_twice(1 + max(tiny.tokenizer.vocab.values()), max(users, 4))
+        rows.append(_measure("tiny", sides, tiny.model, text, 2 if is_quick else TINY_REPEATS, users))
     publish(
         "speculate",
         "Replies with drafts from the tree and the prompt, and plain decoding",
@@ -128,9 +140,13 @@ def _texts(loaded: LoadedModel, agents: dict[str, Path | None], vocabulary: int,
             its = read_conversations(path).conversations
             yield _recorded(name, loaded, its, replies, cuts=name == "SWE-agent")
     yield _recorded("built-in", loaded, builtin_conversations(), replies)
+    yield _nothing_twice(vocabulary, replies // 2)
+
+
+def _nothing_twice(vocabulary: int, replies: int) -> Text:
     random = np.random.default_rng(0)
-    draws = [random.permutation(vocabulary)[: 224 + REPLY_TOKENS].astype(np.int32) for _ in range(replies // 2)]
-    yield Text("nothing twice", [], [Reply(each[:224], each[224:]) for each in draws])
+    draws = [random.permutation(vocabulary)[: RANDOM_TOKENS + REPLY_TOKENS].astype(np.int32) for _ in range(replies)]
+    return Text("nothing twice", [], [Reply(each[:RANDOM_TOKENS], each[RANDOM_TOKENS:]) for each in draws])
 
 
 def _recorded(

@@ -344,6 +344,7 @@ class _Drafted(_Decoding):
     ) -> None:
         super().__init__(run, model, [int(each) for each in last], choose, max_tokens, stream)
         self._drafting = drafting
+        self._unsaid: list[int] = []  # tokens of plain passes that `drafting` was not told of
         self._read_s = time.perf_counter()
 
     def tokens(self) -> Iterator[Token]:
@@ -356,14 +357,26 @@ class _Drafted(_Decoding):
         return min(self._left - 1, MOST_PROPOSED) if self._left > 0 else MOST_PROPOSED
 
     def _waits(self) -> bool:
+        if self._drafting.model is None and self._drafting.rests(len(self._unsaid)):
+            return False
+        self._tell()
         return self._drafting.is_likely(self._most())
 
     def _note(self, token: int, *, is_known: bool) -> None:
-        self._note_time(len(self._owed))
-        self._drafting.said([token])
+        self._unsaid.append(token)
+        if len(self._owed) > 1:
+            self._tell(len(self._owed))
         self._owed = [token]
         if not is_known:
+            self._tell()
             self._run.extend([token])
+
+    def _tell(self, tokens_in_pass: int = 1) -> None:
+        """Tell `drafting` what passes over so many tokens said, each pass a token."""
+        if self._unsaid:
+            self._note_time(tokens_in_pass, len(self._unsaid))
+            self._drafting.said(self._unsaid)
+            self._unsaid = []
 
     def _checked(self, draft: Sequence[int]) -> Iterator[Token]:
         """Say the drafted tokens that are right, and the one behind them."""
@@ -385,10 +398,10 @@ class _Drafted(_Decoding):
         self._owed = text[reached - start :]
         yield *said[-1], False
 
-    def _note_time(self, tokens_in_pass: int) -> None:
-        """Note the time since the last pass, with what the caller did: a pass over several tokens waits for that."""
+    def _note_time(self, tokens_in_pass: int, passes: int = 1) -> None:
+        """Note the time of the last passes, with what the caller did: a pass over several tokens waits for that."""
         before, self._read_s = self._read_s, time.perf_counter()
-        self._drafting.pace.note(tokens_in_pass, self._read_s - before)
+        self._drafting.pace.note(tokens_in_pass, (self._read_s - before) / passes)
 
 
 class DraftModel:

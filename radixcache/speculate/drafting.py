@@ -10,9 +10,10 @@ tokens, and lets DraftPace say how many of these are worth checking:
 
 For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
 
-Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens without a draft, looks become as rare as is needed
-to take at most `LOOK_SHARE` of the time of plain passes: with a slow model at each token, with a tiny one at few. Then
-a reply is indexed in batches of `FED_TOKENS`, which takes a third of the time.
+Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
+replies, looks become as rare as is needed to take at most `LOOK_SHARE` of the time of plain passes: with a slow model
+at each token, with a tiny one at few. Then a reply is indexed in batches of `FED_TOKENS`, which takes a third of the
+time. Behind a look that found something comes another one, for what is found is proposed behind the next token.
 
 Invariants, asserted by `check`:
 
@@ -32,8 +33,8 @@ from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIn
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
-#: Behind so many tokens without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
-IDLE_TOKENS, LOOK_S, LOOK_SHARE = 16, 1e-4, 0.01
+#: Behind so many tokens or looks without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
+IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
 #: Most tokens that are kept of a text; the sources look at TAIL_TOKENS.
 MOST_TAIL = 8 * TAIL_TOKENS
 #: Most tokens from one look to the next.
@@ -51,7 +52,7 @@ class Source(Protocol):
         """At most `limit` tokens that are expected behind these last tokens (at least TAIL_TOKENS, if there are)."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The request's reply goes on with these tokens."""
+        """The request's reply went on with these tokens since the last call."""
 
 
 class TreeSource:
@@ -171,7 +172,10 @@ class Drafting:
         self._sources = list(sources)
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
         self._proposal = NOTHING
+        self._unread: list[int] = []  # of the reply, not given to the sources yet
         self._idle_tokens = 0  # said since the last draft
+        self._look_at = 0  # how many of these come before the next look
+        self._has_found = False  # whether the last look found something, and the one before did not
 
     @property
     def is_empty(self) -> bool:
@@ -184,11 +188,18 @@ class Drafting:
         `rows`: of the pass, each of which is looked at.
         """
         best, most = NOTHING, 0.0
-        for source in [] if self.rests(rows) else self._sources:
+        if self.rests():
+            return best
+        for source in self._sources:
+            source.extend(self._unread)
             if (found := source.propose(self._tail, limit)).tokens:
                 proposal = self.pace.corrected(found)
                 if (expected := proposal.expected()) > most:
                     best, most = proposal, expected
+        self._unread = []
+        self.pace.idle_looks += 1
+        self._has_found = bool(best.tokens) and not self._has_found
+        self._look_at = self._idle_tokens + (1 if self._has_found else self._stride(rows))
         return best
 
     def choose(self, proposal: Proposal, count: int) -> Proposal | None:
@@ -209,12 +220,15 @@ class Drafting:
         """Whether `propose` would propose something now, so that it may behind the next token too."""
         return limit > 0 and (self.model is not None or self._worth(self.candidate(limit)) > 0)
 
-    def rests(self, rows: int) -> bool:
-        """Whether this is no token to look at, in a pass of so many rows: no source is asked."""
-        if self._idle_tokens <= IDLE_TOKENS:
-            return False
-        stride = math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows)))
-        return self._idle_tokens % min(stride, MOST_STRIDE) != 0
+    def rests(self, more: int = 0) -> bool:
+        """Whether no source is asked now, nor behind so many more tokens."""
+        return self._idle_tokens + more < self._look_at
+
+    def _stride(self, rows: int) -> int:
+        """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
+        if self._idle_tokens < IDLE_TOKENS and self.pace.idle_looks < IDLE_LOOKS:
+            return 1
+        return min(math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
     def _worth(self, proposal: Proposal) -> int:
         """How many tokens of a proposal a pass over this request alone should check."""
@@ -228,7 +242,7 @@ class Drafting:
         if not proposal.tokens:
             self._idle_tokens += len(tokens)
         else:
-            self._idle_tokens = 0
+            self._idle_tokens = self._look_at = self.pace.idle_looks = 0
             self.pace.note_accepted(proposal, accepted)
             drafted = self.drafted.setdefault(proposal.source, Drafted())
             drafted.proposed += len(proposal.tokens)
@@ -237,8 +251,7 @@ class Drafting:
         self._tail += tokens
         if len(self._tail) > MOST_TAIL:
             del self._tail[:-TAIL_TOKENS]
-        for source in self._sources:
-            source.extend(tokens)
+        self._unread += tokens
 
     def check(self) -> None:
         """Assert D1, and the invariants of the pace."""

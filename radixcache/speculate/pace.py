@@ -91,9 +91,13 @@ class DraftPace:
 
     Args:
         seconds: the time of a pass over (rows, tokens per row), where it is assumed. Default: it is measured by `note`.
+
+    Attributes:
+        idle_looks: how many times its requests looked for drafts since one was checked; they count it.
     """
 
     def __init__(self, seconds: Callable[[int, int], float] | None = None) -> None:
+        self.idle_looks = 0
         self._assumed = seconds
         #: By rows, rounded up to a power of 2, and width: the average seconds, and when it was measured last.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}

@@ -361,7 +361,7 @@ class Engine:
         rows, pace, proposals, guesses = len(sequences), self._times.pace, {}, {}
         for each in sequences:
             drafting = each.drafting
-            if drafting is None or (not each.draft_tokens and drafting.rests(rows)):
+            if drafting is None or (not each.draft_tokens and drafting.rests()):
                 continue
             if limit := each.most_drafted(self._window):
                 proposals[each] = drafting.candidate(limit, rows)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, TreeSource
+from radixcache.speculate.drafting import IDLE_TOKENS, Drafting, PredictionSource, PromptSource, TreeSource
 from radixcache.speculate.pace import DraftPace, Proposal
 from radixcache.speculate.suffix_index import SuffixIndex
 
@@ -73,6 +74,78 @@ def test_what_a_reply_said_while_looks_were_rare_is_found_when_it_comes_again() 
     assert source.propose(said[40:60], 4).tokens == (160, 161, 162, 163)
     source.extend(said[40:60])
     assert source.propose(said[50:60], 4).tokens == (160, 161, 162, 163)  # in what was found, nothing waits
+
+
+class Counting:
+    """A source that knows nothing until a token, and one text from there on; counts how often it is asked."""
+
+    name = "tree"
+
+    def __init__(self, text: Sequence[int] = ()) -> None:
+        self.text, self.asked = list(text), 0
+
+    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        self.asked += 1
+        at = self.text.index(tail[-1]) + 1 if tail[-1] in self.text else len(self.text)
+        tokens = tuple(self.text[at : at + limit])
+        return Proposal(tokens, (0.9,) * len(tokens), self.name, 8)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+def fast(rows: int, tokens_in_pass: int) -> float:
+    """A pass takes a millisecond, so looks are as rare as they become."""
+    return free(rows, tokens_in_pass) / 1000
+
+
+def test_what_a_rare_look_finds_is_proposed_behind_the_next_token() -> None:
+    source = Counting(range(1000, 1100))
+    drafting = Drafting([source], DraftPace(fast), [0])
+    for token in range(1, 200):  # nothing is known of these
+        assert not drafting.is_likely()
+        drafting.said([token])
+    assert IDLE_TOKENS < source.asked < 50
+    drafted = 0
+    for token in range(1000, 1020):
+        if drafting.is_likely():  # as one user's reply is decoded: asked before the token is read
+            drafting.said([token])
+            proposal = drafting.propose()
+            assert proposal is not None
+            assert proposal.tokens[0] == token + 1
+            drafted += 1
+            break
+        drafting.said([token])
+    assert drafted == 1
+
+
+def test_looks_are_rare_from_the_start_where_no_reply_gained_lately() -> None:
+    pace = DraftPace(fast)
+
+    def looks(source: Counting, count: int) -> int:
+        drafting, before = Drafting([source], pace, [0]), source.asked
+        for token in range(1, count + 1):
+            drafting.propose()
+            drafting.said([token])
+        return source.asked - before
+
+    assert looks(Counting(), 16) == 16
+    for _ in range(10):
+        looks(Counting(), 16)
+    assert looks(Counting(), 17) == 2
+    found = Drafting([Counting([0, 1, 2, 3])], pace, [0])
+    assert found.propose() is not None
+    found.said([1, 2, 3, 4], 3)
+    assert looks(Counting(), 16) == 16
+
+
+def test_what_is_found_and_never_worth_a_pass_does_not_keep_looks_frequent() -> None:
+    source = Counting(range(1000))
+    drafting = Drafting([source], DraftPace(lambda rows, tokens_in_pass: tokens_in_pass / 1000), [0])
+    for token in range(1, 400):
+        assert drafting.propose() is None
+        drafting.said([token])
+    assert source.asked < 16 + 2 * 400 / 10
 
 
 def test_a_prediction_is_followed_and_found_again_behind_an_edit() -> None:
