@@ -12,8 +12,8 @@ For the rows of a group, ask each row for its `candidate`, `DraftPace.length` fo
 
 Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
 replies, looks become as rare as is needed to take at most `LOOK_SHARE` of the time of plain passes: with a slow model
-at each token, with a tiny one at few. Then a reply is indexed in batches of `FED_TOKENS`, which takes a third of the
-time. Behind a look that found something comes another one, for what is found is proposed behind the next token.
+at each token, with a tiny one at few. A reply is indexed in batches of `FED_TOKENS`, or as soon as a look needs its
+last tokens. Behind a look that found something comes another one, for what is found is proposed behind the next token.
 
 Invariants, asserted by `check`:
 
@@ -23,24 +23,27 @@ Invariants, asserted by `check`:
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, DraftPace, Proposal
-from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
+from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
 #: Behind so many tokens or looks without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
-IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
+IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 1e-4, 0.01
 #: Most tokens that are kept of a text; the sources look at TAIL_TOKENS.
 MOST_TAIL = 8 * TAIL_TOKENS
 #: Most tokens from one look to the next.
 MOST_STRIDE = 16
-#: Tokens of a reply that are indexed at a time where looks are rarer than every `OFTEN` tokens.
-FED_TOKENS, OFTEN = 64, 4
+#: A reply is indexed when so many of its tokens are not, or as soon as these have its last tokens once more.
+FED_TOKENS = 256
+#: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
+LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
 
 class Source(Protocol):
@@ -81,23 +84,24 @@ class PromptSource:
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
         self._index.add(prompt)
-        self._unread: list[int] = []  # of the reply, not indexed yet
-        self._idle_tokens = 0  # since something was found
+        #: Token ids that are not indexed yet, behind the last ones that are.
+        self._recent = bytearray(_raw(prompt[-LEAST_FOUND:]))
+        self._indexed_bytes = len(self._recent)
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        count = len(self._unread)
-        if self._idle_tokens <= IDLE_TOKENS or count <= OFTEN or count >= FED_TOKENS:
-            self._index.extend(self._unread)
-            self._unread = []
         found = self._index.propose(tail, limit)
-        if not found.tokens:
-            return NOTHING
-        self._idle_tokens = 0
-        return found._replace(source=self.name)
+        if waiting := self._recent[self._indexed_bytes :]:
+            # A token behind the last ones comes again, or what was found may go on there.
+            is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
+            if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:
+                self._index.extend(array("i", waiting))
+                del self._recent[: -LEAST_FOUND * ID_BYTES]
+                self._indexed_bytes = len(self._recent)
+                found = self._index.propose(tail, limit)
+        return found._replace(source=self.name) if found.tokens else NOTHING
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._unread += tokens
-        self._idle_tokens += len(tokens)
+        self._recent += _raw(tokens)
 
 
 class PredictionSource:
@@ -259,3 +263,7 @@ class Drafting:
         for name, drafted in self.drafted.items():
             assert 0 <= drafted.accepted <= drafted.proposed, (name, drafted)
             assert drafted.passes <= drafted.proposed, (name, drafted)
+
+
+def _raw(tokens: Any) -> bytes:
+    return array("i", tokens).tobytes()

@@ -159,15 +159,19 @@ class SuffixIndex:
 
     def propose(self, tail: Sequence[int], limit: int, namespace: str = "") -> Proposal:
         """What is expected behind `tail`, at most `limit` tokens; nothing if its end is not known here."""
-        number = self._numbers.get(namespace)
-        if number is None or limit < 1:
+        number, known = self._numbers.get(namespace), min(len(tail), TAIL_TOKENS)
+        if number is None or limit < 1 or known < LENGTHS[-1]:
+            return NOTHING
+        # Mostly nothing is known, and the shortest suffix says so.
+        last = tail[-LENGTHS[-1] :]
+        found, is_all = self._found(-1, _hash_of(last, number), array("i", last).tobytes(), number, 1, most=1)
+        if is_all and not found:
             return NOTHING
         last = list(tail[-TAIL_TOKENS:])
-        known, hashes = len(last), _hashes_of(last, number)
         raw_tail = array("i", last).tobytes()
-        for index, (length, each) in enumerate(zip(LENGTHS, hashes, strict=True)):
+        for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
             if length <= known:
-                found = self._found(index, each, raw_tail[-4 * length :], number, limit)
+                found, _ = self._found(index, each, raw_tail[-4 * length :], number, limit)
                 if found:
                     return _voted(found, length)
         return NOTHING
@@ -292,8 +296,13 @@ class SuffixIndex:
 
     # Looking up
 
-    def _found(self, index: int, bucket_hash: int, wanted: bytes, number: int, limit: int) -> list[list[int]]:
-        """What followed the latest positions behind these tokens in this namespace, the latest first."""
+    def _found(
+        self, index: int, bucket_hash: int, wanted: bytes, number: int, limit: int, most: int = MOST_VOTES
+    ) -> tuple[list[list[int]], bool]:
+        """What followed the latest `most` positions behind these tokens in this namespace, the latest first.
+
+        And whether that is all there is: the walk came to the end of its bucket.
+        """
         raw, view, links = self._raw, self._id_view, self._link_views[index]
         capacity, nbytes = self.capacity, len(wanted)
         slot = self._head_views[index][bucket_hash * self._buckets >> 32]
@@ -304,7 +313,7 @@ class SuffixIndex:
             slot -= 1
             older = (last - slot) % capacity
             if slot < 0 or older <= age:
-                break
+                return found, True
             age, end_byte = older, 4 * slot
             if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
                 position = last - age
@@ -312,10 +321,10 @@ class SuffixIndex:
                 _, end = self._span(run)
                 if self._owners[run] == number:
                     found.append(view[slot : slot + min(limit, end - position)].tolist())
-                    if len(found) == MOST_VOTES:
+                    if len(found) == most:
                         break
             slot = links[slot]
-        return found
+        return found, False
 
     def _span(self, run: int) -> tuple[int, int]:
         """Where a run starts and ends, without what was overwritten."""
@@ -324,6 +333,14 @@ class SuffixIndex:
 
     def _age(self, slot: int) -> int:
         return (self._end - 1 - slot) % self.capacity
+
+
+def _hash_of(tail: Sequence[int], number: int) -> int:
+    """As `_hashes_of`, of all these tokens."""
+    total = number * _SPREAD
+    for token, power in zip(reversed(tail), _POWERS, strict=False):
+        total += (token + 1) * power
+    return (total * _SPREAD & _MASK) >> 32
 
 
 def _hashes_of(tail: list[int], number: int) -> list[int]:

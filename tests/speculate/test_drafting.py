@@ -76,6 +76,17 @@ def test_what_a_reply_said_while_looks_were_rare_is_found_when_it_comes_again() 
     assert source.propose(said[50:60], 4).tokens == (160, 161, 162, 163)  # in what was found, nothing waits
 
 
+def test_the_newest_tokens_of_a_reply_are_found_although_it_is_indexed_in_batches() -> None:
+    source = PromptSource([1, 2, 3])
+    for token in range(100, 130):
+        source.extend([token])
+        assert source.propose([token - 1, token], 4).tokens == ()
+    assert source.propose([1, 2], 3).tokens == (3, 100, 101)
+    for token in (130, 131, 130, 131):
+        source.extend([token])
+    assert source.propose([130, 131], 4).tokens == (130, 131)
+
+
 class Counting:
     """A source that knows nothing until a token, and one text from there on; counts how often it is asked."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from types import FrameType
@@ -19,10 +20,12 @@ from radixcache.speculate.pace import Proposal
 from radixcache.speculate.suffix_index import (
     LEAST_RUN,
     LENGTHS,
+    MOST_STEPS,
     MOST_TOKEN_BYTES,
     MOST_VOTES,
     TAIL_TOKENS,
     SuffixIndex,
+    _hash_of,
 )
 
 if TYPE_CHECKING:
@@ -235,3 +238,18 @@ def _lines_of(index: SuffixIndex, tail: list[int]) -> int:
     finally:
         sys.settrace(before)
     return lines
+
+
+def test_a_long_suffix_is_found_although_its_last_two_tokens_share_a_bucket_with_many_newer_ones() -> None:
+    index, pairs = SuffixIndex(16_000), itertools.product(range(1000, 1400), repeat=2)
+
+    def bucket_of(pair: tuple[int, ...]) -> int:
+        return _hash_of(pair, 1) * (index.capacity // 2) >> 32
+
+    index.add([5, 6, 7, 8, 9])
+    crowd = [pair for pair in pairs if bucket_of(pair) == bucket_of((6, 7))][:MOST_STEPS]
+    for pair in crowd:
+        index.add([*pair, 1])
+    assert len(crowd) == MOST_STEPS
+    assert index.propose([6, 7], 2).tokens == ()
+    assert index.propose([5, 6, 7], 2).tokens == (8, 9)
