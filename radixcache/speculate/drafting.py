@@ -35,11 +35,9 @@ from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES,
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
 #: Behind so many tokens or looks without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
-IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 1e-4, 0.01
-#: Most tokens that are kept of a text; the sources look at TAIL_TOKENS.
-MOST_TAIL = 8 * TAIL_TOKENS
+IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
 #: Most tokens from one look to the next.
-MOST_STRIDE = 16
+MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not, or as soon as these have its last tokens once more.
 FED_TOKENS = 256
 #: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
@@ -194,13 +192,12 @@ class Drafting:
         best, most = NOTHING, 0.0
         if self.rests():
             return best
+        self._catch_up()
         for source in self._sources:
-            source.extend(self._unread)
             if (found := source.propose(self._tail, limit)).tokens:
                 proposal = self.pace.corrected(found)
                 if (expected := proposal.expected()) > most:
                     best, most = proposal, expected
-        self._unread = []
         self.pace.idle_looks += 1
         self._has_found = bool(best.tokens) and not self._has_found
         self._look_at = self._idle_tokens + (1 if self._has_found else self._stride(rows))
@@ -216,6 +213,7 @@ class Drafting:
         proposal = self.candidate(limit)
         count = self._worth(proposal)
         if not count and limit > 0 and self.model is not None:
+            self._catch_up()
             proposal = self.model.propose(self._tail, limit)
             count = len(proposal.tokens)
         return self.choose(proposal, count)
@@ -252,10 +250,14 @@ class Drafting:
             drafted.proposed += len(proposal.tokens)
             drafted.accepted += accepted
             drafted.passes += 1
-        self._tail += tokens
-        if len(self._tail) > MOST_TAIL:
-            del self._tail[:-TAIL_TOKENS]
         self._unread += tokens
+
+    def _catch_up(self) -> None:
+        """Give the sources what was said since the last look."""
+        if fresh := self._unread:
+            self._unread, self._tail = [], [*self._tail, *fresh][-TAIL_TOKENS:]
+            for source in self._sources:
+                source.extend(fresh)
 
     def check(self) -> None:
         """Assert D1, and the invariants of the pace."""

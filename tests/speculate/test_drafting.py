@@ -143,7 +143,7 @@ def test_looks_are_rare_from_the_start_where_no_reply_gained_lately() -> None:
     assert looks(Counting(), 16) == 16
     for _ in range(10):
         looks(Counting(), 16)
-    assert looks(Counting(), 17) == 2
+    assert looks(Counting(), 21) == 2
     found = Drafting([Counting([0, 1, 2, 3])], pace, [0])
     assert found.propose() is not None
     found.said([1, 2, 3, 4], 3)
