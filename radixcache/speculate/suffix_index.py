@@ -304,6 +304,7 @@ class SuffixIndex:
         And whether that is all there is: the walk came to the end of its bucket.
         """
         raw, view, links = self._raw, self._id_view, self._link_views[index]
+        starts, owners = self._starts, self._owners
         capacity, nbytes = self.capacity, len(wanted)
         slot = self._head_views[index][bucket_hash * self._buckets >> 32]
         found: list[list[int]] = []
@@ -317,10 +318,10 @@ class SuffixIndex:
             age, end_byte = older, 4 * slot
             if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
                 position = last - age
-                run = bisect_right(self._starts, position) - 1
-                _, end = self._span(run)
-                if self._owners[run] == number:
-                    found.append(view[slot : slot + min(limit, end - position)].tolist())
+                after = bisect_right(starts, position)  # the run behind the position's own
+                if owners[after - 1] == number:
+                    left = (starts[after] if after < len(starts) else last + 1) - position
+                    found.append(view[slot : slot + (limit if limit < left else left)].tolist())
                     if len(found) == most:
                         break
             slot = links[slot]
