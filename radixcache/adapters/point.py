@@ -256,19 +256,22 @@ def arrays_in(tree: Any) -> list[mx.array]:
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):
         return []
-    nests = ([item] if isinstance(item, mx.array) else arrays_in(item) for item in tree if item is not None)
-    return [array for nest in nests for array in nest]
+    found = []
+    for item in tree:
+        if isinstance(item, mx.array):
+            found.append(item)
+        elif item is not None:
+            found += arrays_in(item)
+    return found
 
 
 def copied(tree: Any, leaf: Any = owned) -> Any:
     """A copy of a nest with every array passed through `leaf`."""
-    # Called for every recurrent layer of every request: frequent cases come first.
-    if tree is None:
-        return None
+    # Called for every recurrent layer of every request: frequent cases come first, and None is no call.
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([item if item is None else copied(item, leaf) for item in tree])
     if isinstance(tree, mx.array):
         return leaf(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([leaf(item) if isinstance(item, mx.array) else copied(item, leaf) for item in tree])
     if isinstance(tree, dict):
         return {key: copied(item, leaf) for key, item in tree.items()}
     return copy.copy(tree)

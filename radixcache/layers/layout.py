@@ -253,7 +253,7 @@ class Layout:
         return [adapter.buffers(cache) for cache, adapter in (pairs[index] for index in self._blind)]
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        return sum(array.nbytes for array in self.arrays(caches))
+        return sum([array.nbytes for array in self.arrays(caches)])
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
         return sum(adapter.spare_nbytes(cache) for cache, adapter in self.leaves(caches))
@@ -264,7 +264,7 @@ class Layout:
 
     def span_capacity(self, caches: Sequence[Any]) -> int:
         """Tokens that the span buffers can hold; NEVER if none of them grows."""
-        return min((adapter.capacity(cache) for cache, adapter in self._span_leaves(caches)), default=NEVER)
+        return min([adapter.capacity(cache) for cache, adapter in self._span_leaves(caches)], default=NEVER)
 
     def uses_points(self, caches: Sequence[Any]) -> bool:
         return any(adapter.is_point and not adapter.is_empty(cache) for cache, adapter in self.leaves(caches))
@@ -282,12 +282,12 @@ class Layout:
         copies: list[mx.array] = []
         copied_bytes = 0
         for cache, adapter in self.leaves(caches):
-            its = adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache)
-            copies += its
-            copied_bytes += sum(array.nbytes for array in its)
-            if wait and copied_bytes > TOGETHER_BYTES:
-                mx.eval(copies)
-                copies, copied_bytes = [], 0
+            if its := adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache):
+                copies += its
+                copied_bytes += sum([array.nbytes for array in its])
+                if wait and copied_bytes > TOGETHER_BYTES:
+                    mx.eval(copies)
+                    copies, copied_bytes = [], 0
         if wait:
             mx.eval(copies)
 
@@ -382,7 +382,8 @@ class Layout:
 
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
         """The same in the form in which it is stored."""
-        return self.spans_of(self._snapshots(caches, start, end), start, end)
+        snapshots = self._snapshots(caches, start, end)
+        return _spans(snapshots if self.stored_bits is None else [*map(self.at_rest, snapshots)], start, end)
 
     def _snapshots(self, caches: Sequence[Any], start: int, end: int) -> list[Any]:
         return [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
@@ -429,9 +430,11 @@ class Layout:
 
     def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int:
         """Write the tokens up to `target` that span leaves lack into the live buffers. Returns the bytes written."""
-        begin = max(spans.start, min((a.offset(c) or 0 for c, a in self._span_leaves(caches)), default=0))
+        pairs = self.leaves(caches)
         written: list[mx.array] = []
-        for (cache, adapter), snapshot in zip(self.leaves(caches), spans.leaves, strict=True):
+        offsets = [a.offset(cache) or 0 for cache, a in pairs if not (a.is_point or a.is_empty(cache))]
+        begin = max(spans.start, min(offsets, default=0))
+        for (cache, adapter), snapshot in zip(pairs, spans.leaves, strict=True):
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
                 assert restored, (type(cache).__name__, spans.start, spans.end, target)
@@ -652,7 +655,7 @@ def _spans(snapshots: list[Any], start: int, end: int) -> Spans:
 def _evaluated_nbytes(snapshots: list[Any]) -> int:
     arrays = [array for s in snapshots if s is not None for array in s.arrays()]
     mx.eval(arrays)
-    return sum(array.nbytes for array in arrays)
+    return sum([array.nbytes for array in arrays])
 
 
 def _new_nbytes(snapshots: list[Any], *before: Spans) -> int:

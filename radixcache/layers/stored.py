@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any, cast
@@ -107,7 +107,7 @@ def block_buffers(
     arrays: dict[str, mx.array] = {}
     forms: dict[int, Forms] = {}
 
-    def cuts_of(leaf: int, snapshot: Any) -> Iterator[tuple[int, int, Segment]]:
+    def cuts_of(leaf: int, snapshot: Any) -> list[tuple[int, int, Segment]]:
         forms[leaf] = _required(snapshot, SpanSnapshot).forms
         return cast(SpanSnapshot, snapshot).cuts(start, end)
 

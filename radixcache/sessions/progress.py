@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from operator import is_not
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -208,7 +209,7 @@ class Progress:
         checkpoint, is_undone = None, False
         in_place = (is_intact or not layout.has_points) and layout.can_rewind(caches, high, target)
         if not in_place:
-            if len(caches) != len(live.caches) or any(a is not b for a, b in zip(caches, live.caches, strict=True)):
+            if self._has_replaced_caches():
                 raise SnapshotError("the caller has replaced caches of the session, whose state cannot be restored.")
             limit = min(on_grid, high if is_intact else self.position)
             reached, checkpoint = core.reach(live, self._own, limit, is_intact=is_intact)
@@ -266,6 +267,11 @@ class Progress:
     def _note_leaves(self) -> None:
         self._noted = self._layout.identities(self.caches)
 
+    def _has_replaced_caches(self) -> bool:
+        """Whether the caller has put other caches in the place of live ones."""
+        ours, live = self.caches, self._live.caches
+        return len(ours) != len(live) or any(map(is_not, ours, live))
+
     def _changes(self, caches: list[Any]) -> set[bool]:
         """Whether the noted blind leaves have new arrays; both values if only some have."""
         now = self._layout.identities(caches)
@@ -305,10 +311,9 @@ class Progress:
     def _evaluated(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
         """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""
         offsets = self._layout.offsets(caches)
-        replaced = len(self.caches) != len(caches) or any(a is not b for a, b in zip(self.caches, caches, strict=True))
         changes = self._changes(caches)
         has_changed = True in changes
-        if (replaced and self._layout.has_points) or (broke_off and has_changed):
+        if (self._layout.has_points and self._has_replaced_caches()) or (broke_off and has_changed):
             return None
         if offsets is None:
             return None if has_changed or self.position > known else self.position
