@@ -36,6 +36,8 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 #: Keys (1, H, S, D) and values (1, H, S, Dv) of a segment.
 Pair = tuple[mx.array, mx.array]
+#: mlx-lm's attention function.
+Attention = Callable[..., mx.array]
 
 
 def is_on_cpu() -> bool:
@@ -105,21 +107,26 @@ handed_out = HandedOut()
 
 def serve(model: nn.Module) -> None:
     """Replace the attention function of all modules of a model."""
+    replace_attention(model, _served, "is_served")
+
+
+def replace_attention(model: nn.Module, replaced: Callable[[Attention], Attention], mark: str) -> None:
+    """Replace the attention function of all modules of a model, but for those that have an attribute `mark`."""
     for name in {type(module).__module__ for module in model.modules()}:
         stock = getattr(sys.modules.get(name), NAME, None)
-        if stock is not None and not hasattr(stock, "is_served"):
-            setattr(sys.modules[name], NAME, _served(stock))
+        if stock is not None and not hasattr(stock, mark):
+            attention = wraps(stock)(replaced(stock))
+            setattr(attention, mark, True)
+            setattr(sys.modules[name], NAME, attention)
 
 
-def _served(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    @wraps(stock)
+def _served(stock: Attention) -> Attention:
     def attention(queries: mx.array, keys: Any, values: Any, *others: Any, **named: Any) -> mx.array:
         attend = handed_out.by_keys.get(id(keys))
         if attend is None:
             return stock(queries, keys, values, *others, **named)
         return attend(queries, values, *others, **named)
 
-    attention.is_served = True  # type: ignore[attr-defined]
     return attention
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import base, llama
 
+from radixcache.groups.attention import BLOCK_TOKENS, NAME, handed_out, serve
 from radixcache.layers.shift import rotation_of
 from runner.models import cpu_layers
 from runner.models.cpu_layers import BLOCK_PRODUCT, MOST_ROWS, POSITIONS, BlockEmbedding, BlockLinear, block_count
@@ -79,6 +81,55 @@ def test_rotations_are_those_of_mlx_to_the_bit(scale: float) -> None:
             assert mx.array_equal(layer(x, offset=offset), wanted)
     x = mx.random.normal((2, 3, 1, 16))
     assert mx.array_equal(other(x, offset=4), nn.RoPE(16, base=500.0)(x, offset=4))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 7])
+@pytest.mark.parametrize("before", [0, 90])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "bool of rows", "later tokens", "additive", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_with_powers_is_that_of_mlx(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, before: int, rows: int, kind: str, has_sinks: bool
+) -> None:
+    monkeypatch.setattr("radixcache.groups.attention.IS_X86", True)
+    monkeypatch.setattr("radixcache.groups.attention.FEWEST_POWERS", 1)
+    columns, dtype = before + tokens, mx.bfloat16 if kind == "bfloat16" else mx.float32
+    queries = mx.random.normal((rows, 6, tokens, 16)).astype(dtype)
+    keys, values = (mx.random.normal((rows, 2, columns, size)).astype(dtype) for size in (16, 8))
+    seen = base.create_causal_mask(tokens, before, window_size=3)
+    mask = {
+        "none": None,
+        "causal": "causal",
+        "bool": seen,
+        "bool of rows": mx.broadcast_to(seen, (rows, 1, tokens, columns)),
+        "later tokens": mx.ones((tokens, columns), mx.bool_),
+        "additive": mx.where(seen, 0.5, -mx.inf),
+        "bfloat16": "causal",
+    }[kind]
+    sinks = mx.random.normal((6,)).astype(dtype) if has_sinks else None
+    stock = base.scaled_dot_product_attention
+    wanted = stock(queries, keys, values, None, scale=0.3, mask=mask, sinks=sinks)
+    found = cpu_layers.with_powers(stock)(queries, keys, values, None, 0.3, mask, sinks=sinks)
+    assert found.dtype == wanted.dtype
+    assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_replaced_once_and_leaves_rows_of_groups_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixcache.groups.attention.IS_X86", True)
+    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)
+    model = load_model("tiny").model
+    first = getattr(llama, NAME)
+    assert first is not base.scaled_dot_product_attention
+    load_model("tiny")
+    assert getattr(llama, NAME) is first
+    # Also where a group has replaced it before.
+    monkeypatch.setattr(llama, NAME, base.scaled_dot_product_attention)
+    serve(model)
+    load_model("tiny")
+    served = getattr(llama, NAME)
+    x = mx.random.normal((1, 2, 1, 8))
+    monkeypatch.setitem(handed_out.by_keys, id(x), lambda *_, **__: "the group's")
+    assert served(x, x, x, None, scale=1.0, mask=None) == "the group's"
 
 
 def test_a_pass_leaves_no_bytes_behind() -> None:
