@@ -123,6 +123,10 @@ class Window(NamedTuple):
         first = offset - self.size + self.keep
         return [(0, self.keep), (first, offset)] if self.keep else [(first, offset)]
 
+    def count(self, offset: int) -> int:
+        """How many tokens `needs` names."""
+        return offset if offset < self.size else self.size
+
 
 @dataclass(slots=True, eq=False)
 class WindowSnapshot:

@@ -93,8 +93,9 @@ class PointAdapter(ABC):
     def own(self, cache: Any) -> list[mx.array]:
         if self.is_empty(cache):
             return []
-        self.put(cache, copied(self.state(cache)), self.offset(cache))
-        return self.buffers(cache)
+        state = copied(self.state(cache))
+        self.put(cache, state, self.offset(cache))
+        return arrays_in(state)
 
     def hold(self, cache: Any, tokens: int) -> Any:
         return self.state(cache), self.offset(cache)
@@ -269,7 +270,9 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
     """A copy of a nest with every array passed through `leaf`."""
     # Called for every recurrent layer of every request: frequent cases come first, and None is no call.
     if isinstance(tree, (list, tuple)):
-        return type(tree)([item if item is None else copied(item, leaf) for item in tree])
+        return type(tree)(
+            [one if one is None else leaf(one) if isinstance(one, mx.array) else copied(one, leaf) for one in tree]
+        )
     if isinstance(tree, mx.array):
         return leaf(tree)
     if isinstance(tree, dict):

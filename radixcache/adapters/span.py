@@ -38,7 +38,7 @@ from radixcache.errors import SnapshotError
 Segment = tuple[mx.array, ...]
 #: Values that share a scale and a bias: the largest of these that divides D.
 GROUP_SIZES = (64, 32)
-_ALL = slice(None)
+ALL = slice(None)
 
 
 class StoredForm(NamedTuple):
@@ -284,7 +284,7 @@ class SpanAdapter(KeysAndValues):
             self.reserve(cache, target + 1, snapshot)
             buffers = self.buffers(cache)
         for first, last, arrays in snapshot.parts(cache.offset, target):
-            place = (_ALL, _ALL, slice(first, last))  # half the time of an index with an ellipsis
+            place = (ALL, ALL, slice(first, last))  # half the time of an index with an ellipsis
             for buffer, array in zip(buffers, arrays, strict=True):
                 buffer[place] = array
         cache.offset = target

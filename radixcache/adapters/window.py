@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from radixcache.adapters.contract import NEVER, Adapter, Range, Window, WindowSnapshot, common, tokens_in
 from radixcache.adapters.point import PointAdapter
-from radixcache.adapters.span import KeysAndValues, SpanSnapshot, owned, segment_bounds
+from radixcache.adapters.span import ALL, KeysAndValues, SpanSnapshot, owned, segment_bounds
 
 
 class WindowAdapter(KeysAndValues, PointAdapter):
@@ -48,10 +48,10 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         """Whether no token is lost yet, so that the state can be rewound."""
 
     def filled(self, cache: Any) -> int:
-        return tokens_in(self.window(cache).needs(cache.offset))
+        return self.window(cache).count(cache.offset)
 
     def state(self, cache: Any) -> list[mx.array]:
-        return self._state(cache, _joined)
+        return _cut(self.buffers(cache), self._filled_places(cache))
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
@@ -86,12 +86,13 @@ class WindowAdapter(KeysAndValues, PointAdapter):
                     start = min(piece.end, end)
             if start < end:
                 return False
+        # Of keys and of values, of each part, the array of each layer.
+        columns = [[mx.split(array, len(caches)) for array in arrays] for arrays in zip(*parts, strict=True)]
         for layer, cache in enumerate(caches):
             if target == 0:
                 self.free(cache)
             else:
-                its = [[array[layer : layer + 1] for array in arrays] for arrays in zip(*parts, strict=True)]
-                self.put(cache, [_owned(arrays) for arrays in its], target)
+                self.put(cache, [_owned([part[layer] for part in column]) for column in columns], target)
         return True
 
     def can_rewind(self, cache: Any, target: int) -> bool:
@@ -125,22 +126,22 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         self.place(cache, buffers or (cache.keys, cache.values), offset, filled)
         return True
 
-    def _state(self, cache: Any, join: Any) -> list[mx.array]:
+    def _filled_places(self, cache: Any) -> list[Range]:
+        """Where in the buffers the state is."""
         needs = self.window(cache).needs(cache.offset)
-        places = [at for low, high in needs for at in self.places(cache, low, high)]
-        return [join(_cut(b, places)) for b in self.buffers(cache)]
+        return [at for low, high in needs for at in self.places(cache, low, high)]
 
     def _compact(self, cache: Any) -> list[mx.array]:
         """Replace the buffers by owned ones without spare room; return these."""
-        self.put(cache, self._state(cache, _owned), cache.offset)
+        places = self._filled_places(cache)
+        found = _cut(self.buffers(cache), places)
+        self.put(cache, found if len(places) > 1 else [owned(array) for array in found], cache.offset)
         return self.buffers(cache)
 
     def _piece(self, caches: Sequence[Any], start: int, end: int) -> SpanSnapshot:
         buffers = list(zip(*map(self.buffers, caches), strict=True))
         cuts = [self.places(caches[0], low, high) for low, high in segment_bounds(start, end)]
-        return SpanSnapshot(
-            start, end, [tuple(_owned([_joined(_cut(b, at)) for b in its], axis=0) for its in buffers) for at in cuts]
-        )
+        return SpanSnapshot(start, end, [tuple([_owned(_cut(its, at), axis=0) for its in buffers]) for at in cuts])
 
 
 def is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
@@ -257,12 +258,12 @@ class ChunkedKVAdapter(WindowAdapter):
         return not is_cut and super().roll_back(cache, held)
 
 
-def _cut(buffer: mx.array, places: Sequence[Range]) -> list[mx.array]:
-    return [buffer[:, :, low:high] for low, high in places]
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+def _cut(buffers: Sequence[mx.array], places: Sequence[Range]) -> list[mx.array]:
+    """Of each buffer the tokens at these places, in this order; not a copy if there is one place."""
+    indices = [(ALL, ALL, slice(low, high)) for low, high in places]
+    if len(indices) == 1:
+        return [buffer[indices[0]] for buffer in buffers]
+    return [mx.concatenate([buffer[index] for index in indices], axis=2) for buffer in buffers]
 
 
 def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:

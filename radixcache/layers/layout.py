@@ -28,7 +28,7 @@ import mlx.core as mx
 import psutil
 from mlx_lm.models.cache import CacheList, KVCache
 
-from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot, tokens_in
+from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot
 from radixcache.adapters.point import copied
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.span import KeysAndValues, SpanSnapshot, stored_nbytes
@@ -132,7 +132,7 @@ class Layout:
         """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
         nbytes = tokens * self.token_bytes + self.state_bytes
         for window in self.windows:
-            nbytes += tokens_in(window.needs(tokens)) * self.window_bytes(window)
+            nbytes += window.count(tokens) * self.window_bytes(window)
         return nbytes
 
     def device_bytes(self) -> int:
@@ -160,6 +160,8 @@ class Layout:
 
     def learn(self, caches: Sequence[Any]) -> None:
         """Learn shapes, sizes and the leaves in use from a live cache after a forward pass."""
+        if self._in_use is not None and all(self._in_use):
+            return  # nothing is left to learn
         pairs = self.leaves(caches)
         written = [not adapter.is_empty(cache) for cache, adapter in pairs]
         if not any(written):
@@ -432,8 +434,8 @@ class Layout:
         """Write the tokens up to `target` that span leaves lack into the live buffers. Returns the bytes written."""
         pairs = self.leaves(caches)
         written: list[mx.array] = []
-        offsets = [a.offset(cache) or 0 for cache, a in pairs if not (a.is_point or a.is_empty(cache))]
-        begin = max(spans.start, min(offsets, default=0))
+        offsets = (a.offset(cache) for cache, a in pairs if not (a.is_point or a.is_empty(cache)))
+        begin = max(spans.start, next(offsets, 0) or 0)  # they stand alike
         for (cache, adapter), snapshot in zip(pairs, spans.leaves, strict=True):
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common, tokens_in
+from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common
 from radixcache.layers.layout import Layout, Leaf
 
 
@@ -92,7 +92,7 @@ class SizedLayout(Layout):
             nbytes += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
             if cache.points and self.has_points:
                 windows = self._window_bytes.items()
-                nbytes += sum(tokens_in(window.needs(cache.points)) * each for window, each in windows)
+                nbytes += sum(window.count(cache.points) * each for window, each in windows)
                 nbytes += self._checkpoint_bytes
         return nbytes
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, tokens_in, union
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
 from radixcache.paging.live_path import LivePath
@@ -343,7 +343,7 @@ class OwnState:
     def bytes_at(self, offset: int) -> int:
         """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
         windows = self._layout.windows
-        needed = sum(tokens_in(window.needs(offset)) * self._layout.stored_window_bytes(window) for window in windows)
+        needed = sum(window.count(offset) * self._layout.stored_window_bytes(window) for window in windows)
         return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -171,7 +171,7 @@ class StateTree:
     def coalesce_all(self, nodes: list[StateNode]) -> None:
         """Coalesce each of these nodes that is still in the tree."""
         for node in nodes if self._merges else ():
-            if node.payload is not None:
+            if node.payload is not None and len(node.children) == 1:
                 self.coalesce(node)
 
     def coalesce_path(self, node: StateNode) -> None:
@@ -353,7 +353,8 @@ class StateTree:
             if state.checkpoint_entry is not None:
                 if node is resumed:
                     self._weigh_checkpoint(node)
-                self._refresh(node)  # thinning goes by the last use
+                if not state.is_kept:
+                    self._refresh(node)  # thinning goes by the last use
 
     def check(self) -> None:
         """Assert S1 to S7."""

@@ -165,6 +165,7 @@ def test_a_window_needs_what_is_left_when_the_oldest_drops_out(size: int, keep: 
     ranges = window.needs(offset)
     assert ranges_positions(ranges) == needed(window, offset)
     assert ranges == ranges_of(needed(window, offset))
+    assert window.count(offset) == tokens_in(ranges)
 
 
 def _laid_out(gaps_and_lengths: list[tuple[int, int]]) -> list[Range]:
