@@ -134,12 +134,12 @@ class Passes:
             said, chances = both.drafted(ids if order is None else ids[order], count, forward)
         return [said[at] for at in places], [chances[at] for at in places]
 
-    def settle(self, spared: Batch | None = None) -> None:
-        """Free the spare columns and holes of all batches except one."""
+    def settle(self, spared: Sequence[Batch] = ()) -> None:
+        """Free the spare columns and holes of all batches except some."""
         for batch in self._room.batches():
             left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
             columns = batch.columns
-            if batch is not spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
+            if batch not in spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
                 Batch.gathered(left).take_over()
         self._room.book()
 
@@ -239,7 +239,7 @@ class Passes:
         try:
             for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 held = row.batch.hold(count)
-                its = self._forward(model, row.batch, ids[index : index + 1, :count])
+                its = self._forward(model, row.batch, ids[index : index + 1, :count], done=done)
                 logits.append(mx.pad(its, [(0, 0), (0, ids.shape[1] - count), (0, 0)]) if count < ids.shape[1] else its)
                 done.append(DonePass(row.batch, held, [count]))
         except BaseException as error:
@@ -248,10 +248,18 @@ class Passes:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _forward(
-        self, model: Any, batch: Batch, ids: mx.array, *, is_prompt: bool = False, counts: Sequence[int] | None = None
+        self,
+        model: Any,
+        batch: Batch,
+        ids: mx.array,
+        *,
+        is_prompt: bool = False,
+        counts: Sequence[int] | None = None,
+        done: Sequence[DonePass] = (),
     ) -> mx.array:
+        """Run a batch; those of passes that are `done` stay as they are, so that these can be undone."""
         with self._lock:
-            self._grow(batch, ids.shape[1])
+            self._grow(batch, ids.shape[1], spared=[its.batch for its in done])
             parts = _parts(batch)
         ours = self._is_ours(batch, parts, ids)
         try:
@@ -271,8 +279,8 @@ class Passes:
         scores = ids.size * (batch.columns.width + ids.shape[1])
         return batch.open_rows[0].in_segments and (bool(parts) or scores >= FEWEST_SCORES)
 
-    def _grow(self, batch: Batch, count: int, *, is_strict: bool = False) -> None:
-        """Make room for so many more tokens of each row; errors as in Room.ask."""
+    def _grow(self, batch: Batch, count: int, *, is_strict: bool = False, spared: Sequence[Batch] = ()) -> None:
+        """Make room for so many more tokens of each row, if need be by `settle`; errors as in Room.ask."""
         columns, room = batch.columns, self._room
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
@@ -295,7 +303,7 @@ class Passes:
             columns.capacity = size + ask(is_strict=True)
         except OverBudgetError:
             if not room.evictor.over_bytes():  # else the others have no more than they need
-                self.settle(spared=batch)
+                self.settle([batch, *spared])
             columns.capacity = size + ask(is_strict)
 
 

@@ -14,6 +14,7 @@ from radixcache import CacheFullError, Group, PrefixCache, Row
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
 from tests.groups.test_begin_many import prefilled, stored
+from tests.groups.test_group_budget import known, row_bytes
 from tests.whole.test_exact import tokens
 
 #: Tails, windows beside tails, recurrent states beside tails, and a kind whose rows go one by one.
@@ -121,6 +122,28 @@ def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_al
     cache.check()
     for text in texts:
         resumed(cache, model, [*text, 7])
+
+
+@pytest.mark.parametrize(("kind", "share"), [("llama", 2.11), ("qwen3_next", 2.69)])
+def test_a_row_that_needs_room_leaves_those_that_were_checked_before_it_as_they_are(kind: str, share: float) -> None:
+    """On a budget of so many rows of 100 tokens, three rows are sometimes checked one by one."""
+    model, chosen = shared_model(kind), random.Random(1)
+    texts = [tokens(1, 20), tokens(2, 31), tokens(3, 24)]
+    with known(model, int(share * row_bytes(model, 100))).begin_many(texts, capacity=3000) as group:
+        for row in group.rows:
+            prefilled(group, model, row)
+        batches = set()
+        for _ in range(40):
+            drafts = [[chosen.randint(1, 200) for _ in range(chosen.randint(1, 6))] for _ in texts]
+            kept = [chosen.randint(1, len(its)) for its in drafts]
+            group.check_drafts(model, group.rows, drafts, lambda _, counts=kept: counts)
+            texts = [[*text, *its[:count]] for text, its, count in zip(texts, drafts, kept, strict=True)]
+            group.check()
+            batches.add(len({id(row.batch) for row in group.rows}))
+        assert batches == {1, 3}
+        assert [row.known.ids().tolist() for row in group.rows] == texts
+        for text, its in zip(texts, group.step(model, group.rows, [5] * 3), strict=True):
+            assert error(its[0], cold(model, [*text, 5])) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", FAST[:3])
