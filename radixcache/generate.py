@@ -350,7 +350,7 @@ class _Drafted(_Decoding):
     def tokens(self) -> Iterator[Token]:
         while self._left != 0:
             proposal = self._drafting.propose(self._most()) if len(self._owed) <= MOST_OWED else None
-            yield from self._ahead() if proposal is None else self._checked(proposal.tokens)
+            yield from self._ahead() if proposal is None else self._checked(proposal)
 
     def _most(self) -> int:
         """How many tokens may be proposed: the pass says one more."""
@@ -378,18 +378,19 @@ class _Drafted(_Decoding):
             self._drafting.said(self._unsaid)
             self._unsaid = []
 
-    def _checked(self, draft: Sequence[int]) -> Iterator[Token]:
+    def _checked(self, proposal: Proposal) -> Iterator[Token]:
         """Say the drafted tokens that are right, and the one behind them."""
-        run, owed = self._run, self._owed
+        run, owed, draft = self._run, self._owed, proposal.tokens
         start, tokens = run.position, [*owed, *draft]
         with self._streaming():
             logits = run.step(self._model, tokens, drafted=len(draft))
             said = check(tokens[len(owed) - 1 :], logits[:, len(owed) - 1 :], self._choose)
         self._note_time(len(tokens))
-        self._drafting.said([token for token, _ in said], len(said) - 1)
+        self._drafting.said([token for token, _ in said], len(said) - 1, given=0)
         self._left -= len(said)
         for token, logprobs in said[:-1]:
             run.extend([token])
+            self._drafting.drafted[proposal.source].accepted += 1
             yield token, logprobs, True
         text = [*owed, *(token for token, _ in said)]
         with self._streaming():

@@ -238,8 +238,11 @@ class Drafting:
             return 0
         return self.pace.length([proposal], evaluates_again=self.evaluates_again)[0]
 
-    def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
-        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
+    def said(self, tokens: Sequence[int], accepted: int = 0, *, given: int | None = None) -> None:
+        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last.
+
+        If the caller has only `given` of them yet, it counts the others in `drafted` as they are given.
+        """
         proposal, self._proposal = self._proposal, NOTHING
         if not proposal.tokens:
             self._idle_tokens += len(tokens)
@@ -248,7 +251,7 @@ class Drafting:
             self.pace.note_accepted(proposal, accepted)
             drafted = self.drafted.setdefault(proposal.source, Drafted())
             drafted.proposed += len(proposal.tokens)
-            drafted.accepted += accepted
+            drafted.accepted += accepted if given is None else given
             drafted.passes += 1
         self._unread += tokens
 

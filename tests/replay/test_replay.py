@@ -475,7 +475,7 @@ def test_drafted_replies_are_those_without_drafts(monkeypatch):
     monkeypatch.setattr(core, "DraftPace", partial(DraftPace, lambda rows, width: 1 + width / 100))
     drafted = []
     said = Drafting.said
-    monkeypatch.setattr(Drafting, "said", lambda self, tokens, accepted=0: drafted.append(said(self, tokens, accepted)))
+    monkeypatch.setattr(Drafting, "said", lambda *of, **more: drafted.append(said(*of, **more)))
     plain = run("tiny:llama", ["radix"], max_tokens=40)["radix"]
     assert not drafted
     for speculate in ("tree", "prompt"):

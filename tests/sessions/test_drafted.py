@@ -6,6 +6,7 @@ The random walk in tests/walks/test_drafted_machine.py looks at what is stored, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -95,6 +96,20 @@ def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as
     with cache.begin(following) as session, PrefixCache(model).begin(following) as cold:
         assert session.cached_tokens >= len(PROMPT) + 16 or inside.layout(cache).has_states
         assert parts_at(decoded(session, model, 4), decoded(cold, model, 4)) == 4
+
+
+def test_accepted_tokens_are_counted_as_they_are_read_and_not_behind_the_end_of_a_reply() -> None:
+    model = tiny_model("llama")
+    with PrefixCache(model).begin(PROMPT) as session:
+        reply = [token for token, _, _ in decoded(session, model, 24)]
+    for end in range(1, 24):
+        with PrefixCache(model).begin(PROMPT) as session:
+            session.prefill(model)
+            drafts, accepted = drafting(Guess(reply, wrong=7)), 0
+            said = decode(session, model, PROMPT[-1:], greedy, max_tokens=24, drafting=drafts)
+            for _, _, is_drafted in islice(said, end):
+                accepted += is_drafted
+                assert sum(each.accepted for each in drafts.drafted.values()) == accepted
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
