@@ -12,6 +12,7 @@ Requests of agents' logs come in the order of their times; there is nothing to d
 import hashlib
 import json
 import random
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,24 +24,38 @@ from runner.script.conversation import Call, Conversation
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request for one reply: `messages` is the conversation up to the message that the model answers.
+    """A request for one reply. The model answers the message before position `end` of its conversation.
 
     `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests.
-    `reply_slots` are positions in `messages` of the model's earlier replies, without those that call tools. A position
-    has the recorded reply; if none is recorded, it has the user's next message. `call`: what the log of an agent says.
+    `conversation_messages` and `conversation_slots` are shared by all requests of a conversation. `call`: what the log
+    of an agent says.
     """
 
     index: int
     user: str
     conversation_id: str
     turn: int
-    messages: tuple[dict[str, Any], ...]
+    conversation_messages: tuple[dict[str, Any], ...]
+    end: int
     tools: tuple[dict[str, Any], ...] | None
     recorded_reply: dict[str, Any] | None
-    reply_slots: tuple[int, ...] = ()
+    conversation_slots: tuple[int, ...] = ()
     source: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call: Call | None = None
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        """The conversation up to the message that the model answers."""
+        return self.conversation_messages[: self.end]
+
+    @property
+    def reply_slots(self) -> tuple[int, ...]:
+        """Positions in `messages` of the model's earlier replies, without those that call tools.
+
+        A position has the recorded reply; if none is recorded, it has the user's next message.
+        """
+        return self.conversation_slots[: bisect_left(self.conversation_slots, self.end)]
 
     @property
     def where(self) -> str:
@@ -63,10 +78,11 @@ class GeneratedReplies:
 
     def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
         """The request's messages with generated replies in place of recorded ones. ValueError: a reply is missing."""
-        digests = list(beginnings(request.messages))
+        messages, slots = request.messages, set(request.reply_slots)
+        digests = list(beginnings(messages))
         filled: list[dict[str, Any]] = []
-        for position, message in enumerate(request.messages):
-            if position not in request.reply_slots:
+        for position, message in enumerate(messages):
+            if position not in slots:
                 filled.append(message)
                 continue
             recorded = message if message["role"] == "assistant" else None
@@ -118,10 +134,11 @@ def schedule(
 def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     """The requests of one conversation, in order, numbered from 0."""
     turn, index = -1, 0
-    slots: list[int] = []
     messages, of_log = conversation.messages, bool(conversation.calls)
     pairs = list(zip(messages, (*messages[1:], None), strict=True))
     due = [at for at, pair in enumerate(pairs) if _is_reply_due(*pair, conversation.replies_recorded)]
+    replies = ((at + 1, pairs[at][1]) for at in due)
+    slots = tuple(at for at, reply in replies if reply is not None and not reply.get("tool_calls"))
     calls = dict(zip(reversed(due), reversed(conversation.calls), strict=False))
     awaited = set(due)
     for position, (message, following) in enumerate(pairs):
@@ -135,17 +152,16 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
                 user=conversation.user,
                 conversation_id=conversation.conversation_id,
                 turn=turn,
-                messages=messages[: position + 1],
+                conversation_messages=messages,
+                end=position + 1,
                 tools=conversation.tools,
                 recorded_reply=following if conversation.replies_recorded else None,
-                reply_slots=tuple(slots),
+                conversation_slots=slots,
                 source=conversation.source,
                 arguments=conversation.arguments,
                 call=call,
             )
             index += 1
-        if following is not None and not following.get("tool_calls"):
-            slots.append(position + 1)
 
 
 def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | None, replies_recorded: bool) -> bool:

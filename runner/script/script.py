@@ -123,11 +123,11 @@ class Script:
 
     def _prepare(self, request: ScheduledRequest) -> tuple[RenderedRequest, bool]:
         """Render a request, with placeholders for replies to come; returns whether there are any."""
-        awaited = [slot for slot in request.reply_slots if request.messages[slot]["role"] != "assistant"]
+        filled = list(request.messages)
+        awaited = [slot for slot in request.reply_slots if filled[slot]["role"] != "assistant"]
         if awaited and self._recorded:
             error = "earlier replies were not recorded. Generate them: leave --recorded out."
             raise ScriptError(f"{request.where}: {error}")
-        filled = list(request.messages)
         for slot in reversed(awaited):
             filled.insert(slot, {"role": "assistant", "content": AWAITED_REPLY})
         return self._render(request, filled, awaited_tokens=len(awaited) * self._max_tokens), bool(awaited)

@@ -1,5 +1,6 @@
 """The schedule: which requests a conversation makes, in which order users come, and what generated replies replace."""
 
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +31,21 @@ def talk(name: str, user: str, count: int, **more: Any) -> Conversation:
 def test_each_user_turn_is_a_request_with_the_conversation_up_to_it() -> None:
     conversation = talk("a", "ann", 2, tools=(TOOL,))
     first, second = schedule([conversation])
-    assert first == ScheduledRequest(0, "ann", "a", 0, turns(2, "a")[:2], (TOOL,), said("assistant", "a 0."), ())
-    assert second == ScheduledRequest(1, "ann", "a", 1, turns(2, "a")[:4], (TOOL,), said("assistant", "a 1."), (2,))
+    shared = turns(2, "a")
+    assert first == ScheduledRequest(0, "ann", "a", 0, shared, 2, (TOOL,), said("assistant", "a 0."), (2, 4))
+    assert second == ScheduledRequest(1, "ann", "a", 1, shared, 4, (TOOL,), said("assistant", "a 1."), (2, 4))
+    assert (first.messages, first.reply_slots) == (shared[:2], ())
+    assert (second.messages, second.reply_slots) == (shared[:4], (2,))
+
+
+def test_the_requests_of_a_long_conversation_share_its_messages() -> None:
+    conversation = talk("a", "ann", 2_000)
+    tracemalloc.start()
+    requests = schedule([conversation])
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(requests[-1].messages) == len(conversation.messages) - 1
+    assert peak_bytes < 1_000 * len(requests)
 
 
 def test_tool_result_makes_a_request_of_the_same_turn() -> None:
