@@ -26,8 +26,8 @@ first row for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Passes:
 
     def __init__(self, room: Room) -> None:
         self._room, self._lock = room, room.core.lock
+        self._undecided: list[DonePass] = []  # they may be undone, so their batches stay as they are
 
     def prefill(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
         """Run the next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: no room side by side."""
@@ -79,7 +80,10 @@ class Passes:
     def step(self, model: Any, rows: Sequence[Row], ids: mx.array, *, side_by_side: bool) -> mx.array:
         """Run one more token (N, 1) of each row; logits (N, 1, V), not evaluated. All rows step, or none."""
         logits = self._side_by_side(model, rows, ids) if side_by_side and len(rows) > 1 else None
-        return self._one_by_one(model, rows, ids, [1] * len(rows), []) if logits is None else logits
+        if logits is None:
+            with self._deciding():
+                logits = self._one_by_one(model, rows, ids, [1] * len(rows))
+        return logits
 
     def check(
         self,
@@ -95,19 +99,19 @@ class Passes:
 
         If `accept` raises, all rows are in front of the check again. LostStateError: some cannot be.
         """
-        done: list[DonePass] = []
-        logits = None
-        if side_by_side and len(rows) > 1:
-            logits = self._side_by_side(model, rows, ids, counts=counts, done=done)
-        if logits is None:
-            logits = self._one_by_one(model, rows, ids, counts, done)
-        try:
-            kept = dict(zip(rows, accept(logits), strict=True))
-        except BaseException as error:
-            _undo(done, error)
-            raise
-        for batch, held, given in done:
-            batch.keep(held, given, [kept.get(row, 1) for row in batch.rows])
+        with self._deciding() as done:
+            logits = None
+            if side_by_side and len(rows) > 1:
+                logits = self._side_by_side(model, rows, ids, counts=counts)
+            if logits is None:
+                logits = self._one_by_one(model, rows, ids, counts)
+            try:
+                kept = dict(zip(rows, accept(logits), strict=True))
+            except BaseException as error:
+                _undo(done, error)
+                raise
+            for batch, held, given in done:
+                batch.keep(held, given, [kept.get(row, 1) for row in batch.rows])
 
     def draft(
         self, both: BothModels, rows: Sequence[Row], ids: mx.array, count: int
@@ -134,12 +138,24 @@ class Passes:
             said, chances = both.drafted(ids if order is None else ids[order], count, forward)
         return [said[at] for at in places], [chances[at] for at in places]
 
-    def settle(self, spared: Sequence[Batch] = ()) -> None:
-        """Free the spare columns and holes of all batches except some."""
+    @contextmanager
+    def _deciding(self) -> Iterator[list[DonePass]]:
+        """The passes that are done in the block; behind it, they stay."""
+        before, self._undecided = self._undecided, []
+        try:
+            yield self._undecided
+        finally:
+            self._undecided = before
+
+    def settle(self, spared: Batch | None = None) -> None:
+        """Free the spare columns and holes of all batches, except one and those whose passes may be undone."""
+        undecided = [done.batch for done in self._undecided]
         for batch in self._room.batches():
+            if batch is spared or batch in undecided:
+                continue
             left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
             columns = batch.columns
-            if batch not in spared and (len(left) < columns.row_capacity or columns.capacity > columns.end + 1):
+            if len(left) < columns.row_capacity or columns.capacity > columns.end + 1:
                 Batch.gathered(left).take_over()
         self._room.book()
 
@@ -150,17 +166,16 @@ class Passes:
         ids: mx.array,
         is_prompt: bool = False,
         counts: Sequence[int] | None = None,
-        done: list[DonePass] | None = None,
     ) -> mx.array | None:
         try:
             batch = self._seated(rows, ids.shape[1], is_prompt)
         except OverBudgetError:
             return None
         places, order = self._order(batch, rows)
-        if done is not None and counts is not None:
+        if counts is not None:
             given = dict(zip(places, counts, strict=True))
             counts = [given.get(at, 1) for at in range(len(batch.rows))]
-            done.append(DonePass(batch, batch.hold(ids.shape[1]), counts))
+            self._undecided.append(DonePass(batch, batch.hold(ids.shape[1]), counts))
         if order is None:
             return self._forward(model, batch, ids, is_prompt=is_prompt, counts=counts)
         return self._forward(model, batch, ids[order], is_prompt=is_prompt, counts=counts)[mx.array(places)]
@@ -225,9 +240,7 @@ class Passes:
         room.book()
         return together
 
-    def _one_by_one(
-        self, model: Any, rows: Sequence[Row], ids: mx.array, counts: Sequence[int], done: list[DonePass]
-    ) -> mx.array:
+    def _one_by_one(self, model: Any, rows: Sequence[Row], ids: mx.array, counts: Sequence[int]) -> mx.array:
         with self._lock:
             if any(len(row.batch.rows) > 1 for row in rows):
                 for row in rows:
@@ -239,27 +252,19 @@ class Passes:
         try:
             for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 held = row.batch.hold(count)
-                its = self._forward(model, row.batch, ids[index : index + 1, :count], done=done)
+                its = self._forward(model, row.batch, ids[index : index + 1, :count])
                 logits.append(mx.pad(its, [(0, 0), (0, ids.shape[1] - count), (0, 0)]) if count < ids.shape[1] else its)
-                done.append(DonePass(row.batch, held, [count]))
+                self._undecided.append(DonePass(row.batch, held, [count]))
         except BaseException as error:
-            _undo(done, error)
+            _undo(self._undecided, error)
             raise
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _forward(
-        self,
-        model: Any,
-        batch: Batch,
-        ids: mx.array,
-        *,
-        is_prompt: bool = False,
-        counts: Sequence[int] | None = None,
-        done: Sequence[DonePass] = (),
+        self, model: Any, batch: Batch, ids: mx.array, *, is_prompt: bool = False, counts: Sequence[int] | None = None
     ) -> mx.array:
-        """Run a batch; those of passes that are `done` stay as they are, so that these can be undone."""
         with self._lock:
-            self._grow(batch, ids.shape[1], spared=[its.batch for its in done])
+            self._grow(batch, ids.shape[1])
             parts = _parts(batch)
         ours = self._is_ours(batch, parts, ids)
         try:
@@ -279,8 +284,8 @@ class Passes:
         scores = ids.size * (batch.columns.width + ids.shape[1])
         return batch.open_rows[0].in_segments and (bool(parts) or scores >= FEWEST_SCORES)
 
-    def _grow(self, batch: Batch, count: int, *, is_strict: bool = False, spared: Sequence[Batch] = ()) -> None:
-        """Make room for so many more tokens of each row, if need be by `settle`; errors as in Room.ask."""
+    def _grow(self, batch: Batch, count: int, *, is_strict: bool = False) -> None:
+        """Make room for so many more tokens of each row; errors as in Room.ask."""
         columns, room = batch.columns, self._room
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
@@ -303,7 +308,7 @@ class Passes:
             columns.capacity = size + ask(is_strict=True)
         except OverBudgetError:
             if not room.evictor.over_bytes():  # else the others have no more than they need
-                self.settle([batch, *spared])
+                self.settle(spared=batch)
             columns.capacity = size + ask(is_strict)
 
 

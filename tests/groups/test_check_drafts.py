@@ -146,6 +146,22 @@ def test_a_row_that_needs_room_leaves_those_that_were_checked_before_it_as_they_
             assert error(its[0], cold(model, [*text, 5])) < ROUNDING
 
 
+@pytest.mark.parametrize("share", [0.2, 1, 50])
+def test_a_row_that_is_closed_while_drafts_are_decided_leaves_the_others_as_they_are(share: float) -> None:
+    model, texts = shared_model("llama"), [tokens(1, 20), tokens(2, 31), tokens(3, 24)]
+    with known(model, int(share * row_bytes(model, 100))).begin_many(texts, capacity=3000) as group:
+        for row in group.rows:
+            prefilled(group, model, row)
+
+        def accept(_: mx.array) -> list[int]:
+            group.rows[1].close()
+            return [1, 2, 2]
+
+        group.check_drafts(model, group.rows, [[1, 2, 3], [4, 5, 6], [7, 8]], accept)
+        for text, its in zip(([*texts[0], 1], [*texts[2], 7, 8]), group.step(model, group.rows, [5] * 2), strict=True):
+            assert error(its[0], cold(model, [*text, 5])) < ROUNDING
+
+
 @pytest.mark.parametrize("kind", FAST[:3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_draft_model_says_what_it_says_alone_and_leaves_nothing_in_the_rows(kind: str, rows: int) -> None:
