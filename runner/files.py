@@ -1,4 +1,10 @@
-"""Files that are written whole or not at all, files below a folder, and JSON. This file never imports MLX."""
+"""Files that are written whole or not at all, input files, and the JSON records in them. This file never imports MLX.
+
+Records are one per line (JSONL), or the values of a document. An input file may be packed with gzip. A file that cannot
+be read, unpacked or decoded is an InputError. It names the file, and the line behind the last line that could be read;
+there is no line if the system refuses the file. A record that cannot be parsed is an InputError in the place of its
+value. A document ends at a syntax error.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,21 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 #: Files that Claude Code puts beside sessions, and lists of tools beside tau-bench's trajectories.
 NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
+MOST_RECORD_BYTES = 64 << 20  # a longer record fits no model's context, and parsing it takes many times its memory
+BLANK = " \t\r\n"
+_PIECE_BYTES = 1 << 16
+
+#: The line where a JSON value begins, from 1, and the value or an InputError in its place.
+JsonRecord = tuple[int, Any]
+
+
+class InputError(ValueError):
+    """An input that is not what was wanted: where, what was found, what was wanted, on one line."""
 
 
 def require_writable(path: Path) -> None:
@@ -70,47 +85,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files with these endings, sorted, without hidden ones. OSError: the folder cannot be read."""
-    next(folder.iterdir(), None)  # rglob skips a folder that it cannot read
-    found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)) and path.is_file())
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
-def input_files(path: Path, suffixes: Sequence[str], wanted: str, error_class: type[Exception]) -> list[Path]:
-    """The path itself, or the files below a folder with these endings, packed or not. `error_class`: there is none."""
-    try:
-        if not path.is_dir():
-            return [path]
-        found = files_below(path, [*suffixes, *(f"{suffix}.gz" for suffix in suffixes)])
-    except OSError as error:
-        raise error_class(f"{path}: cannot be read ({error.strerror}); wanted {wanted}.") from error
-    if found := [file for file in found if not any(map(file.match, NO_INPUT))]:
-        return found
-    raise error_class(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
-
-
-#: What reading a file that `open_unpacked` opened raises, if it cannot be read or unpacked.
-UNREADABLE = (OSError, EOFError, zlib.error)
-
-
-def open_unpacked(path: Path) -> gzip.GzipFile | BufferedReader:
-    """Open a regular file to read its bytes, those of gzip unpacked."""
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if is_gzip else path.open("rb")
-
-
-def read_unpacked(path: Path, most_bytes: int) -> bytearray:
-    """The bytes of a file, those of gzip unpacked: all, or the first `most_bytes` and some more. Raises UNREADABLE."""
-    content = bytearray()
-    with path.open("rb") as raw, gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw as file:
-        # In pieces: a read of so many bytes would allocate all of them.
-        while len(content) <= most_bytes and (more := file.read(1 << 16)):
-            content += more
-    return content
-
-
 def read_json(path: Path, wanted: str, error_class: type[Exception]) -> Any:
     """Read a JSON file; `error_class` is raised, and says what was wanted, if that fails."""
     try:
@@ -129,3 +103,162 @@ def json_bytes(document: dict[str, Any]) -> bytes:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     write_atomically(path, json_bytes(document))
+
+
+def input_files(path: Path, suffixes: Sequence[str], wanted: str) -> list[Path]:
+    """The path itself, or the files below a folder with these endings, packed or not. InputError: there is none."""
+    try:
+        if not path.is_dir():
+            return [path]
+        found = _files_below(path, (*suffixes, *(f"{suffix}.gz" for suffix in suffixes)))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); wanted {wanted}.") from error
+    if found := [file for file in found if not any(map(file.match, NO_INPUT))]:
+        return found
+    raise InputError(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
+
+
+def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files with these endings, sorted, without hidden ones. OSError: a folder cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        found += (Path(parent, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
+    return sorted(path for path in found if path.is_file())
+
+
+def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
+    """The bytes of a file, those of gzip unpacked: all, or the first `most_bytes` and some more."""
+    content = bytearray()
+    for piece in _pieces(path, wanted, _PIECE_BYTES):
+        content += piece
+        if len(content) > most_bytes:
+            break
+    return content
+
+
+def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") -> str:
+    content = read_beginning(path, wanted, most_bytes)
+    if len(content) > most_bytes:
+        raise InputError(f"{path}: has more than {most_bytes:,} bytes; wanted {wanted} of at most so many.")
+    return _decoded(content, path, errors=errors)
+
+
+def read_lines(path: Path, wanted: str) -> Iterator[JsonRecord]:
+    """The records of a JSONL file, one at a time."""
+    line, is_rest = 1, False
+    for content in _pieces(path, wanted, MOST_RECORD_BYTES + 1):
+        if not is_rest:
+            try:
+                yield from line_records(_decoded(content, path, line), path, line)
+            except InputError as error:
+                yield line, error
+        is_rest = not content.endswith(b"\n")
+        line += not is_rest
+
+
+def line_records(text: str, path: Path, line: int) -> Iterator[JsonRecord]:
+    """The record of a line of a JSONL file; none if the line is blank."""
+    where = f"{path}:{line}"
+    if len(text) > MOST_RECORD_BYTES:
+        yield line, InputError(f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
+    elif text := text.strip():
+        value, end = _parsed(text, 0, where)
+        if end < len(text) and not isinstance(value, InputError):
+            error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
+            value = InputError(error)
+        yield line, value
+
+
+def document_records(text: str, start: int, path: Path) -> Iterator[JsonRecord]:
+    """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
+    closing = "]" if text[start] == "[" else ""
+    line, at = 1, 0
+
+    def move_to(offset: int) -> None:
+        nonlocal line, at
+        while offset < len(text) and text[offset] in BLANK:
+            offset += 1
+        line, at = line + text.count("\n", at, offset), offset
+
+    move_to(start + len(closing))
+    has_more = text[at : at + 1] != closing
+    while has_more:
+        value, end = _parsed(text, at, f"{path}:{line}", path)
+        yield line, value
+        if isinstance(value, InputError):
+            return
+        move_to(end)
+        has_more = text[at : at + 1] == "," if closing else at < len(text)
+        if closing and has_more:
+            move_to(at + 1)
+    if closing and text[at : at + 1] != closing:
+        found = f"found {text[at]!r}" if at < len(text) else "the file ends"
+        yield line, InputError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
+    elif closing:
+        move_to(at + 1)
+        if at < len(text):
+            yield line, InputError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
+
+
+def is_jsonl(text: str, start: int, path: Path) -> bool:
+    """Whether each line is a record: the first line is a whole value, or, if it is broken, another line is."""
+    first, _, rest = text[start:].partition("\n")
+    if not rest.strip():
+        return False
+    if _parses(first):
+        return True
+    if first.startswith("[") or first.rstrip() == "{" or _parses(text):
+        return False
+    lines = rest.split("\n")
+    return path.name.endswith((".jsonl", ".ndjson")) or any(line.startswith("{") and _parses(line) for line in lines)
+
+
+def _pieces(path: Path, wanted: str, most_bytes: int) -> Iterator[bytes]:
+    """The lines of a file, unpacked. Of a longer line than `most_bytes` there are several pieces."""
+    line = 1
+    try:
+        with path.open("rb") as raw, gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw as file:
+            while piece := file.readline(most_bytes):
+                yield piece
+                line += piece.endswith(b"\n")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = getattr(error, "strerror", None)
+        where = f"{path}" if reason else f"{path}:{line}"
+        raise InputError(f"{where}: cannot be read ({reason or error}); wanted {wanted}.") from error
+
+
+def _decoded(content: bytes | bytearray, path: Path, line: int = 1, errors: str = "strict") -> str:
+    try:
+        return content.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8"
+        raise InputError(f"{path}:{line}: {found}; wanted UTF-8 text.") from None
+
+
+def _parses(text: str) -> bool:
+    return not isinstance(_parsed(text, 0, "")[0], InputError)
+
+
+def _parsed(text: str, start: int, where: str, path: Path | None = None) -> tuple[Any, int]:
+    """The value at `start` or an InputError, and its end.
+
+    With the `path` of a document, a syntax error names its own line.
+    """
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{error.lineno}" if path else where
+        return InputError(f"{place}: not JSON ({error.msg} at column {error.colno})."), len(text)
+    except RecursionError:
+        return InputError(f"{where}: nested too deeply; wanted fewer levels."), len(text)
+    except ValueError as error:  # an integer of thousands of digits
+        return InputError(f"{where}: not usable JSON ({error})."), len(text)
+
+
+_DECODER = json.JSONDecoder()

@@ -69,12 +69,12 @@ def _from_stdin() -> Path:
 
 
 def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
-    from runner.script.conversation import ConversationError
+    from runner.files import InputError
     from runner.script.conversation_reader import builtin_conversations, read_conversations
 
     if not paths:
         return builtin_conversations()
-    with usage_errors(ConversationError):
+    with usage_errors(InputError):
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
     if result.skipped:
         say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")

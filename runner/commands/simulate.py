@@ -171,14 +171,14 @@ def count_drafts(options: TraceOptions, token_cost: float) -> tuple[list[Any], d
     """What drafting saves on the replies of the conversations: what to show, and the same as JSON."""
     require(options.model is not None, "--speculate needs --model: its tokenizer and chat template spell the replies.")
     require(0 <= token_cost <= 1, f"--draft-token-cost is {token_cost:g}; wanted 0 to 1.")
-    from runner.script.conversation import ConversationError
+    from runner.files import InputError
     from runner.simulate.drafts import SPECULATE, DraftCount, drafting_report, leaves_calls_out, recorded_turns
 
     conversations = read_chosen(options.trace, options.skip_bad)
     tokenizer = options.tokenizer
     counts = [DraftCount(name, token_cost) for name in SPECULATE]
     lines, replies = ProgressLines(), 0
-    with outputs.usage_errors(ConversationError):
+    with outputs.usage_errors(InputError):
         for _, prompt, reply in recorded_turns(conversations, tokenizer):
             for count in counts:
                 count.add(prompt, reply)

@@ -11,6 +11,7 @@ Invariants of a `Conversation` that a reader returns:
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from runner.files import InputError
 from runner.text import printable, shortened, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,10 +44,6 @@ def first_finding(errors: Sequence[Any]) -> tuple[str, str]:
     # Pydantic also names types, such as literal['auto','none'], and [key].
     field = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
     return field, first["msg"].removeprefix("Value error, ")
-
-
-class ConversationError(ValueError):
-    """A file or a record that is not a conversation: where, what was found, what was wanted, on one line."""
 
 
 class Opening(StrEnum):
@@ -123,28 +121,28 @@ class Record(NamedTuple):
 
 
 def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
-    """Raise ConversationError "FOUND VALUE; wanted WANTED." unless it holds."""
+    """Raise InputError "FOUND VALUE; wanted WANTED." unless it holds."""
     if not holds:
-        raise ConversationError(f"{found} {shown(value)}; wanted {wanted}.")
+        raise InputError(f"{found} {shown(value)}; wanted {wanted}.")
 
 
 def checked_conversation(conversation: Conversation, where: str) -> Conversation:
-    """Return the conversation if it has a turn to ask. ConversationError: no message, no user turn, no `first_turn`."""
+    """Return the conversation if it has a turn to ask. InputError: no message, no user turn, no `first_turn`."""
     turns = sum(message["role"] == "user" for message in conversation.messages)
     if not conversation.messages:
-        raise ConversationError(f"{where}: the conversation is empty; wanted at least one message of role user.")
+        raise InputError(f"{where}: the conversation is empty; wanted at least one message of role user.")
     if turns == 0:
         roles = ", ".join(sorted({message["role"] for message in conversation.messages}))
-        raise ConversationError(f"{where}: no user turn among {len(conversation.messages)} messages (roles: {roles}).")
+        raise InputError(f"{where}: no user turn among {len(conversation.messages)} messages (roles: {roles}).")
     if not 0 <= conversation.first_turn < turns:
-        raise ConversationError(
+        raise InputError(
             f"{where}: first_turn is {conversation.first_turn}; wanted 0 to {turns - 1} (there are {turns} user turns)."
         )
     return conversation
 
 
 def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return function definitions, or None for none. ConversationError: the first bad one."""
+    """Return function definitions, or None for none. InputError: the first bad one."""
     if values is None:
         return None
     expect(isinstance(values, list), f"{where}: tools is", values, "a list of function definitions")
@@ -156,7 +154,7 @@ def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def checked_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Return arguments of the chat template; empty for None. ConversationError: it is no object."""
+    """Return arguments of the chat template; empty for None. InputError: it is no object."""
     if value is None:
         return {}
     expect(isinstance(value, dict), f"{where}: chat_template_kwargs is", value, "an object")
@@ -212,7 +210,7 @@ def reply_of(parts: Sequence[Any], thoughts: Iterable[str], calls: Iterable[tupl
 
 
 def require_unicode(value: Any, where: str) -> None:
-    """Raise ConversationError where any text inside a value cannot be written as UTF-8."""
+    """Raise InputError where any text inside a value cannot be written as UTF-8, or a number not as JSON."""
     for text in _texts(value, where):
         try:
             text.encode()
@@ -220,7 +218,7 @@ def require_unicode(value: Any, where: str) -> None:
             code = ord(text[error.start])
             is_byte = 0xDC80 <= code <= 0xDCFF  # with --skip-bad, bad bytes are read as these surrogates
             found = f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the lone surrogate U+{code:04X}"
-            raise ConversationError(
+            raise InputError(
                 f"{where} holds {found} at character {error.start} of a text; wanted valid UTF-8."
             ) from None
 
@@ -257,9 +255,11 @@ def has_name(function: Any) -> bool:
 def _texts(value: Any, where: str, levels: int = MOST_LEVELS) -> Iterable[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{where} holds {value}; wanted a number that JSON has.")
     elif isinstance(value, (Mapping, list)):
         if not levels:
-            raise ConversationError(f"{where} is nested too deeply; wanted at most {MOST_LEVELS} levels.")
+            raise InputError(f"{where} is nested too deeply; wanted at most {MOST_LEVELS} levels.")
         for item in value if isinstance(value, list) else [*map(str, value), *value.values()]:
             yield from _texts(item, where, levels - 1)
 
@@ -267,7 +267,7 @@ def _texts(value: Any, where: str, levels: int = MOST_LEVELS) -> Iterable[str]:
 def paths(parents: Mapping[str, str | None], where: str) -> Iterator[tuple[list[str], int]]:
     """The paths of a tree from a root to each leaf; how many messages of each one the paths before had.
 
-    ConversationError: a parent is missing, messages are in circles, or all paths together are too long.
+    InputError: a parent is missing, messages are in circles, or all paths together are too long.
     """
     children: dict[str | None, list[str]] = {}
     for name, parent in parents.items():

@@ -20,13 +20,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixcache.observe.trace import FORMAT
-from runner.files import read_json
+from runner.files import InputError, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import claude_code, codex
 from runner.script.conversation import (
     ROLES,
     Conversation,
-    ConversationError,
     Origin,
     Record,
     checked_arguments,
@@ -126,7 +125,7 @@ def joining_form(values: Iterable[Any]) -> Form | None:
 
 
 def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
-    """Yield the conversations of one record. ConversationError: the record is wrong, or its form is not known."""
+    """Yield the conversations of one record. InputError: the record is wrong, or its form is not known."""
     record = {"messages": value} if isinstance(value, list) else value
     form = next((form for form in FORMS if form.has(record)), None)
     if form is None:
@@ -139,7 +138,7 @@ def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
 
 
 def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Messages in OpenAI's form, with the keys that templates know. ConversationError: the first bad one."""
+    """Messages in OpenAI's form, with the keys that templates know. InputError: the first bad one."""
     expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
     read = [_message(value, Form("", "", ""), f"{where}: message {at}") for at, value in enumerate(values)]
     lacking = next((at for at, (_, left_out) in enumerate(read) if left_out), None)
@@ -147,15 +146,15 @@ def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(message for message, _ in read if message is not None)
 
 
-def _unknown(record: Any, origin: Origin) -> ConversationError:
+def _unknown(record: Any, origin: Origin) -> InputError:
     known = "; ".join(f"{form.name} ({form.keys.replace(' ', ', ').replace('|', ' or ')})" for form in FORMS)
     found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
     if isinstance(record, dict):
         found = f"no known form of conversation (keys: {shortened(', '.join(record), 80) or 'none'})"
         if record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
             wanted = "Use it with radixcache simulate, mrc or advise."
-            return ConversationError(f"{origin.where}: is a trace of block hashes, not conversations. {wanted}")
-    return ConversationError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
+            return InputError(f"{origin.where}: is a trace of block hashes, not conversations. {wanted}")
+    return InputError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
 
 
 def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterator[Conversation]:
@@ -271,7 +270,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         name = content_name if key == "content" else key
         expect(isinstance(message.get(key, ""), str), f"{where} has {name}", message.get(key), "text")
     if "content" not in message and not (role == "assistant" and calls):
-        raise ConversationError(f"{where} (role {role}) has no content; wanted text.")
+        raise InputError(f"{where} (role {role}) has no content; wanted text.")
     require_unicode(message, where)
     return message, left_out
 
@@ -328,7 +327,7 @@ def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
             yield {**chat, "left_out": chat["left_out"] + _left_out(record)}
         except ValidationError as error:
             field, message = first_finding(error.errors())
-            raise ConversationError(f"{origin.where}: {field}: {message}.") from None
+            raise InputError(f"{origin.where}: {field}: {message}.") from None
 
     return read
 
@@ -382,7 +381,7 @@ def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str,
 
 @lru_cache(maxsize=len(TOOL_FILES))  # every trajectory of a file asks for its list
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
-    return checked_tools(read_json(path, "a list of tools", ConversationError), f"{path}:1")
+    return checked_tools(read_json(path, "a list of tools", InputError), f"{path}:1")
 
 
 def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:

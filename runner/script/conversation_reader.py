@@ -7,7 +7,6 @@ sessions of agents. A JSON document ends at a syntax error.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,18 +16,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from runner.files import UNREADABLE, input_files, read_unpacked
-from runner.script.conversation import Conversation, ConversationError, Origin, Record
+from runner.files import (
+    BLANK,
+    InputError,
+    JsonRecord,
+    document_records,
+    input_files,
+    is_jsonl,
+    line_records,
+    read_text,
+)
+from runner.script.conversation import Conversation, Origin, Record
 from runner.script.conversation_formats import OUTPUT_KEYS, expanded, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
-MAX_RECORD_CHARS = 64 << 20  # a longer line fits no model's context, and parsing it takes many times its memory
-MAX_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
+MOST_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 NAMED_KINDS = 12  # kinds of parts that a note names
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
-_BLANK = " \t\r\n"
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,8 @@ class ReadResult:
         return notes
 
 
-class _UnreadableError(ConversationError):
+class _UnreadableError(InputError):
     """A whole file cannot be read."""
-
-
-# The line where a JSON value begins, from 1, and the value or a ConversationError in its place.
-JsonRecord = tuple[int, Any]
 
 
 def builtin_conversations() -> list[Conversation]:
@@ -70,15 +72,15 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
 
     OpenAI messages are an object with `messages` (and `tools`, `user`, `id`, `first_turn`), or a bare list of messages.
     Beside sessions of agents, what cannot be read is skipped, with or without `skip_bad`.
-    ConversationError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left. ValueError: no
+    InputError: a file cannot be read, a record is bad and `skip_bad` is off, or nothing is left. ValueError: no
     path was given.
     """
     if not paths:
         raise ValueError("no conversation file was given; wanted at least one path.")
-    found = [file for each in paths for file in input_files(Path(each), SUFFIXES, "conversations", ConversationError)]
+    found = [file for each in paths for file in input_files(Path(each), SUFFIXES, "conversations")]
     stems = [path.stem for path in found]
     conversations: list[Conversation] = []
-    errors: list[ConversationError] = []
+    errors: list[InputError] = []
     sources: dict[str, str] = {}
     asked: set[bytes] = set()
     replies: set[str] = set()
@@ -91,7 +93,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
         try:
             read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
             conversations += [new for each in read if (new := _without(replies, each)) is not None]
-        except ConversationError as error:
+        except InputError as error:
             errors.append(error)
     # Folders of agents have other files, too, and logs that are being written.
     bad = [error for error in errors if not skip_bad or isinstance(error, _UnreadableError)]
@@ -100,7 +102,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     skipped = [str(error) for error in errors]
     if not conversations:
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
-        raise ConversationError(f"{', '.join(map(str, paths))}: no conversation found{first}")
+        raise InputError(f"{', '.join(map(str, paths))}: no conversation found{first}")
     return ReadResult(conversations, skipped)
 
 
@@ -130,29 +132,29 @@ def _with_outputs(records: Iterable[tuple[Any, Origin]]) -> Iterator[tuple[Any, 
     for value, origin in requests:
         output, _ = outputs.pop(value["custom_id"], ({}, origin))
         if value["custom_id"] in doubled:
-            yield ConversationError(f"{origin.where}: several outputs have its custom_id; wanted one batch."), origin
+            yield InputError(f"{origin.where}: several outputs have its custom_id; wanted one batch."), origin
             continue
         yield {**{key: output[key] for key in OUTPUT_KEYS & output.keys()}, **value}, origin
     for _, origin in outputs.values():
         yield (
-            ConversationError(f"{origin.where}: is an output without its request; wanted both files of the batch."),
+            InputError(f"{origin.where}: is an output without its request; wanted both files of the batch."),
             origin,
         )
 
 
 def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:
     """The conversations of a record, if their ids were not seen before."""
-    if isinstance(value, ConversationError):
+    if isinstance(value, InputError):
         raise value
     try:
         conversations = list(parse_record(value, origin))
     except RecursionError:
-        raise ConversationError(f"{origin.where}: nested too deeply; wanted a conversation.") from None
+        raise InputError(f"{origin.where}: nested too deeply; wanted a conversation.") from None
     for each in conversations:
         earlier = sources.get(each.conversation_id)
         if earlier is not None:
             used = f"{origin.where}: the id {each.conversation_id!r} was already used at {earlier}"
-            raise ConversationError(f"{used}; wanted distinct ids.")
+            raise InputError(f"{used}; wanted distinct ids.")
         sources[each.conversation_id] = origin.where
     return conversations
 
@@ -184,13 +186,15 @@ def _records(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Orig
     """The records of a file, or an error in their place if the file cannot be read."""
     try:
         yield from _read_file(path, label, skip_bad)
-    except ConversationError as error:
+    except InputError as error:
         yield _UnreadableError(str(error)), Origin(path, 1, label)
 
 
 def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
-    """Each record's value, or a ConversationError in its place, and where it comes from."""
-    records = _split(_read_text(path, skip_bad), str(path))
+    """Each record's value, or a InputError in its place, and where it comes from."""
+    # With `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record.
+    errors = "surrogateescape" if skip_bad else "strict"
+    records = _split(read_text(path, "a file of conversations", MOST_UNPACKED_BYTES, errors), path)
     values = ((line, value) for line, record in records for value in expanded(record))
     found = ((value, Origin(path, line, f"{printable(label)}#{at}")) for at, (line, value) in enumerate(values))
     first = list(islice(found, PROBED_RECORDS))
@@ -202,128 +206,25 @@ def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Or
     yield from (each for each in every if not isinstance(each[0], dict))
     try:
         yield from form.join([Record(*each) for each in every if isinstance(each[0], dict)])
-    except ConversationError as error:
+    except InputError as error:
         yield error, every[0][1]
 
 
-def _read_text(path: Path, skip_bad: bool) -> str:
-    """The file as text; with `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record."""
-    try:
-        content = read_unpacked(path, MAX_UNPACKED_BYTES)
-    except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConversationError(f"{path}: cannot be read ({reason}); wanted a file of conversations.") from error
-    if len(content) > MAX_UNPACKED_BYTES:
-        raise ConversationError(f"{path}: has more than {MAX_UNPACKED_BYTES} bytes; wanted at most so many.")
-    try:
-        return content.decode("utf-8-sig", errors="surrogateescape" if skip_bad else "strict")
-    except UnicodeDecodeError as error:
-        line, found = content.count(b"\n", 0, error.start) + 1, f"byte 0x{content[error.start]:02x}"
-        wanted = f"{found} at offset {error.start} is not UTF-8; wanted UTF-8 text."
-        raise ConversationError(f"{path}:{line}: {wanted}") from None
-
-
-def _split(text: str, path: str) -> Iterable[JsonRecord]:
-    """Split a text into records, whether it is JSONL or a document. ConversationError: it is empty."""
-    start = len(text) - len(text.lstrip(_BLANK))
+def _split(text: str, path: Path) -> Iterable[JsonRecord]:
+    """Split a text into records, whether it is JSONL or a document. InputError: it is empty."""
+    start = len(text) - len(text.lstrip(BLANK))
     if start == len(text):
-        raise ConversationError(f"{path}: the file is empty; wanted conversations as JSON or JSONL.")
-    if _is_jsonl(text, start, path):
-        return _read_lines(text, path)
+        raise InputError(f"{path}: the file is empty; wanted conversations as JSON or JSONL.")
+    if is_jsonl(text, start, path):
+        # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
+        return (found for line, each in enumerate(text.split("\n"), 1) for found in line_records(each, path, line))
     records = document_records(text, start, path)
     return _conversations_of_array(list(records)) if text[start] == "[" else records
-
-
-def _is_jsonl(text: str, start: int, path: str) -> bool:
-    """Whether each line is a record: the first line is a whole value, or, if it is broken, another line is."""
-    first, _, rest = text[start:].partition("\n")
-    if not rest.strip():
-        return False
-    if _parses(first):
-        return True
-    if first.startswith("[") or first.rstrip() == "{" or _parses(text):
-        return False
-    lines = rest.split("\n")
-    return path.endswith((".jsonl", ".ndjson")) or any(line.startswith("{") and _parses(line) for line in lines)
-
-
-def _parses(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _read_lines(text: str, path: str) -> Iterator[JsonRecord]:
-    # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
-    for line, content in enumerate(map(str.strip, text.split("\n")), start=1):
-        where, length_chars = f"{path}:{line}", len(content)
-        if length_chars > MAX_RECORD_CHARS:
-            error = f"{where}: the line has {length_chars} characters; wanted at most {MAX_RECORD_CHARS}."
-            yield line, ConversationError(error)
-        elif content:
-            value, end = _decode(content, 0, where)
-            if end < length_chars and not isinstance(value, ConversationError):
-                error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
-                value = ConversationError(error)
-            yield line, value
-
-
-def document_records(text: str, start: int, path: str) -> Iterator[JsonRecord]:
-    """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
-    closing = "]" if text[start] == "[" else ""
-    line, at = 1, 0
-
-    def move_to(offset: int) -> None:
-        nonlocal line, at
-        while offset < len(text) and text[offset] in _BLANK:
-            offset += 1
-        line, at = line + text.count("\n", at, offset), offset
-
-    move_to(start + len(closing))
-    has_more = text[at : at + 1] != closing
-    while has_more:
-        value, end = _decode(text, at, f"{path}:{line}", path)
-        yield line, value
-        if isinstance(value, ConversationError) and end == len(text):
-            return
-        move_to(end)
-        has_more = text[at : at + 1] == "," if closing else at < len(text)
-        if closing and has_more:
-            move_to(at + 1)
-    if closing and text[at : at + 1] != closing:
-        found = f"found {text[at]!r}" if at < len(text) else "the file ends"
-        yield line, ConversationError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
-    elif closing:
-        move_to(at + 1)
-        if at < len(text):
-            yield line, ConversationError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
 
 
 def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
     """A JSON array is a list of conversations, or the messages of a single one."""
     if not any(is_message(value) for _, value in records):
         return records
-    errors = [record for record in records if isinstance(record[1], ConversationError)]
+    errors = [record for record in records if isinstance(record[1], InputError)]
     return errors[:1] or [(records[0][0], [value for _, value in records])]
-
-
-def _decode(text: str, start: int, where: str, path: str | None = None) -> tuple[Any, int]:
-    """The value at `start` or a ConversationError, and its end, which is the text's after a syntax error.
-
-    With the `path` of a document, a syntax error names its own line.
-    """
-    constants: list[str] = []
-    try:
-        value, end = json.JSONDecoder(parse_constant=constants.append).raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        place = f"{path}:{error.lineno}" if path else where
-        return ConversationError(f"{place}: not JSON ({error.msg} at column {error.colno})."), len(text)
-    except RecursionError:
-        return ConversationError(f"{where}: nested too deeply; wanted a conversation."), len(text)
-    except ValueError as error:  # an integer of thousands of digits
-        return ConversationError(f"{where}: not usable JSON ({error})."), len(text)
-    if constants:
-        return ConversationError(f"{where}: holds {constants[0]}, which is not JSON; wanted a number or null."), end
-    return value, end

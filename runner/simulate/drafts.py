@@ -24,7 +24,8 @@ from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import SuffixIndex
 from radixcache.tokens import TokenIds
 from radixcache.tree.radix_tree import RadixTree
-from runner.script.conversation import Conversation, ConversationError
+from runner.files import InputError
+from runner.script.conversation import Conversation
 from runner.script.schedule import requests_of
 from runner.script.script import recorded_reply
 from runner.simulate.rows import Column, cells
@@ -151,7 +152,7 @@ def recorded_turns(
 ) -> Iterator[tuple[Conversation, TokenIds, list[int]]]:
     """The requests of conversations that have a recorded reply: the conversation, the prompt, and the reply, in tokens.
 
-    ConversationError: the template refuses a conversation.
+    InputError: the template refuses a conversation.
     """
     for conversation in conversations:
         spelled = conversation
@@ -163,7 +164,7 @@ def recorded_turns(
                 reply = recorded_reply(tokenizer, request, prompt).tolist()
             except ValueError as error:
                 where = f"{conversation.source}: conversation {conversation.conversation_id}"
-                raise ConversationError(f"{where}: {error}") from error
+                raise InputError(f"{where}: {error}") from error
             if reply:
                 # What the template writes behind the end of a turn is not said by the model.
                 ends = [index for index, token in enumerate(reply) if token in tokenizer.eos_token_ids]

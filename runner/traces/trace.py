@@ -22,26 +22,20 @@ A prompt shorter than a block is a first turn. O(blocks) per request.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.files import UNREADABLE, open_unpacked
+from runner.files import InputError, read_lines
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
 MOST_BRANCHES = 3
-
-
-class TraceError(ValueError):
-    """A file that is not a trace, or a bad line: where, what was found, what was wanted, on one line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,14 +206,14 @@ class KeyTable:
 
 
 def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
-    """Join traces on one time axis, with keys numbered anew. TraceError: their blocks differ in length."""
+    """Join traces on one time axis, with keys numbered anew. InputError: their blocks differ in length."""
     first = traces[0]
     if len(traces) == 1:
         return replace(first, name=name or first.name)
     for trace in traces:
         if trace.block_tokens != first.block_tokens:
             wanted = f"{first.block_tokens}, as in {first.source}"
-            raise TraceError(f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {wanted}.")
+            raise InputError(f"{trace.source}: blocks of {trace.block_tokens} tokens; wanted {wanted}.")
     requests: list[TraceRequest] = []
     next_key = 0
     for trace in traces:
@@ -244,8 +238,6 @@ MOST_EXACT = 1 << 53
 #: Milliseconds since 1970 are less.
 MOST_TIME = 10**13
 MOST_BLOCK_TOKENS = 1 << 31
-#: A longer line or session fits no model's context, and parsing it takes many times its memory.
-MOST_RECORD_BYTES = 1 << 26
 
 
 @dataclass
@@ -261,47 +253,18 @@ class Reading:
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def skip(self, error: TraceError) -> None:
+    def skip(self, error: InputError) -> None:
         if not self.skip_bad:
             raise error
         self.skipped.append(str(error))
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | TraceError]]:
-    """The place and the content of every line of a JSONL file that is not blank, from number 1, one at a time."""
-    try:
-        with open_unpacked(path) as file:
-            for number in count(1):
-                content = file.readline(MOST_RECORD_BYTES + 1)
-                if not content:
-                    return
-                where = f"{path}:{number}"
-                if len(content) > MOST_RECORD_BYTES:
-                    while content and not content.endswith(b"\n"):
-                        content = file.readline(MOST_RECORD_BYTES)
-                    error = f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes."
-                    yield where, TraceError(error)
-                elif content.strip():
-                    yield where, _parse(content, where)
-    except UNREADABLE as error:
-        raise unreadable(path, error) from error
-
-
-def _parse(content: bytes, where: str) -> dict[str, Any] | TraceError:
-    try:
-        value = json.loads(content)
-    except RecursionError:
-        return TraceError(f"{where}: nested too deeply; wanted a request.")
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{error.object[error.start]:02x} at offset {error.start} is not UTF-8"
-        return TraceError(f"{where}: {found}; wanted one JSON object per line.")
-    except ValueError as error:
-        return TraceError(f"{where}: not JSON ({error}); wanted one object per line.")
-    return value if isinstance(value, dict) else TraceError(f"{where}: found {shown(value)}; wanted an object.")
-
-
-def unreadable(path: Path, error: Exception) -> TraceError:
-    return TraceError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); wanted a trace.")
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | InputError]]:
+    """The place and the object of every line of a JSONL file that is not blank, one at a time."""
+    for line, value in read_lines(path, "a trace"):
+        where = f"{path}:{line}"
+        is_bad = not isinstance(value, dict | InputError)
+        yield where, InputError(f"{where}: found {shown(value)}; wanted an object.") if is_bad else value
 
 
 def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
@@ -309,9 +272,9 @@ def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int or value < at_least:
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
+        raise InputError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
     if value > at_most:
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted at most {at_most:,}.")
+        raise InputError(f"{where}: {name} is {shown(value)}; wanted at most {at_most:,}.")
     return value
 
 
@@ -319,7 +282,7 @@ def duration(record: dict[str, Any], name: str, where: str, unit: str) -> float:
     value = record.get(name)
     # NaN fails every comparison.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted {unit}, 0 to {MOST_TIME:,}.")
+        raise InputError(f"{where}: {name} is {shown(value)}; wanted {unit}, 0 to {MOST_TIME:,}.")
     return float(value)
 
 
@@ -328,4 +291,4 @@ def hash_ids(record: dict[str, Any], where: str) -> list[int] | list[str]:
     # Not both: 1 and "1" could be the same block.
     if isinstance(ids, list) and {type(block_id) for block_id in ids} in (set(), {int}, {str}):
         return ids
-    raise TraceError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers, or of texts.")
+    raise InputError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers, or of texts.")

@@ -20,22 +20,18 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import UNREADABLE, read_unpacked
-from runner.script.conversation_reader import document_records
+from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, read_text
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
-    MOST_RECORD_BYTES,
     KeyTable,
     Reading,
     Trace,
-    TraceError,
     TraceRequest,
     duration,
     hash_ids,
     join_traces,
-    read_lines,
-    unreadable,
+    read_objects,
     whole_number,
 )
 
@@ -43,7 +39,7 @@ from runner.traces.trace import (
 def _field(record: dict[str, Any], name: str, where: str, kind: Any, wanted: str, default: Any = None) -> Any:
     value = record.get(name, default)
     if not isinstance(value, kind):
-        raise TraceError(f"{where}: {name} is {shown(value)}; wanted {wanted}.")
+        raise InputError(f"{where}: {name} is {shown(value)}; wanted {wanted}.")
     return value
 
 
@@ -55,10 +51,10 @@ def _block_ids(
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
-        raise TraceError(f"{where}: hash_ids has {len(ids)} ids; {wanted}.")
+        raise InputError(f"{where}: hash_ids has {len(ids)} ids; {wanted}.")
     if (at := table.conflict(ids)) is not None:
         found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix in an earlier line"
-        raise TraceError(f"{where}: {found}; wanted equal ids only for equal prefixes.")
+        raise InputError(f"{where}: {found}; wanted equal ids only for equal prefixes.")
     return ids
 
 
@@ -111,7 +107,7 @@ class _CompactReader:
         self._digests: dict[int, list[bytes]] = {}
 
     def trace(self) -> Trace:
-        for (where, record), (_, following) in pairwise(chain(read_lines(self._path), [("", None)])):
+        for (where, record), (_, following) in pairwise(chain(read_objects(self._path), [("", None)])):
             ends_part = following is None or (isinstance(following, dict) and is_compact_header(following))
             try:
                 if isinstance(record, dict) and is_compact_header(record):
@@ -124,7 +120,7 @@ class _CompactReader:
                     )
                 elif record is not None:
                     raise record
-            except TraceError as error:
+            except InputError as error:
                 self._reading.skip(error)
         self._end_part()
         source = str(self._path)
@@ -134,12 +130,12 @@ class _CompactReader:
         # Even a bad header ends the part before it.
         self._end_part()
         if header.get("version") != VERSION:
-            raise TraceError(f"{where}: version is {shown(header.get('version'))}; wanted {VERSION}.")
+            raise InputError(f"{where}: version is {shown(header.get('version'))}; wanted {VERSION}.")
         block_tokens = whole_number(header, "block_tokens", where, at_least=1, at_most=MOST_BLOCK_TOKENS)
         if self._block_tokens not in (None, block_tokens):
-            raise TraceError(f"{where}: block_tokens is {block_tokens}; wanted {self._block_tokens}, as before.")
+            raise InputError(f"{where}: block_tokens is {block_tokens}; wanted {self._block_tokens}, as before.")
         if header.get("clock") not in CLOCKS:
-            raise TraceError(f"{where}: clock is {shown(header.get('clock'))}; wanted one of {', '.join(CLOCKS)}.")
+            raise InputError(f"{where}: clock is {shown(header.get('clock'))}; wanted one of {', '.join(CLOCKS)}.")
         self._is_open = True
         self._block_tokens = block_tokens
         self._is_plain = header.get("plain") is True
@@ -159,11 +155,11 @@ class _CompactReader:
 
     def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
         if not self._is_open:
-            raise TraceError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
+            raise InputError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
         number = whole_number(record, "request", where)
         if number in self._digests:
             self._end_part()
-            raise TraceError(f"{where}: request {number} is there twice; wanted a header before each part of a trace.")
+            raise InputError(f"{where}: request {number} is there twice; wanted a header before each part of a trace.")
         time_ms = whole_number(record, "time", where)
         tokens = whole_number(record, "tokens", where, at_least=1)
         output_tokens = whole_number(record, "output", where)
@@ -178,10 +174,10 @@ class _CompactReader:
         wanted = -(-tokens // self._block_tokens)
         if len(digests) != wanted:
             needed = f"{tokens} tokens need {wanted} blocks of {self._block_tokens} tokens"
-            raise TraceError(f"{where}: {len(digests)} blocks; {needed}.")
+            raise InputError(f"{where}: {len(digests)} blocks; {needed}.")
         ids = [(self._salt_id, digest) for digest in digests]
         if (at := self._table.conflict(ids)) is not None:
-            raise TraceError(f"{where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
+            raise InputError(f"{where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
         self._digests[number] = digests
         return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
 
@@ -191,21 +187,21 @@ class _CompactReader:
         if after is None:
             return []
         if not isinstance(after, list) or len(after) != 2 or not all(type(each) is int for each in after):
-            raise TraceError(f"{where}: after is {shown(after)}; wanted [request, blocks].")
+            raise InputError(f"{where}: after is {shown(after)}; wanted [request, blocks].")
         earlier, count = after
         found = self._digests.get(earlier, [])
         if not 1 <= count <= len(found):
             named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
-            raise TraceError(f"{where}: {named}; wanted an earlier request of this part.")
+            raise InputError(f"{where}: {named}; wanted an earlier request of this part.")
         return found[:count]
 
     def _hashed_blocks(self, record: dict[str, Any], where: str) -> list[bytes]:
         try:
             content = base64.b64decode(record["blocks"], validate=True)
         except (KeyError, TypeError, ValueError, binascii.Error):
-            raise TraceError(f"{where}: blocks is {shown(record.get('blocks'))}; wanted base64.") from None
+            raise InputError(f"{where}: blocks is {shown(record.get('blocks'))}; wanted base64.") from None
         if len(content) % DIGEST_BYTES:
-            raise TraceError(f"{where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
+            raise InputError(f"{where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
         return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
 
     def _plain_blocks(
@@ -213,10 +209,10 @@ class _CompactReader:
     ) -> list[bytes]:
         ids = record.get("ids")
         if not isinstance(ids, list) or not all(type(each) is int and abs(each) < 1 << 63 for each in ids):
-            raise TraceError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
+            raise InputError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
         wanted = max(0, tokens - len(shared) * block_tokens)
         if len(ids) != wanted:
-            raise TraceError(f"{where}: {len(ids)} ids after {len(shared)} blocks; {tokens} tokens need {wanted} ids.")
+            raise InputError(f"{where}: {len(ids)} ids after {len(shared)} blocks; {tokens} tokens need {wanted} ids.")
         namespace = _field(record, "namespace", where, str, "text", "")
         before = shared[-1] if shared else None
         return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
@@ -292,12 +288,12 @@ class _RowReader:
         self._rows_without_output = 0
 
     def trace(self) -> Trace:
-        for where, record in read_lines(self._path):
+        for where, record in read_objects(self._path):
             try:
-                if isinstance(record, TraceError):
+                if isinstance(record, InputError):
                     raise record
                 self._requests.append(self._request(record, where))
-            except TraceError as error:
+            except InputError as error:
                 self._reading.skip(error)
         requests = sorted(self._requests, key=lambda request: request.time_ms)
         notes = self._notes(are_sorted=requests != self._requests)
@@ -396,11 +392,11 @@ def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
             session = _Session(path, reading)
             if sessions and session.block_tokens != sessions[0].block_tokens:
                 found, wanted = session.block_tokens, sessions[0].block_tokens
-                raise TraceError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
+                raise InputError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
             if session.name in sources:
                 used = f"the id {session.name!r} was already used at {sources[session.name]}"
-                raise TraceError(f"{session.where}: {used}; wanted distinct ids.")
-        except TraceError as error:
+                raise InputError(f"{session.where}: {used}; wanted distinct ids.")
+        except InputError as error:
             reading.skip(error)
             continue
         sources[session.name] = session.where
@@ -444,20 +440,20 @@ class _Session:
             where = f"{agent.where}{line}: requests[{index}]"
             try:
                 if not isinstance(record, dict):
-                    raise TraceError(f"{where} is {shown(record)}; wanted an object.")
+                    raise InputError(f"{where} is {shown(record)}; wanted an object.")
                 if record.get("type") == "subagent":
                     found = self._requests_of(self._subagent(record, agent, where))
                 else:
                     found = iter([self._request(record, agent, turn + 1, where)])
                     turn += 1
-            except TraceError as error:
+            except InputError as error:
                 self._reading.skip(error)
                 continue
             yield from found
 
     def _subagent(self, record: dict[str, Any], agent: _Agent, where: str) -> _Agent:
         if agent.depth == _MOST_DEPTH:
-            raise TraceError(f"{where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
+            raise InputError(f"{where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
         records = _field(record, "requests", where, list, "a list")
         duration_s = whole_number(record, "duration_ms", where) / 1e3 if "duration_ms" in record else 0.0
         start_s = agent.start_s + max(0.0, duration(record, "t", where, "seconds") - duration_s)
@@ -475,23 +471,14 @@ class _Session:
 
 def _session_document(path: Path) -> tuple[dict[str, Any], str, list[int]]:
     """A session, where it begins, and the lines where its requests begin."""
-    try:
-        content = read_unpacked(path, MOST_RECORD_BYTES)
-        if len(content) > MOST_RECORD_BYTES:
-            raise TraceError(f"{path}: the session is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
-        text = content.decode("utf-8-sig")
-        document = json.loads(text)
-    except UNREADABLE as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise TraceError(f"{path}:{line}: not JSON ({error}); wanted a session.") from error
-    where = f"{path}:{1 + text[: text.find('{')].count(chr(10))}"
-    if not isinstance(document, dict):
-        raise TraceError(f"{where}: found {shown(document)}; wanted an object with block_size and requests.")
+    text = read_text(path, "a session", MOST_RECORD_BYTES)
+    (line, document), *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
+    where = f"{path}:{line}"
+    for value in (document, *(value for _, value in more)):
+        if isinstance(value, InputError):
+            raise value
+    if more or not isinstance(document, dict):
+        raise InputError(f"{where}: found {shown(document)}; wanted one object with block_size and requests.")
     found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-    return (
-        document,
-        where,
-        [] if found is None else [line for line, _ in document_records(text, found.end(), str(path))],
-    )
+    records = () if found is None else document_records(text, found.end(), path)
+    return document, where, [line for line, _ in records]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
-from runner.files import UNREADABLE, input_files, open_unpacked
-from runner.script.conversation import Conversation, ConversationError
+from runner.files import InputError, input_files, read_beginning
+from runner.script.conversation import Conversation
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import requests_of
 from runner.text import printable, shown
@@ -28,11 +28,9 @@ from runner.traces.trace import (
     Pace,
     Reading,
     Trace,
-    TraceError,
     TraceRequest,
     infer_turns,
     join_traces,
-    unreadable,
 )
 from runner.traces.trace_formats import (
     ROW_FORMS,
@@ -83,7 +81,7 @@ def read_trace(
         time_unit: "seconds" or "milliseconds", for rows: by default milliseconds, in Bailian's format seconds.
 
     Raises:
-        TraceError: a file or a line is bad, blocks differ in length, or no request is left.
+        InputError: a file or a line is bad, blocks differ in length, or no request is left.
         ValueError: no path was given, or an unknown unit.
     """
     if not paths:
@@ -92,24 +90,24 @@ def read_trace(
         raise ValueError(f"the time unit is {time_unit!r}; wanted one of {', '.join(UNITS_MS)}.")
     reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
     files: dict[str, list[Path]] = {}
-    for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace", TraceError)):
+    for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace")):
         beginning = _beginning(path)
         try:
             files.setdefault(_format_of(path, beginning), []).append(path)
-        except TraceError as error:
+        except InputError as error:
             reading.skip(error)
     if block_tokens is not None and not files.keys() & {"conversations", *ROW_FORMS}:
         kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
-        raise TraceError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
+        raise InputError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
     if time_unit is not None and files and not files.keys() & ROW_FORMS.keys():
         kind, (path, *_) = next(iter(files.items()))
-        raise TraceError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
+        raise InputError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
     source, skipped = ", ".join(map(str, paths)), reading.skipped
     if not traces:
         first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
-        raise TraceError(f"{source}: no request found{first}")
+        raise InputError(f"{source}: no request found{first}")
     name = name or (printable(Path(paths[0]).resolve().stem) if len(paths) == 1 else "")
     rate = next((each.sessions_per_hour for each in traces if each.sessions_per_hour), None)
     trace = replace(join_traces(traces, name=name), source=source, sessions_per_hour=rate)
@@ -119,14 +117,11 @@ def read_trace(
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
     if reading.tokenizer is None:
-        raise TraceError(
+        raise InputError(
             f"{paths[0]}:1: these are conversations, not a trace. Give --model to cut them into blocks with the "
             "tokenizer of that model, or use radixcache replay, tree or explain."
         )
-    try:
-        read = read_conversations(*paths, skip_bad=reading.skip_bad)
-    except ConversationError as error:
-        raise TraceError(str(error)) from error
+    read = read_conversations(*paths, skip_bad=reading.skip_bad)
     reading.skipped += read.skipped
     reading.notes += read.notes
     draw, block_tokens = random.Random(reading.seed), reading.block_tokens or CONVERSATION_BLOCK_TOKENS
@@ -136,7 +131,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     for conversation in read.conversations:
         try:
             rendered = _rendered(conversation, reading.tokenizer)
-        except TraceError as error:
+        except InputError as error:
             reading.skip(error)
             continue
         at_s = start_s
@@ -160,7 +155,7 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
         try:
             prompt = chat_tokens(tokenizer, request.messages, request.tools, **request.arguments)
         except ValueError as error:
-            raise TraceError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
+            raise InputError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
         reply = request.recorded_reply or {}
         calls = reply.get("tool_calls") or ()
         texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
@@ -170,21 +165,17 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
 
 
 def _beginning(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():
-            raise TraceError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
-        with open_unpacked(path) as file:
-            return file.read(_PROBE_BYTES)
-    except UNREADABLE as error:
-        raise unreadable(path, error) from error
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
+    return bytes(read_beginning(path, "a trace", _PROBE_BYTES))
 
 
 def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
-        raise TraceError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
-    if not beginning.strip():
-        raise TraceError(f"{path}: the file is empty; wanted a trace.")
+        raise InputError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
+    if not beginning.strip(_BLANK):
+        raise InputError(f"{path}: the file is empty; wanted a trace.")
     first = beginning.lstrip(_BLANK).split(b"\n", 1)[0]
     record = _json_of(first)
     record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
@@ -200,12 +191,12 @@ def _format_of(path: Path, beginning: bytes) -> str:
     for what, keys in _WITHOUT_IDS.items():
         if record.keys() >= {*keys}:
             lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
-            raise TraceError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
+            raise InputError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
     content = beginning.lstrip(_BLANK)
     if content[:1] not in (b"{", b"["):
         value = _json_of(content)
         found = "not JSON" if value is _NOT_JSON else f"is {shown(value)}"
-        raise TraceError(f"{path}:1: {found}; wanted a trace as JSON or JSONL.")
+        raise InputError(f"{path}:1: {found}; wanted a trace as JSON or JSONL.")
     return "conversations"
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from radixcache import PrefixCache
 from radixcache.observe.trace import TraceWriter
+from runner.files import InputError
 from runner.simulate.simulator import simulate
-from runner.traces.trace import Trace, TraceError
+from runner.traces.trace import Trace
 from runner.traces.trace_reader import read_trace
 from tests.prompts import tokens as drawn
 
@@ -198,7 +199,7 @@ def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_befo
         trace = read_trace(path, skip_bad=True)
         assert [len(request.keys) for request in trace.requests] == [2, 3]
         assert len(trace.skipped) == skipped
-        with pytest.raises(TraceError, match=r"t\.jsonl:4: (version is int 2|request 0 is there twice)"):
+        with pytest.raises(InputError, match=r"t\.jsonl:4: (version is int 2|request 0 is there twice)"):
             read_trace(path)
 
 
@@ -211,7 +212,7 @@ def test_a_plain_trace_holds_ids_and_the_namespace_and_they_are_counted(tmp_path
     found = [(line.get("after"), line["ids"], line["namespace"]) for line in (first, second)]
     assert found == [(None, [7, 8, 9], "tenant"), ([0, 1], [10], "tenant")]
     path.write_text("".join(json.dumps(each) + "\n" for each in (header, {**first, "ids": [7, 8]}, second)))
-    with pytest.raises(TraceError, match=r"t\.jsonl:2: 2 ids after 0 blocks; 3 tokens need 3 ids"):
+    with pytest.raises(InputError, match=r"t\.jsonl:2: 2 ids after 0 blocks; 3 tokens need 3 ids"):
         read_trace(path)
 
 
@@ -241,7 +242,7 @@ def test_bad_line_is_named(tmp_path, change: dict, message: str) -> None:
     parts, bad = [header, first, second, {**first, "request": 2}], 0 if change.keys() <= header.keys() else 2
     parts[bad] |= change
     path.write_text("".join(json.dumps(each) + "\n" for each in parts))
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(InputError) as raised:
         read_trace(path)
     assert str(raised.value).startswith(f"{path}:{bad + 1}: ")
     assert message in str(raised.value)

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.script.conversation import Conversation, ConversationError, Opening
+from runner.files import InputError
+from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import ScheduledRequest, schedule
 
@@ -325,7 +326,7 @@ def test_in_a_folder_of_sessions_what_cannot_be_read_is_skipped_and_counted(tmp_
     assert len(result.skipped) == 3
     assert "a.jsonl:3" in result.skipped[0]
     path.unlink()
-    with pytest.raises(ConversationError, match=r"b\.jsonl"):
+    with pytest.raises(InputError, match=r"b\.jsonl"):
         read_conversations(tmp_path)
 
 
@@ -360,7 +361,7 @@ RECORD = st.fixed_dictionaries(
 @given(st.lists(RECORD, min_size=1, max_size=8))
 def test_any_records_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, records: list[Any]) -> None:
     found: list[Conversation] = []
-    with suppress(ConversationError):
+    with suppress(InputError):
         found = read_conversations(written(tmp_path_factory.mktemp("logs"), records), skip_bad=True).conversations
     for each in found:
         assert each.calls

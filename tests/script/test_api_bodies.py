@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.script.conversation import Conversation, ConversationError
+from runner.files import InputError
+from runner.script.conversation import Conversation
 from runner.script.conversation_formats import parse_record
 from runner.script.conversation_reader import Origin, read_conversations
 from runner.script.schedule import requests_of
@@ -173,10 +174,10 @@ def test_what_no_template_has_text_for_is_left_out_and_named() -> None:
 
 
 def test_a_wrong_field_of_a_body_is_named() -> None:
-    with pytest.raises(ConversationError, match=r"log.jsonl:1: messages\.0\.user\.content\.0\.text\.text: Field requ"):
+    with pytest.raises(InputError, match=r"log.jsonl:1: messages\.0\.user\.content\.0\.text\.text: Field requ"):
         read_one({"system": "s", "messages": [{"role": "user", "content": [{"type": "text"}]}]})
     for body in ({"system": "s", "messages": None}, {"model": "m", "input": None}):
-        with pytest.raises(ConversationError, match=r"log\.jsonl:1: (messages|input): Input should be a valid list"):
+        with pytest.raises(InputError, match=r"log\.jsonl:1: (messages|input): Input should be a valid list"):
             read_one(body)
 
 
@@ -303,7 +304,7 @@ def test_requests_of_a_batch_and_their_outputs_come_from_two_files(
     assert [each.conversation_id for each in found] == ["a", "b", "c"]
     assert [each.messages[-1]["content"] for each in found] == ["42", "Go", "Go"]
     assert [each.left_out for each in found] == [{}, {"response": 1}, {}]
-    with pytest.raises(ConversationError, match=r"outputs\.jsonl:1: is an output without its request; wanted both"):
+    with pytest.raises(InputError, match=r"outputs\.jsonl:1: is an output without its request; wanted both"):
         read_conversations(lone)
 
 
@@ -312,7 +313,7 @@ def test_outputs_of_two_batches_with_the_same_ids_are_not_mixed_up(tmp_path: Pat
         write(tmp_path / f"{number}-requests.jsonl", {"custom_id": "a", "body": {**BODY, "id": f"{number}"}})
         write(tmp_path / f"{number}-outputs.jsonl", {"custom_id": "a", "response": {"body": {"choices": []}}})
     write(tmp_path / "chat.jsonl", BODY)
-    with pytest.raises(ConversationError, match=r"requests\.jsonl:1: several outputs have its custom_id"):
+    with pytest.raises(InputError, match=r"requests\.jsonl:1: several outputs have its custom_id"):
         read_conversations(tmp_path)
     found = read_conversations(tmp_path, skip_bad=True)
     assert (len(found.conversations), len(found.skipped)) == (1, 2)
@@ -324,5 +325,5 @@ def test_a_user_in_the_metadata_that_is_no_name_is_passed_over(user_id: Any) -> 
 
 
 def test_a_batch_of_no_chats_is_refused() -> None:
-    with pytest.raises(ConversationError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
+    with pytest.raises(InputError, match=r"log.jsonl:1: url is str '/v1/embeddings'; wanted a chat\."):
         read_one({"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "Go"}})

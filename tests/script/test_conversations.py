@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from runner import files
+from runner.files import InputError
 from runner.script import conversation_reader
-from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation import Conversation
 from runner.script.conversation_reader import read_conversations
 
 BRIEF = {"role": "system", "content": "Be brief."}
@@ -29,7 +31,7 @@ def write(path: Path, *values: Any) -> Path:
 
 
 def error_of(path: Path, **options: Any) -> str:
-    with pytest.raises(ConversationError) as caught:
+    with pytest.raises(InputError) as caught:
         read_conversations(path, **options)
     line = str(caught.value)
     assert "\n" not in line
@@ -193,9 +195,9 @@ BAD_RECORDS = [
     ({"conversations": [{"value": ""}]}, "message 0 has role missing; wanted one of system, "),
     ({"conversations": [{"from": "human", "value": 1}]}, "message 0 has value int 1; wanted text."),
     ({"turns": [1]}, "message 0 is int 1; wanted an object with speaker and utterance."),
-    ('{"messages": [{"role": "user", "content": NaN}]}', "holds NaN, which is not JSON; wanted a number or null."),
+    ('{"messages": [{"role": "user", "content": NaN}]}', "message 0 has content float nan; wanted text."),
     ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 holds the lone surrogate U+D800 at char"),
-    ("[" * 100_000, "nested too deeply; wanted a conversation."),
+    ("[" * 100_000, "nested too deeply; wanted fewer levels."),
     ('{"n": ' + "1" * 5000 + "}", "not usable JSON (Exceeds the limit"),
     ("[] []", "text after the end of the JSON value (column 3); wanted one per line."),
     ({"history": "none"}, "history is str 'none'; wanted a list of messages."),
@@ -281,9 +283,9 @@ def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) ->
 
 
 def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_reader, "MAX_RECORD_CHARS", 200)
+    monkeypatch.setattr(files, "MOST_RECORD_BYTES", 200)
     path = write(tmp_path / "chat.jsonl", [HELLO], [{"role": "user", "content": "a" * 300}], [HELLO])
-    assert error_of(path) == "chat.jsonl:2: the line has 333 characters; wanted at most 200."
+    assert error_of(path) == "chat.jsonl:2: the line is too long; wanted at most 200 bytes."
     assert len(read_conversations(path, skip_bad=True).conversations) == 2
 
 
@@ -377,14 +379,14 @@ def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: P
     assert [each.messages for each in read_conversations(tmp_path).conversations] == [(HELLO,), (HELLO,)]
     assert [each.source for each in read_conversations(packed).conversations] == ["a.jsonl.gz:1"]
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert error_of(packed).startswith("a.jsonl.gz: cannot be read (Compressed file ended")
+    assert error_of(packed).startswith("a.jsonl.gz:1: cannot be read (Compressed file ended")
 
 
 def test_a_packed_file_is_unpacked_no_further_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_reader, "MAX_UNPACKED_BYTES", 100)
+    monkeypatch.setattr(conversation_reader, "MOST_UNPACKED_BYTES", 100)
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps([{**HELLO, "content": "a" * 100}]).encode()))
-    assert error_of(path) == "a.json.gz: has more than 100 bytes; wanted at most so many."
+    assert error_of(path) == "a.json.gz: has more than 100 bytes; wanted a file of conversations of at most so many."
     path.write_bytes(gzip.compress(b" " * (32 << 20)))
     tracemalloc.start()
     error_of(path)

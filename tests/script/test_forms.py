@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.files import InputError
 from runner.script import conversation
-from runner.script.conversation import Conversation, ConversationError
+from runner.script.conversation import Conversation
 from runner.script.conversation_formats import FORMS
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import requests_of, schedule
@@ -330,7 +331,7 @@ def test_a_tree_that_is_none_or_has_too_many_paths_is_refused(
     monkeypatch.setattr(conversation, "FEW_MESSAGES", 0)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConversationError, match=f"rows.jsonl:1: {wanted}"):
+    with pytest.raises(InputError, match=f"rows.jsonl:1: {wanted}"):
         read_conversations(path)
 
 
@@ -447,7 +448,7 @@ def read_or_refused(text: str) -> None:
         path.write_text(text)
         try:
             conversations = read_conversations(path).conversations
-        except ConversationError as error:
+        except InputError as error:
             line = str(error)
             assert "\n" not in line
             # A file without a record has no line to name.
@@ -494,10 +495,10 @@ def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> No
     path = tmp_path / "a.json"
     for depth in (150, 400, 900, 100_000):
         path.write_text(opening + '[{"content": ' * depth)
-        with pytest.raises(ConversationError, match=r"a\.json:1: "):
+        with pytest.raises(InputError, match=r"a\.json:1: "):
             read_conversations(path)
         call = {"function": {"name": "f", "arguments": {}}}
         message = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}])
         path.write_text(message.replace('"arguments": {}', '"arguments": ' + '{"a": ' * depth + "1" + "}" * depth))
-        with pytest.raises(ConversationError, match=r"a\.json:1: .*nested too deeply"):
+        with pytest.raises(InputError, match=r"a\.json:1: .*nested too deeply"):
             read_conversations(path)

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 
 from radixcache.observe.trace import FORMAT
-from runner.traces.trace import MOST_RECORD_BYTES, Pace, Trace, TraceError, infer_turns, join_traces
+from runner.files import MOST_RECORD_BYTES, InputError
+from runner.traces.trace import Pace, Trace, infer_turns, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
 from tests.simulate.made import made, words
@@ -103,7 +104,7 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
 )
 def test_bad_line_is_named_with_file_and_line(tmp_path, bad: Any, message: str) -> None:
     path = write(tmp_path / "trace.jsonl", line(5), bad, line(5, ids=[0, 2]))
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(InputError) as raised:
         read_trace(path)
     assert str(raised.value).startswith(f"{path}:2: ")
     assert message in str(raised.value)
@@ -118,7 +119,7 @@ def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
     assert [message.split(" ")[0].rpartition(":")[0].rpartition(":")[2] for message in trace.skipped] == ["2", "4"]
     assert [request.time_ms for request in trace.requests] == [5, 6, 7]
     assert_invariants(trace)
-    with pytest.raises(TraceError, match="no request found; the first of 1 skipped"):
+    with pytest.raises(InputError, match="no request found; the first of 1 skipped"):
         read_trace(write(tmp_path / "t.jsonl", line(tokens=9999)), skip_bad=True)
 
 
@@ -128,7 +129,7 @@ def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path)
     path.write_bytes(b"\xef\xbb\xbf" + lines[0] + b"\r\n" + lines[1] + b"\r\n")
     assert [request.time_ms for request in read_trace(path).requests] == [0, 1]
     path.write_bytes(lines[0] + b"\n" + lines[1] + b"\xff\n")
-    with pytest.raises(TraceError, match=r"t\.jsonl:2: byte 0xff at offset 78 is not UTF-8"):
+    with pytest.raises(InputError, match=r"t\.jsonl:2: byte 0xff at offset 78 is not UTF-8"):
         read_trace(path)
 
 
@@ -220,7 +221,7 @@ def test_a_unit_of_times_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_bytes(compact_bytes(made([[1, 2], [1, 3]], 4)))
     assert len(read_trace(file).requests) == 2
-    with pytest.raises(TraceError, match=r"own\.jsonl: the times of a .* trace have a unit\. Leave --time-unit out\."):
+    with pytest.raises(InputError, match=r"own\.jsonl: the times of a .* trace have a unit\. Leave --time-unit out\."):
         read_trace(file, time_unit="seconds")
 
 
@@ -253,7 +254,7 @@ def test_a_form_without_ids_is_refused_by_its_name(tmp_path, text: str, name: st
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(
-        TraceError, match=rf"table\.csv:1: is .*{name}.*: lengths and arrivals, but no hash_ids"
+        InputError, match=rf"table\.csv:1: is .*{name}.*: lengths and arrivals, but no hash_ids"
     ) as raised:
         read_trace(path)
     assert "\n" not in str(raised.value)
@@ -347,7 +348,7 @@ def test_any_file_is_read_or_refused_with_its_name_in_bounded_memory(
     tracemalloc.start()
     try:
         assert_invariants(read_trace(path, skip_bad=skip_bad))
-    except TraceError as error:
+    except InputError as error:
         refusal = str(error)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -362,13 +363,15 @@ def test_a_line_and_a_session_that_are_too_long_are_refused_before_they_are_in_m
     with path.open("ab") as file:
         file.truncate(MOST_RECORD_BYTES + (2 << 20))
     tracemalloc.start()
-    with pytest.raises(TraceError, match=r"m\.jsonl:3: the line is too long; wanted at most 67,108,864 bytes"):
+    with pytest.raises(InputError, match=r"m\.jsonl:3: the line is too long; wanted at most 67,108,864 bytes"):
         read_trace(path)
     assert tracemalloc.get_traced_memory()[1] < 3 * MOST_RECORD_BYTES
     tracemalloc.stop()
     big = session(tmp_path / "s.json", ask(0, 64, [1]))
     os.truncate(big, MOST_RECORD_BYTES + 1)
-    with pytest.raises(TraceError, match=r"s\.json: the session is too long; wanted at most 67,108,864 bytes"):
+    with pytest.raises(
+        InputError, match=r"s\.json: has more than 67,108,864 bytes; wanted a session of at most so many"
+    ):
         read_trace(big)
 
 
@@ -432,11 +435,11 @@ def test_sessions_share_no_block_and_start_by_a_seeded_poisson_process(tmp_path)
 )
 def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str) -> None:
     path = session(tmp_path / "s.json", request_, ask(1, 64, [9]))
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(InputError) as raised:
         read_trace(path)
     assert str(raised.value).startswith(f"{path}:1: ")
     path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(InputError) as raised:
         read_trace(path)
     # Behind the lines of `{`, `id`, `block_size` and `requests`.
     assert str(raised.value).startswith(f"{path}:5: ")
@@ -452,7 +455,7 @@ def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> N
 
 def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
     first, second = (session(tmp_path / f"{name}.json", ask(0, 64, [1]), id="same") for name in "ab")
-    with pytest.raises(TraceError) as raised:
+    with pytest.raises(InputError) as raised:
         read_trace(tmp_path)
     assert str(raised.value) == f"{second}:1: the id 'same' was already used at {first}:1; wanted distinct ids."
     trace = read_trace(tmp_path, skip_bad=True)
@@ -463,14 +466,14 @@ def test_subagents_without_end_are_refused(tmp_path) -> None:
     inner: dict[str, Any] = ask(0, 64, [1])
     for _ in range(40):
         inner = {"t": 0, "type": "subagent", "requests": [inner]}
-    with pytest.raises(TraceError, match=r"requests\[0\] is a sub-agent, 16 sub-agents deep; wanted fewer"):
+    with pytest.raises(InputError, match=r"requests\[0\] is a sub-agent, 16 sub-agents deep; wanted fewer"):
         read_trace(session(tmp_path / "s.json", inner))
 
 
 def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
     session(tmp_path / "a.json", ask(0, 64, [1]))
     session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
-    with pytest.raises(TraceError, match=r"b\.json:1: block_size is 32; wanted 64"):
+    with pytest.raises(InputError, match=r"b\.json:1: block_size is 32; wanted 64"):
         read_trace(tmp_path)
 
 
@@ -504,7 +507,7 @@ def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> N
         {"id": "b", "messages": talk(long, "A tree.", "Why?")},
     ]
     path = write(tmp_path / "talks.jsonl", *records)
-    with pytest.raises(TraceError, match=r"Give --model to cut them into blocks"):
+    with pytest.raises(InputError, match=r"Give --model to cut them into blocks"):
         read_trace(path)
     trace = read_trace(path, tokenizer=tiny_tokenizer(), block_tokens=32)
     assert (trace.block_tokens, trace.is_timing_synthetic) == (32, True)
@@ -528,7 +531,7 @@ def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -
     trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
     assert len(trace.requests) == 1
     assert trace.notes == ("left out of the prompts, since chat templates have no text for them: 1 image_url.",)
-    with pytest.raises(TraceError, match=r"broken\.gz: cannot be read \(Compressed file ended"):
+    with pytest.raises(InputError, match=r"broken\.gz:1: cannot be read \(Compressed file ended"):
         read_trace(tmp_path / "broken.gz")
 
 
@@ -543,25 +546,26 @@ def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
         ("empty.jsonl", "the file is empty; wanted a trace."),
         ("folder", "no .json, .jsonl file in the folder; wanted a trace."),
     ):
-        with pytest.raises(TraceError) as raised:
+        with pytest.raises(InputError) as raised:
             read_trace(tmp_path / name)
         assert str(raised.value) == f"{tmp_path / name}: {message}"
-    with pytest.raises(TraceError, match=r"cannot be read \(File name too long\)"):
+    with pytest.raises(InputError, match=r"cannot be read \(File name too long\)"):
         read_trace("x" * 5000)
     packed = gzip.compress(b"".join(json.dumps(line(at)).encode() + b"\n" for at in range(50)))
     for name, content, message in (
-        ("cut.gz", packed[:-12], "cannot be read .*end-of-stream"),
+        ("cut.gz:50", packed[:-12], "cannot be read .*end-of-stream"),
         ("twice.gz", gzip.compress(packed), "is compressed; wanted gzip, or an unpacked file"),
         ("other.zip", b"PK\x03\x04", "is compressed; wanted gzip, or an unpacked file"),
     ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(TraceError, match=rf"{name}: {message}"):
-            read_trace(tmp_path / name)
+        path = tmp_path / name.partition(":")[0]
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{name}: {message}"):
+            read_trace(path)
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(TraceError, match=r"table\.csv:1: not JSON; wanted a trace"):
+    with pytest.raises(InputError, match=r"table\.csv:1: not JSON; wanted a trace"):
         read_trace(tmp_path / "table.csv")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(TraceError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
+    with pytest.raises(InputError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
         read_trace(tmp_path / "pipe.jsonl")
     with pytest.raises(ValueError, match="no trace was given"):
         read_trace()
@@ -571,7 +575,7 @@ def test_files_of_a_folder_that_are_no_traces_can_be_skipped(tmp_path) -> None:
     session(tmp_path / "a.json", ask(0, 64, [1]))
     (tmp_path / "b.json").write_text("")
     (tmp_path / "c.json").write_text("notes")
-    with pytest.raises(TraceError, match=r"b\.json: the file is empty"):
+    with pytest.raises(InputError, match=r"b\.json: the file is empty"):
         read_trace(tmp_path)
     trace = read_trace(tmp_path, skip_bad=True)
     assert (len(trace.requests), len(trace.skipped)) == (1, 2)
@@ -579,7 +583,7 @@ def test_files_of_a_folder_that_are_no_traces_can_be_skipped(tmp_path) -> None:
 
 def test_format_is_told_by_content_also_where_the_first_line_is_broken(tmp_path) -> None:
     mooncake = write(tmp_path / "m.json", "{broken", line(block_size=512), line())
-    with pytest.raises(TraceError, match=r"m\.json:1: not JSON"):
+    with pytest.raises(InputError, match=r"m\.json:1: not JSON"):
         read_trace(mooncake)
     assert len(read_trace(mooncake, skip_bad=True, block_tokens=512).requests) == 2
     compact = tmp_path / "c.txt"
@@ -614,7 +618,7 @@ def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
     assert trace.name == "m+m"
     assert_invariants(trace)
     small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
-    with pytest.raises(TraceError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
+    with pytest.raises(InputError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
         join_traces([small, large])
 
 
