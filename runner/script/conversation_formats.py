@@ -118,18 +118,23 @@ def expanded(value: Any) -> list[Any]:
     return [value]
 
 
+def form_of(value: Any) -> Form | None:
+    return next((form for form in FORMS if form.has(value)), None)
+
+
 def joining_form(values: Iterable[Any]) -> Form | None:
     """The form whose conversations are several records of a file, if one of the first records says so."""
-    found = (next((form for form in FORMS if form.has(value)), None) for value in values)
-    return next((form for form in found if form and form.join), None)
+    return next((form for form in map(form_of, values) if form and form.join), None)
 
 
 def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
     """Yield the conversations of one record. InputError: the record is wrong, or its form is not known."""
     record = {"messages": value} if isinstance(value, list) else value
-    form = next((form for form in FORMS if form.has(record)), None)
+    form = form_of(record)
     if form is None:
         raise _unknown(record, origin)
+    if form.join is not None:
+        raise InputError(f"{origin.where}: is of {form.name}, in a file of another form; wanted a file of its own.")
     if form.read is None:
         yield from _conversations(record, form, origin)
     else:
@@ -418,7 +423,10 @@ def _read_oasst_tree(record: dict[str, Any], origin: Origin) -> Iterator[dict[st
 def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
     trees: dict[str, list[Record]] = {}
     for record in records:
-        trees.setdefault(str(record.value.get("message_tree_id")), []).append(record)
+        if form_of(record.value) is None:
+            yield record
+        else:
+            trees.setdefault(str(record.value.get("message_tree_id")), []).append(record)
     for rows in trees.values():
         nodes = {str(row.get("message_id")): {**row, "parent": row.get("parent_id")} for row, _ in rows}
         yield Record({"id": rows[0].value.get("message_tree_id"), "mapping": nodes}, rows[0].origin)

@@ -27,7 +27,7 @@ from runner.files import (
     read_text,
 )
 from runner.script.conversation import Conversation, Origin, Record
-from runner.script.conversation_formats import OUTPUT_KEYS, expanded, is_message, joining_form, parse_record
+from runner.script.conversation_formats import OUTPUT_KEYS, expanded, form_of, is_message, joining_form, parse_record
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
@@ -202,12 +202,16 @@ def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Or
     if form is None or form.join is None:
         yield from chain(first, found)
         return
-    every = [*first, *found]
-    yield from (each for each in every if not isinstance(each[0], dict))
+    own: list[Record] = []
+    for value, origin in chain(first, found):
+        if isinstance(value, dict) and form_of(value) in (form, None):
+            own.append(Record(value, origin))
+        else:
+            yield value, origin
     try:
-        yield from form.join([Record(*each) for each in every if isinstance(each[0], dict)])
+        yield from form.join(own)
     except InputError as error:
-        yield error, every[0][1]
+        yield error, own[0].origin
 
 
 def _split(text: str, path: Path) -> Iterable[JsonRecord]:

@@ -364,6 +364,40 @@ def test_files_of_openai_messages_are_no_rows_of_a_tree(tmp_path: Path) -> None:
     assert read_conversations(path).conversations[0].messages == ({"role": "user", "content": "a"},)
 
 
+def test_rows_of_trees_trees_and_chats_may_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    first, second = branches(None, 0)
+    tree = {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "T"}}
+    chat = {"messages": [{"role": "user", "content": "C"}]}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (first, tree, chat, second)))
+    found = read_conversations(path).conversations
+    assert [(each.source, [message["content"] for message in each.messages]) for each in found] == [
+        ("mixed.jsonl:2", ["T"]), ("mixed.jsonl:3", ["C"]), ("mixed.jsonl:1", ["0", "1"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("foreign", [{"a": 1}, {"message_id": "m", "role": "prompter"}])
+def test_a_record_that_is_no_row_of_a_tree_is_refused_or_skipped_by_its_line(foreign: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (*branches(None, 0), foreign)))
+    with pytest.raises(InputError, match=r"rows\.jsonl:3: no known form of conversation \(keys: "):
+        read_conversations(path)
+    result = read_conversations(path, skip_bad=True)
+    assert (len(result.conversations), len(result.skipped)) == (1, 1)
+
+
+@pytest.mark.parametrize("late", [branches(None)[0], {"type": "user", "sessionId": "s", "uuid": "u"}])
+def test_a_row_far_behind_the_beginning_of_a_file_of_another_form_is_refused_by_its_line(
+    late: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [{"messages": [{"role": "user", "content": "C"}]}] * 120
+    path.write_text("".join(json.dumps(each) + "\n" for each in (*chats, late)))
+    with pytest.raises(InputError, match=r"chats\.jsonl:121: is of .*, in a file of another form; wanted a file of"):
+        read_conversations(path)
+    assert len(read_conversations(path, skip_bad=True).conversations) == 120
+
+
 def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> None:
     image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"}
     contents = [
