@@ -196,6 +196,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
         is_request=is_request,
     )
     system = record.get("system")
+    require_unicode(system, f"{where}: system")
     has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
     beginning = [{"role": "system", "content": system}] if has_system else []
     parents = {name: found_in(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}

@@ -25,7 +25,7 @@ from radixcache.speculate.suffix_index import SuffixIndex
 from radixcache.tokens import TokenIds
 from radixcache.tree.radix_tree import RadixTree
 from runner.files import InputError
-from runner.script.conversation import Conversation
+from runner.script.conversation import Conversation, json_of
 from runner.script.schedule import requests_of
 from runner.script.script import recorded_reply
 from runner.simulate.rows import Column, cells
@@ -191,8 +191,7 @@ def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     texts = [message["content"]] if message.get("content") else []
     for call in calls:
         function = call["function"]
-        arguments = function.get("arguments", {})
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        arguments = json_of(function.get("arguments") or {})
         spelled = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         texts.append(f"<tool_call>\n{spelled}\n</tool_call>")
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(texts)}

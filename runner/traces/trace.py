@@ -183,7 +183,8 @@ class KeyTable:
                 return index
             previous = number
         if len(set(ids)) < len(ids):
-            return next(index for index, block_id in enumerate(ids) if block_id in ids[:index])
+            first = dict(zip(reversed(ids), reversed(range(len(ids))), strict=True))
+            return next(index for index, block_id in enumerate(ids) if first[block_id] < index)
         return None
 
     def keys(self, ids: Sequence[Hashable], *, unhashed_tail: bool = False) -> Keys:

@@ -200,6 +200,19 @@ BAD_RECORDS = [
     ("[" * 100_000, "nested too deeply; wanted fewer levels."),
     ('{"n": ' + "1" * 5000 + "}", "not usable JSON (Exceeds the limit"),
     ("[] []", "text after the end of the JSON value (column 3); wanted one per line."),
+    (
+        {"messages": [HELLO], "tools": [{"name": "f", "n": float("inf")}]},
+        "tool 0 holds inf; wanted a number that JSON has.",
+    ),
+    ({"messages": [HELLO], "tools": '[{"name": "f", "n": NaN}]'}, "tool 0 holds nan; wanted a number that JSON has."),
+    (
+        {"conversations": [{"from": "human", "value": "a"}], "system": "\ud800"},
+        "system holds the lone surrogate U+D800 at character 0 of a text; wanted valid UTF-8.",
+    ),
+    (
+        {"system": "", "messages": [{"role": "user", "content": [{"content_type": "text", "text": "a"}]}]},
+        "messages.0.user.content.0: Unable to extract tag using discriminator 'type'",
+    ),
     ({"history": "none"}, "history is str 'none'; wanted a list of messages."),
     ({"turns": [{"speaker": "BOT", "utterance": "?"}]}, "message 0 has speaker str 'BOT'; wanted one of user, system."),
     (

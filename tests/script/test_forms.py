@@ -488,7 +488,9 @@ def read_or_refused(text: str) -> None:
             # A file without a record has no line to name.
             assert re.match(rf"{re.escape(str(path))}:(\d+: | no conversation found\.| the file is empty)", line), line
         else:
-            assert all(json.dumps(request.messages).encode() for request in schedule(conversations))
+            for request in schedule(conversations):
+                given = [request.messages, request.tools, dict(request.arguments), request.user, request.source]
+                assert json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
 
 
 @settings(max_examples=150, deadline=None)

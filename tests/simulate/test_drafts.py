@@ -73,6 +73,12 @@ def test_calls_that_the_template_leaves_out_are_counted_as_text_of_the_reply(age
     assert "It is sunny." in texts[1]
 
 
+def test_arguments_of_a_call_that_are_not_json_are_shown_as_they_are(agents: Path) -> None:
+    agents.write_text(agents.read_text().replace('place\\": ', "place: "))
+    _, _, reply = next(recorded_turns(read_conversations(agents).conversations, tiny_tokenizer()))
+    assert "{place: " in tiny_tokenizer().decode(reply).replace('\\"', "")
+
+
 def test_what_a_template_writes_behind_the_end_of_a_reply_is_not_counted(
     agents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,12 @@ def test_skipped_lines_are_counted_and_leave_no_trace(tmp_path) -> None:
         read_trace(write(tmp_path / "t.jsonl", line(tokens=9999)), skip_bad=True)
 
 
+def test_a_long_row_with_an_id_twice_is_refused_in_no_time(tmp_path) -> None:
+    ids = [*range(100_000), 99_999]
+    with pytest.raises(InputError, match=r"m\.jsonl:1: hash id 99999 \(index 100000\) follows another prefix"):
+        read_trace(write(tmp_path / "m.jsonl", line(0, 512 * len(ids), ids)))
+
+
 def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path) -> None:
     path = tmp_path / "t.jsonl"
     lines = [json.dumps(each).encode() for each in (line(0), line(1, ids=[0, 2]))]
