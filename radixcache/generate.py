@@ -22,7 +22,7 @@ from radixcache.chat_parts import Chat
 from radixcache.layers.trials import BothModels
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session
-from radixcache.settings import is_whole
+from radixcache.settings import is_whole, require_count
 from radixcache.speculate.drafting import Drafted, Drafting
 from radixcache.speculate.pace import MODEL, MOST_PROPOSED, Proposal
 from radixcache.speculate.suffix_index import TAIL_TOKENS
@@ -96,8 +96,8 @@ def stream_generate(
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
-        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, or `embed` without `keys` or with
-            drafts; `speculate` or `prediction` with an exact cache.
+        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, num_draft_tokens is below 0, or
+            `embed` without `keys` or with drafts; `speculate` or `prediction` with an exact cache.
         CacheBusyError: every live slot of the cache is taken.
     """
     if not isinstance(cache, PrefixCache):
@@ -107,6 +107,7 @@ def stream_generate(
             raise ValueError(f"{name} cannot be used together with cache=: {REFUSED[name]}.")
     if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
+    require_count("num_draft_tokens", kwargs.get("num_draft_tokens", 0), "tokens", least=0)
     if embed is not None and (keys is None or (draft_model, speculate, prediction) != (None,) * 3):
         raise ValueError(
             "embed= needs keys=, as equal tokens may have different embeddings, and no draft_model, speculate= or "

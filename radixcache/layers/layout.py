@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -174,6 +175,11 @@ class Layout:
                 self.shapes[index] = adapter.shapes(cache)
         self._in_use = in_use
         self._note_use(in_use)
+        if self.stored_bits and all(
+            self.stored_leaf_bytes(leaf) == self.leaf_bytes(leaf) for leaf in range(len(pairs))
+        ):
+            why = "no layer has keys and values in floating point whose heads have a multiple of 32 elements"
+            warnings.warn(f"stored_bits={self.stored_bits} changes nothing: {why}.", RuntimeWarning, stacklevel=2)
 
     def take_over(self, shapes: Sequence[Any]) -> None:
         """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already."""

@@ -135,6 +135,8 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int], namespace: str = "") -> None:
         """Go on with the run that was added last, if it is of this namespace; a few tokens in pure Python."""
+        if not len(tokens):
+            return
         view, capacity, number = self._id_view, self.capacity, self._number(namespace)
         is_ours = bool(self._owners) and self._owners[-1] == number
         start, end = self._span(len(self._starts) - 1) if is_ours else (self._end, self._end)

@@ -184,7 +184,7 @@ def count_drafts(options: TraceOptions, token_cost: float) -> tuple[list[Any], d
                 count.add(prompt, reply)
             replies += 1
             lines.tell(lambda: f"drafting: {replies:,} replies of {plural(len(conversations), 'conversation')}")  # noqa: B023
-    require(replies > 0, "--speculate: no conversation has a recorded reply.")
+    require(counts[0].row.replies > 0, "--speculate: no conversation has a recorded reply of two tokens or more.")
     spells_calls = any(leaves_calls_out(each, tokenizer) for each in conversations)
     return drafting_report([each.row for each in counts], spells_calls=spells_calls)
 

@@ -41,8 +41,9 @@ class Checked(BaseModel):
 def first_finding(errors: Sequence[Any]) -> tuple[str, str]:
     """The wrong field in the first of pydantic's findings, and what is wrong."""
     first = errors[0]
-    # Pydantic also names types, such as literal['auto','none'], and [key].
-    field = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
+    # Pydantic also names types, such as literal['auto','none'] and, at the end, str, and [key].
+    place = first["loc"][:-1] if first["loc"][-1:] == ("str",) else first["loc"]
+    field = ".".join(str(part) for part in place if part != "body" and "[" not in str(part))
     return field, first["msg"].removeprefix("Value error, ")
 
 

@@ -557,6 +557,7 @@ class ReplyForm:
     has_logprobs: bool = False
     has_counted_logprobs: bool = False
     include_usage: bool = False
+    has_prediction: bool = False
 
 
 class OpenAIReply:
@@ -619,7 +620,7 @@ class OpenAIReply:
         accepted, rejected = (
             sum(getattr(each, f"{how}_tokens") for each in records) for how in ("accepted", "rejected")
         )
-        if accepted or rejected:
+        if accepted or rejected or self._form.has_prediction:
             named = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
             usage["completion_tokens_details"] = named
         return usage
@@ -707,6 +708,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             has_logprobs=requests[0].has_logprobs,
             has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
             include_usage=body.stream_options.get("include_usage", False),
+            has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
         )
         return await service.answer_all(
             http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream

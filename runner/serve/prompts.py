@@ -58,7 +58,7 @@ class RenderedPrompt:
         parts: where each part ends, and its name; empty: not known, see `part_at`.
         chat: what the template took; None: there is no template.
         echo: its text, if the request wants it with the reply.
-        prediction: the reply that the client expects, in tokens; None: it expects none.
+        prediction: the reply that the client expects, in tokens; None: it expects none, or there are images.
     """
 
     tokens: list[int]
@@ -121,7 +121,7 @@ def prompt_of(
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
-        if request.prediction:
+        if request.prediction and prompt.vision is None:
             predicted = tokenizer.encode(request.prediction, add_special_tokens=False)
             prompt = replace(prompt, prediction=predicted)
     except ApiError:

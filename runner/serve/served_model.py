@@ -510,7 +510,7 @@ class ServedModel:
             prefill_step_size=self._options.prefill_step_size,
             prompt_progress_callback=progress,
             num_draft_tokens=opened.request.num_draft_tokens,
-            speculate=self._options.drafts,
+            speculate=self._options.drafts if prompt.vision is None else None,
             prediction=prompt.prediction,
         )
         outcome: FinishReason | None = None

@@ -69,7 +69,7 @@ def test_a_prediction_changes_no_reply_and_its_share_is_in_the_usage(more: dict[
     with application(speculate="none") as (app, _), local_client(app) as client:
         for sampling in ({}, {"temperature": 1.0, "seed": 11, "frequency_penalty": 0.3, "logit_bias": LETTERS}):
             plain = ask(client, **more, **sampling)
-            assert drafted(plain) == (0, 0)
+            assert "completion_tokens_details" not in plain["usage"]
             text = plain["choices"][0]["message"]["content"]
             content: Any
             for content, is_right in (
@@ -77,19 +77,25 @@ def test_a_prediction_changes_no_reply_and_its_share_is_in_the_usage(more: dict[
                 ([{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}], True),
                 (f"{text[:6]}#{text[7:]}", False),
                 ("something else", False),
+                ("", False),
             ):
                 found = ask(client, **more, **sampling, prediction={"type": "content", "content": content})
                 assert found["choices"][0]["message"]["content"] == text
                 assert not is_right or drafted(found)[0] > 0
+                assert len(found["usage"]["completion_tokens_details"]) == 2
                 assert found["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
 
 
 def test_a_prediction_of_another_form_is_refused_by_name() -> None:
     with application() as (app, _), local_client(app) as client:
-        for prediction, where in (("text", "prediction"), ({"type": "file", "content": "x"}, "prediction.type")):
+        for prediction, where in (
+            ("text", "prediction"),
+            ({"type": "file", "content": "x"}, "prediction.type"),
+            ({"type": "content", "content": None}, "prediction.content"),
+        ):
             answer = client.post(CHAT, json={"messages": [USER], "prediction": prediction})
             assert answer.status_code == 400
-            assert where in answer.text
+            assert answer.json()["error"]["param"] == where
 
 
 @pytest.mark.parametrize("options", [{"kv_bits": 8}, {"verify": 1.0}])

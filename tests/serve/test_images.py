@@ -76,6 +76,15 @@ def test_a_reply_is_that_of_mlx_lm_with_the_images_embeddings(loaded, folder, op
     assert expected(loaded, asking(ONE), ONE) != expected(loaded, asking(TWO), TWO)
 
 
+@pytest.mark.parametrize("speculate", ["tree", "prompt"])
+def test_nothing_is_drafted_for_images_though_the_server_drafts(loaded, folder, speculate):
+    with running(model=folder, speculate=speculate) as thread:
+        for prediction in ("", "as before"):
+            found = Waiting(thread, messages=asking(ONE), prediction=prediction)
+            assert found.tokens == expected(loaded, asking(ONE), ONE)
+            assert not found.record.drafted
+
+
 def test_a_second_turn_reuses_the_first_and_does_not_look_at_its_images_again(loaded, shared, looked):
     messages = asking(ONE, TWO)
     first = Waiting(shared, messages=messages, namespace="turns")

@@ -304,3 +304,19 @@ def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[s
     with pytest.raises(ValueError, match=r"speculate is 'trie'; wanted .tree., .prompt. or None"):
         stream_generate(model, tiny_tokenizer(), PROMPT, cache=PrefixCache(model), **{"speculate": "trie"})
     assert cache.stats.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"prediction": 5}, "prediction has 0 dimensions"),
+        ({"prediction": ["as", "before"]}, r"prediction\[0\] is 'as'; wanted an integer"),
+        ({"prediction": {"a": 1}}, "prediction has 0 dimensions"),
+        ({"draft_model": tiny_model("llama"), "num_draft_tokens": -1}, "num_draft_tokens is -1; wanted"),
+    ],
+    ids=str,
+)
+def test_drafts_of_a_wrong_form_are_refused_by_name(more: dict[str, Any], found: str) -> None:
+    cache = PrefixCache(tiny_model("llama"))
+    with pytest.raises(ValueError, match=found):
+        stream_generate(tiny_model("llama"), tiny_tokenizer(), PROMPT, cache=cache, **more)

@@ -111,6 +111,11 @@ def test_what_cannot_be_counted_is_one_line(command: Command, agents: Path, tmp_
     cost = command("simulate", agents, "--speculate", "--model", "tiny", "--draft-token-cost", "-1")
     assert cost[0] == 2
     assert "--draft-token-cost is -1; wanted 0 to 1." in cost[2]
+    silent = tmp_path / "silent.json"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    silent.write_text(json.dumps([{"messages": messages}]))
+    status, _, err = command("simulate", silent, "--speculate", "--model", "tiny")
+    assert (status, "no conversation has a recorded reply of two tokens or more" in err) == (2, True)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 900, "output_length": 80, "hash_ids": [1, 2]}\n')
     status, _, err = command("simulate", trace, "--speculate", "--model", "tiny")

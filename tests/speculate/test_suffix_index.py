@@ -181,6 +181,7 @@ def test_a_prompt_added_at_once_token_by_token_and_in_batches_is_found_alike(see
     while at < len(tokens):
         count = draw.choice([1, 5, 40, 64])
         batched.extend(tokens[at : at + count])
+        batched.extend([], "nobody")
         batched.check()
         at += count
     for _ in range(100):

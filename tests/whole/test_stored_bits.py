@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -285,9 +286,20 @@ def test_a_copy_that_fails_leaves_nothing_wrong(method: str, times: int, monkeyp
         at += 2
 
 
+def test_a_cache_that_cannot_round_anything_says_so_once() -> None:
+    model = shared_model("mamba2")
+    cache = PrefixCache(model, stored_bits=8)
+    with pytest.warns(RuntimeWarning, match="stored_bits=8 changes nothing: no layer has keys and values"):
+        cache.learn(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with cache.begin([1, 2, 3]) as session:
+            session.prefill(model)
+
+
 def test_wrong_settings_are_refused_by_name() -> None:
     model = shared_model("llama")
-    for wrong in (2, 16, "8", True):
+    for wrong in (2, 16, "8", True, 8.0):
         with pytest.raises(ValueError, match="wanted None, 4 or 8"):
             PrefixCache(model, stored_bits=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stored_bits=8 rounds stored state, so exact=True is impossible"):
