@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
 MOST_RECORD_BYTES = 64 << 20  # a longer record fits no model's context, and parsing it takes many times its memory
 BLANK = " \t\r\n"
+_NOT_BLANK = re.compile(f"[^{BLANK}]")
 _PIECE_BYTES = 1 << 16
 
 #: The line where a JSON value begins, from 1, and the value or an InputError in its place.
@@ -179,30 +181,29 @@ def document_records(text: str, start: int, path: Path) -> Iterator[JsonRecord]:
     closing = "]" if text[start] == "[" else ""
     line, at = 1, 0
 
-    def move_to(offset: int) -> None:
+    def next_char(offset: int) -> str:
+        """Move behind the blanks from `offset` on. Returns the character there, "" at the end."""
         nonlocal line, at
-        while offset < len(text) and text[offset] in BLANK:
-            offset += 1
-        line, at = line + text.count("\n", at, offset), offset
+        found = _NOT_BLANK.search(text, offset)
+        before, at = at, found.start() if found else len(text)
+        line += text.count("\n", before, at)
+        return text[at : at + 1]
 
-    move_to(start + len(closing))
-    has_more = text[at : at + 1] != closing
+    has_more = (char := next_char(start + len(closing))) != closing
     while has_more:
         value, end = _parsed(text, at, f"{path}:{line}", path)
         yield line, value
         if isinstance(value, InputError):
             return
-        move_to(end)
-        has_more = text[at : at + 1] == "," if closing else at < len(text)
+        char = next_char(end)
+        has_more = char == "," if closing else char != ""
         if closing and has_more:
-            move_to(at + 1)
-    if closing and text[at : at + 1] != closing:
-        found = f"found {text[at]!r}" if at < len(text) else "the file ends"
+            next_char(at + 1)
+    if closing and char != closing:
+        found = f"found {char!r}" if char else "the file ends"
         yield line, InputError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
-    elif closing:
-        move_to(at + 1)
-        if at < len(text):
-            yield line, InputError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
+    elif closing and next_char(at + 1):
+        yield line, InputError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
 
 
 def is_jsonl(text: str, start: int, path: Path) -> bool:

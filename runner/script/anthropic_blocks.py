@@ -341,9 +341,9 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_text(block: Mapping[str, Any]) -> bool:
-    kind, source = block.get("type"), block.get("source")
+    kind, source = block.get("type", "text"), block.get("source")
     is_file = kind == "document" and isinstance(source, dict) and source.get("type") not in ("text", "content")
-    return (kind is None or kind in _TEXT_BLOCKS) and not is_file
+    return kind in _TEXT_BLOCKS and not is_file
 
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:

@@ -78,17 +78,14 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     if not paths:
         raise ValueError("no conversation file was given; wanted at least one path.")
     found = [file for each in paths for file in input_files(Path(each), SUFFIXES, "conversations")]
-    stems = [path.stem for path in found]
+    stems = Counter(path.stem for path in found)
     conversations: list[Conversation] = []
     errors: list[InputError] = []
     sources: dict[str, str] = {}
     asked: set[bytes] = set()
     replies: set[str] = set()
     # Conversations without an id are named after their file, and its folder if the file's name is not unique.
-    labels = (
-        path.stem if count == 1 else str(path) for path, count in zip(found, map(stems.count, stems), strict=True)
-    )
-    every = (_records(path, label, skip_bad) for path, label in zip(found, labels, strict=True))
+    every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad) for path in found)
     for value, origin in _with_outputs(chain.from_iterable(every)):
         try:
             read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
@@ -183,18 +180,14 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
 
 
 def _records(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
-    """The records of a file, or an error in their place if the file cannot be read."""
-    try:
-        yield from _read_file(path, label, skip_bad)
-    except InputError as error:
-        yield _UnreadableError(str(error)), Origin(path, 1, label)
-
-
-def _read_file(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
-    """Each record's value, or a InputError in its place, and where it comes from."""
+    """Each record's value, or an InputError in its place, and where it comes from; one InputError for a bad file."""
     # With `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record.
     errors = "surrogateescape" if skip_bad else "strict"
-    records = _split(read_text(path, "a file of conversations", MOST_UNPACKED_BYTES, errors), path)
+    try:
+        records = _split(read_text(path, "a file of conversations", MOST_UNPACKED_BYTES, errors), path)
+    except InputError as error:
+        yield _UnreadableError(str(error)), Origin(path, 1, label)
+        return
     values = ((line, value) for line, record in records for value in expanded(record))
     found = ((value, Origin(path, line, f"{printable(label)}#{at}")) for at, (line, value) in enumerate(values))
     first = list(islice(found, PROBED_RECORDS))

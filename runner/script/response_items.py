@@ -255,7 +255,7 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     `left_out` counts the parts that no template has text for, by type, and earlier turns that the body only names.
     """
     left_out = Counter(name for name in ("previous_response_id", "conversation", "prompt") if body.get(name))
-    items = with_texts(as_items(body.get("input")), lambda part: part["type"] in _TEXT_PARTS, left_out)
+    items = with_texts(as_items(body.get("input")), lambda part: part.get("type", "text") in _TEXT_PARTS, left_out)
     chat = ResponseChat.model_validate({**body, "input": items})
     left_out.update(chat.foreign())
     left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.text())

@@ -91,7 +91,9 @@ def read_trace(
     reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
     files: dict[str, list[Path]] = {}
     for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace")):
-        beginning = _beginning(path)
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
+        beginning = bytes(read_beginning(path, "a trace", _PROBE_BYTES))
         try:
             files.setdefault(_format_of(path, beginning), []).append(path)
         except InputError as error:
@@ -162,12 +164,6 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
         output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
         rendered.append((prompt, output_tokens, bool(calls)))
     return rendered
-
-
-def _beginning(path: Path) -> bytes:
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
-    return bytes(read_beginning(path, "a trace", _PROBE_BYTES))
 
 
 def _format_of(path: Path, beginning: bytes) -> str:

@@ -213,6 +213,10 @@ BAD_RECORDS = [
         {"system": "", "messages": [{"role": "user", "content": [{"content_type": "text", "text": "a"}]}]},
         "messages.0.user.content.0: Unable to extract tag using discriminator 'type'",
     ),
+    (
+        {"model": "m", "input": [{"role": "user", "content": [{"content_type": "text", "text": "a"}]}]},
+        "input.0.message.content.0: Unable to extract tag using discriminator 'type'",
+    ),
     ({"history": "none"}, "history is str 'none'; wanted a list of messages."),
     ({"turns": [{"speaker": "BOT", "utterance": "?"}]}, "message 0 has speaker str 'BOT'; wanted one of user, system."),
     (
