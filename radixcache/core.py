@@ -44,10 +44,10 @@ from radixcache.paging.resume import (
 )
 from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
-from radixcache.speculate.drafting import TreeSource
+from radixcache.speculate.drafting import FED_TOKENS, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
-from radixcache.tokens import Keys, Quarantine, TokenIds
+from radixcache.tokens import Keys, KnownTokens, Quarantine, TokenIds
 from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import StateTree
@@ -190,7 +190,10 @@ class Core:
                 request = request._replace(use=self.next_use(use.priority, use.turn, use.kind))
             return self.unquarantined(request.keys, request.namespace)[: request.limit], request.use
 
+        start = self._said_from(request.keys, request.namespace)
         is_read = tier.read(request.namespace, asked)
+        if is_read:
+            self._say_stored(request.keys, start, request.namespace)
         asked()
         return request, tier.rates.timing_move() if is_read else nullcontext()
 
@@ -558,7 +561,9 @@ class Core:
             self.layout.compare(caches)  # Point state cannot be cut back to where the quarantine begins.
             end = len(keys)
         else:
+            start = self._said_from(keys, request.namespace)
             end = self._pager.record_foreign(caches, keys, request.namespace, request.use)
+            self._say_stored(keys[:end], start, request.namespace)
         self.write_store(request.keys[:end], request, 0)
         self.enforce_budget()
         return self._states.match(request.keys[:end], request.namespace).offset
@@ -566,20 +571,36 @@ class Core:
     def tree_source(self, namespace: str = "") -> TreeSource:
         """What was said before in a namespace, as a source of drafts; takes the lock by itself.
 
-        The first call makes the index, from what the tree holds. From then on it gets what requests add to that.
+        The first call makes the index, from what the tree holds. From then on it gets what comes beside that: what
+        requests say, and what is inserted or read from stores.
         """
         with self.lock:
             if self._suffixes is None:
                 self._suffixes = SuffixIndex(self.settings.suffix_index_bytes, vocab_size=self.settings.vocab_size)
                 for node in self._states.tree.nodes():
                     keys = node.last_keys(len(node.edge) + TAIL_TOKENS)
-                    self.add_said(keys, len(keys) - len(node.edge), node.namespace)
+                    self._suffixes.add(keys, node.namespace, context=len(keys) - len(node.edge))
         return TreeSource(self._suffixes, namespace, self.lock)
 
-    def add_said(self, keys: Keys, known_tokens: int, namespace: str) -> None:
-        """Add what a request evaluated to the suffix index, if there is one; the first tokens were in the tree."""
+    def has_said_more(self, known: KnownTokens) -> bool:
+        """Whether a request under way should say now what it knows."""
+        return known.count - known.said_tokens >= FED_TOKENS and self._suffixes is not None
+
+    def say(self, known: KnownTokens, keys: Keys, matched_tokens: int, namespace: str) -> None:
+        """Add the `keys` of a request to the suffix index, if there is one, less those that it had or matched."""
         if self._suffixes is not None:
-            self._suffixes.add(keys, namespace, context=known_tokens)
+            self._suffixes.add(keys, namespace, context=max(matched_tokens, known.said_tokens))
+            known.said_tokens = max(known.said_tokens, len(keys))
+
+    def _said_from(self, keys: Keys, namespace: str) -> int:
+        """How many of these keys the tree has, if there is a suffix index."""
+        return 0 if self._suffixes is None else self._states.match(keys, namespace).offset
+
+    def _say_stored(self, keys: Keys, start: int, namespace: str) -> None:
+        """Add to the suffix index what came into the tree behind `start`, unless it was said before."""
+        end = self._said_from(keys, namespace)
+        if self._suffixes is not None and not self._suffixes.has(keys[start:end], namespace):
+            self._suffixes.add(keys[:end], namespace, context=start)
 
     def write_store(self, keys: Keys, request: PrefixRequest, used: int) -> None:
         """Write to the store what a request left in the tree; it had found the first `used` of these keys there."""

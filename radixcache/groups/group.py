@@ -305,6 +305,7 @@ class Group:
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
                 row.known.report(array, index, index + 1)
+        self._say(rows)
         self._room.measure()
         return logits
 
@@ -410,6 +411,7 @@ class Group:
         self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=is_ragged))
         for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
             row.known.report(its, known, count)
+        self._say(rows)
         self._room.measure()
         return counts
 
@@ -504,6 +506,15 @@ class Group:
             assert found == readers, (found, readers)
         checkpoint_bytes = sum(row.own.nbytes for row in self._room.rows.values())
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
+
+    def _say(self, rows: Sequence[Row]) -> None:
+        """Let the suffix index have what rows said, now and then."""
+        core = self._core
+        for row in rows:
+            if core.has_said_more(row.known):
+                with self._lock:
+                    namespace = row.request.namespace
+                    core.say(row.known, core.unquarantined(row.clean_keys(), namespace), row.matched_tokens, namespace)
 
     def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model

@@ -38,7 +38,7 @@ FOLLOWS = 0.8
 IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
-#: A reply is indexed when so many of its tokens are not, or as soon as these have its last tokens once more.
+#: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
 FED_TOKENS = 256
 #: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
 LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
@@ -71,7 +71,7 @@ class TreeSource:
             return self._index.propose(tail, limit, self._namespace)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing: the reply is added to the index when its request closes."""
+        """Nothing: the session or row of the reply adds it to the index."""
 
 
 class PromptSource:

@@ -178,6 +178,15 @@ class SuffixIndex:
                     return _voted(found, length)
         return NOTHING
 
+    def has(self, tokens: Any, namespace: str = "") -> bool:
+        """Whether the last of these tokens was said before behind the others, as far as they matter."""
+        last = [int(each) for each in tokens[-1 - TAIL_TOKENS :]]
+        number, length = self._numbers.get(namespace), len(last) - 1
+        if number is None or length < TAIL_TOKENS:
+            return False
+        found, _ = self._found(0, _hash_of(last[:-1], number), array("i", last[:-1]).tobytes(), number, 1)
+        return [last[-1]] in found
+
     def clear(self, namespace: str | None = None) -> None:
         """Forget all, or what one namespace said."""
         if namespace is None:

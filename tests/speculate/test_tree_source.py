@@ -1,16 +1,20 @@
-"""A cache's suffix index: made when it is first asked for, fed when requests close, cleared with the cache."""
+"""A cache's suffix index: made when it is first asked for, fed as requests go on, cleared with the cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache
+from radixcache.speculate.drafting import FED_TOKENS
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
+from tests.restarts import Open, opened, reading  # noqa: F401
 
 PROMPT, REPLY, QUESTION = tokens(1, 40), tokens(2, 12), tokens(3, 20)
 CAPACITY = 500
@@ -60,6 +64,72 @@ def test_replies_and_new_parts_of_prompts_are_added_once_when_their_request_clos
     assert proposed(cache, longer[-24:-4]) == list(QUESTION[-4:])
     assert proposed(cache, longer) == list(REPLY[:4])
     assert inside.suffixes(cache).tokens <= before + len(QUESTION) + len(REPLY) + 17  # with the context in front
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_long_reply_is_found_while_it_grows_and_is_added_once(rows: int) -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    reply = [int(each) for each in tokens(2, FED_TOKENS + 60)]
+    assert proposed(cache, PROMPT) == []
+    if rows:
+        with cache.begin_many([PROMPT, QUESTION], capacity=2000) as group:
+            for row in group.rows:
+                group.prefill(model, row)
+            for token in reply:
+                group.step(model, group.rows, [token, 7])
+            assert proposed(cache, reply[:20]) == reply[20:24]
+            group.rows[1].close()
+            before = inside.suffixes(cache).tokens
+    else:
+        with cache.begin(PROMPT) as session:
+            session.prefill(model)
+            for token in [int(PROMPT[-1]), *reply]:
+                session.step(model, [token])
+            assert proposed(cache, reply[:20]) == reply[20:24]
+            assert proposed(cache, reply[:20], "stranger") == []
+            before = inside.suffixes(cache).tokens
+    assert proposed(cache, reply[-20:-4]) == reply[-4:]
+    assert inside.suffixes(cache).tokens <= before + len(PROMPT) + 60 + 17  # with the context in front
+    cache.check()
+
+
+def test_what_is_taken_back_after_it_was_indexed_is_said_anew() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    assert proposed(cache, PROMPT) == []
+    first, second = ([int(each) for each in tokens(seed, 300)] for seed in (2, 3))
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        session.step(model, [int(PROMPT[-1]), *first])
+        session.rewind(len(PROMPT))
+        session.step(model, second)
+    assert proposed(cache, [*PROMPT, *second[:4]]) == second[4:8]
+    assert proposed(cache, second[:40]) == second[40:44]
+    cache.check()
+
+
+def test_what_is_inserted_or_read_from_a_store_is_added_once(opened: Open) -> None:  # noqa: F811
+    model, prompt = tiny_model("llama"), [int(each) for each in tokens(1, 600)]
+    with PrefixCache(model, store=opened()) as cache:
+        said_alone(cache, model, prompt, REPLY)
+        cache.flush()
+    with PrefixCache(model, store=opened()) as cache:
+        assert proposed(cache, prompt[:50]) == []
+        for _ in range(2):
+            with cache.begin([*prompt, 3]) as session:
+                assert session.cached_tokens >= 512
+            assert proposed(cache, prompt[:50]) == prompt[50:54]
+            added = inside.suffixes(cache).tokens
+            cache.reclaim(0)
+        assert added <= len(prompt) + 60  # with the context in front of each part
+        foreign = make_prompt_cache(model)
+        other = [int(each) for each in tokens(5, 60)]
+        model(mx.array([other]), cache=foreign)
+        for _ in range(2):
+            cache.insert(other, foreign)
+            assert proposed(cache, other[:20]) == other[20:24]
+            assert inside.suffixes(cache).tokens == added + len(other)
 
 
 def test_it_outlives_the_state_and_nothing_crosses_a_namespace_until_clear() -> None:
