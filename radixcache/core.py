@@ -231,8 +231,13 @@ class Core:
         return Match(upper, match.offset, [*match.path[:-1], upper])
 
     def foresee(self, keys: Keys, namespace: str) -> Foresight:
-        """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing."""
-        limit, states = len(keys) - 1, self._states
+        """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing.
+
+        Gives the lock up while a store is asked.
+        """
+        limit, states, in_store = len(keys) - 1, self._states, None
+        if self._tier is not None:
+            in_store = self._tier.foresee(self.unquarantined(keys, namespace)[:limit], namespace)
         quarantined_from = self._quarantine.offset(keys, namespace)
         keys = keys[:quarantined_from]
         match = states.match(keys, namespace)
@@ -249,7 +254,6 @@ class Core:
         readable = plan if hidden is None else self._plan(match, keys, limit, live, None)
         windows = self.layout.windows if plan.resume else ()
         stored = tuple((self.layout.layers_of(each), stored_from(self.layout, plan, each)) for each in windows)
-        in_store = None if self._tier is None else self._tier.foresee(keys[:limit], namespace)
         return Foresight(match, plan, readable, stored, quarantined_from, in_store)
 
     def is_resumable(self, keys: Keys, namespace: str) -> bool:

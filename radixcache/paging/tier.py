@@ -189,8 +189,7 @@ class StoreReader:
         again. Raises what a store or its content may raise.
         """
         keys, _ = asked()
-        with self._lock.released():
-            chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        chain = self._asked(keys, namespace)
         match, resume, links = self._missing(keys, namespace, chain)
         if not links:
             return "not stored"
@@ -207,13 +206,17 @@ class StoreReader:
         return self._read(links, namespace, keys, asked) if links else "no room"
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        chain = self.match(keys, namespace, at_checkpoints=self._layout.has_states)
+        chain = self._asked(keys, namespace)
         _, resume, links = self._missing(keys, namespace, chain)
         if not links:
             return Foreseen()
         chosen, _ = self._worth_reading(resume, links)
         ends = {self._store.tiers[each.tier]: each.end for each in links}
         return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
+
+    def _asked(self, keys: Keys, namespace: str) -> list[Link]:
+        with self._lock.released():
+            return self.match(keys, namespace, at_checkpoints=self._layout.has_states)
 
     def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
         """As `Store.match`, of this cache's state."""

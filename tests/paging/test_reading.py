@@ -23,11 +23,11 @@ WAIT_S = 60
 
 
 class Held(DiskStore):
-    """Reads only after `go` was called, as soon as `is_slow` is set."""
+    """Reads only after `go` was called, as soon as `is_slow` is set; answers only then while `is_deaf` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0)
-        self.is_slow = False
+        self.is_slow = self.is_deaf = False
         self._is_asked, self._goes_on = threading.Event(), threading.Event()
 
     def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
@@ -35,6 +35,12 @@ class Held(DiskStore):
             self._is_asked.set()
             assert self._goes_on.wait(WAIT_S)
         yield from super().read(wanted)
+
+    def match(self, *prompt: Any, **more: Any) -> Any:
+        if self.is_deaf:
+            self._is_asked.set()
+            assert self._goes_on.wait(WAIT_S)
+        return super().match(*prompt, **more)
 
     def wait(self) -> None:
         assert self._is_asked.wait(WAIT_S)
@@ -98,6 +104,22 @@ def test_other_requests_go_on_while_a_store_is_read(tmp_path: Path, kind: str, a
             assert not found.done()
         assert found.result() >= LENGTH - 16  # recurrent layers resume where the tail began
         assert cache.stats.store_decisions["brought"] == 1
+        cache.check()
+
+
+def test_other_requests_go_on_while_explain_asks_a_store(llama: Any, tmp_path: Path) -> None:
+    prompt, other = [*tokens(1, LENGTH), 1], tokens(2, 40)
+    with held(tmp_path, llama, prompt) as (store, cache), ThreadPoolExecutor(1) as pool:
+        store.is_slow, store.is_deaf = False, True
+        found = pool.submit(cache.explain, prompt)
+        try:
+            store.wait()
+            store.is_deaf = False
+            assert served(cache, llama, other) == 0
+            assert not found.done()
+        finally:
+            store.go()
+        assert found.result(WAIT_S).disk_tokens >= LENGTH - 256
         cache.check()
 
 
