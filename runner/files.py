@@ -136,7 +136,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
     """The bytes of a file, those of gzip unpacked: all, or the first `most_bytes` and some more."""
     content = bytearray()
-    for piece in _pieces(path, wanted, _PIECE_BYTES):
+    for piece in _pieces(path, wanted, _PIECE_BYTES, in_lines=False):
         content += piece
         if len(content) > most_bytes:
             break
@@ -153,7 +153,7 @@ def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") 
 def read_lines(path: Path, wanted: str) -> Iterator[JsonRecord]:
     """The records of a JSONL file, one at a time."""
     line, is_rest = 1, False
-    for content in _pieces(path, wanted, MOST_RECORD_BYTES + 1):
+    for content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
         if not is_rest:
             try:
                 yield from line_records(_decoded(content, path, line), path, line)
@@ -219,14 +219,16 @@ def is_jsonl(text: str, start: int, path: Path) -> bool:
     return path.name.endswith((".jsonl", ".ndjson")) or any(line.startswith("{") and _parses(line) for line in lines)
 
 
-def _pieces(path: Path, wanted: str, most_bytes: int) -> Iterator[bytes]:
-    """The lines of a file, unpacked. Of a longer line than `most_bytes` there are several pieces."""
+def _pieces(path: Path, wanted: str, most_bytes: int, *, in_lines: bool) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, in pieces of at most `most_bytes`, or of a line if that is shorter."""
     line = 1
     try:
         with path.open("rb") as raw, gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw as file:
-            while piece := file.readline(most_bytes):
+            # Not read: it loses what it could unpack before an error.
+            read = file.readline if in_lines else file.read1
+            while piece := read(most_bytes):
                 yield piece
-                line += piece.endswith(b"\n")
+                line += piece.count(b"\n")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None)
         where = f"{path}" if reason else f"{path}:{line}"
