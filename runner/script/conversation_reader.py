@@ -91,7 +91,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
             read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
             conversations += [new for each in read if (new := _without(replies, each)) is not None]
         except InputError as error:
-            errors.append(error)
+            errors.append(error.with_traceback(None))  # its frames hold the record
     # Folders of agents have other files, too, and logs that are being written.
     bad = [error for error in errors if not skip_bad or isinstance(error, _UnreadableError)]
     if bad and not any(each.calls for each in conversations):

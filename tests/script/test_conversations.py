@@ -306,6 +306,15 @@ def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest
     assert len(read_conversations(path, skip_bad=True).conversations) == 2
 
 
+def test_bad_records_leave_nothing_but_their_lines_in_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", *([{"a": list(range(20))}] * 5_000))
+    tracemalloc.start()
+    error_of(path, skip_bad=True)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1_500 * 5_000
+
+
 def test_second_use_of_an_id_names_the_first_in_lines_and_in_an_array_of_one_line(tmp_path: Path) -> None:
     records = [{"id": "a", "messages": [HELLO]}, {"id": "a", "messages": [HELLO, REPLY]}]
     lines, array = write(tmp_path / "chat.jsonl", *records), write(tmp_path / "chat.json", records)
