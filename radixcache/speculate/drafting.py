@@ -29,6 +29,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, DraftPace, Proposal
 from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 
@@ -40,6 +42,8 @@ IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
 MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
 FED_TOKENS = 256
+#: Tokens of a prompt that a look indexes at most, in about 4 ms.
+LOOK_TOKENS = 4096
 #: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
 LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
@@ -75,20 +79,26 @@ class TreeSource:
 
 
 class PromptSource:
-    """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go."""
+    """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go.
+
+    Each look indexes `LOOK_TOKENS` of the prompt, until all are: no token waits for the whole of a long prompt.
+    """
 
     name = "prompt"
 
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
-        self._index.add(prompt)
+        self._prompt, self._indexed_tokens = np.asarray(prompt), 0
         #: Token ids that are not indexed yet, behind the last ones that are.
         self._recent = bytearray(_raw(prompt[-LEAST_FOUND:]))
         self._indexed_bytes = len(self._recent)
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        if (start := self._indexed_tokens) < len(self._prompt):
+            self._indexed_tokens = end = min(start + LOOK_TOKENS, len(self._prompt))
+            self._index.add(self._prompt[:end], context=start)
         found = self._index.propose(tail, limit)
-        if waiting := self._recent[self._indexed_bytes :]:
+        if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
             # A token behind the last ones comes again, or what was found may go on there.
             is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
             if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from radixcache.speculate.drafting import IDLE_TOKENS, Drafting, PredictionSource, PromptSource, TreeSource
+from radixcache.speculate.drafting import IDLE_TOKENS, LOOK_TOKENS, Drafting, PredictionSource, PromptSource, TreeSource
 from radixcache.speculate.pace import DraftPace, Proposal
 from radixcache.speculate.suffix_index import SuffixIndex
 
@@ -64,6 +64,19 @@ def test_a_reply_that_repeats_its_prompt_and_itself_is_proposed_from_there() -> 
     for reply in ([200, 201, *range(10, 40)], [*range(100, 130), 99, *range(100, 130)]):
         drafting = Drafting([PromptSource(prompt)], DraftPace(free), prompt)
         assert spoken(reply, drafting) < len(reply) * 0.7
+
+
+def test_no_look_indexes_more_than_a_part_of_a_long_prompt() -> None:
+    prompt = [(each * each) % 30_011 for each in range(2 * LOOK_TOKENS + 100)]
+    source, reply = PromptSource(prompt), [7, 8, 9]
+    places = (LOOK_TOKENS - 20, 2 * LOOK_TOKENS - 20, len(prompt) - 20)
+    for looks, place in enumerate(places):
+        assert source.propose(prompt[place - 16 : place], 4).tokens == tuple(prompt[place : place + 4])
+        for later in places[looks + 1 :]:
+            assert PromptSource(prompt).propose(prompt[later - 16 : later], 4).tokens == ()
+        source.extend(reply)
+    source.propose([*reply, *reply], 4)
+    assert source.propose([*prompt[-16:], 7], 4).tokens[:2] == (8, 9)
 
 
 def test_what_a_reply_said_while_looks_were_rare_is_found_when_it_comes_again() -> None:
