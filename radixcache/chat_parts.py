@@ -77,6 +77,7 @@ TOOL_LIST = "the list of tools"
 DIFFERS = "it differs"
 _REORDERED = "the same in another order"
 _REMOVED = "messages before it were removed"
+_MOVED = "the same messages in another order"
 _ORDER_HINT = "Send the tools in the same order in every request, for example sorted by name."
 _LIST_HINT = "Send the same tools in every request of a conversation, and new tools at the end of the list."
 _TOOL_HINT = "Keep the definitions of tools free of text that changes; put it into the last message."
@@ -219,8 +220,8 @@ def _list_words(before: list[tuple[str, int]], now: list[tuple[str, int]]) -> tu
     added = [key[0] for key in now if key not in old]
     removed = [key[0] for key in before if key not in new]
     words = [f"{_listed(names)} {verb}" for names, verb in ((added, "added"), (removed, "removed")) if names]
-    if not words:
-        return "the same tools in another order", _ORDER_HINT
+    if [key for key in before if key in new] != [key for key in now if key in old]:
+        return ", ".join(["the same tools in another order", *words]), _ORDER_HINT
     return ", ".join(words), _LIST_HINT
 
 
@@ -232,15 +233,16 @@ def _listed(names: Sequence[str]) -> str:
 def _fields(before: Tool, now: Tool) -> Iterator[tuple[str, Tool]]:
     """The name of each field that differs, and the earlier object with this field; "": only their order differs."""
     old, new = _function(before), _function(now)
-    is_nested = old is not before and new is not now
-    if not is_nested:
-        old, new = before, now
-    names = [name for name in {**old, **new} if not _is_same(old.get(name), new.get(name))]
-    for name in names:
-        kept = {key: each for key, each in old.items() if key != name or name in new}
-        mixed = {**kept, name: new[name]} if name in new else kept
-        yield str(name).replace("_", " "), {**before, "function": mixed} if is_nested else mixed
-    if not names:
+    is_nested, count = old is not before and new is not now, 0
+    for left, right, is_inner in ((old, new, True), (before, now, False)) if is_nested else ((before, now, False),):
+        for name in {**left, **right}:
+            if _is_same(left.get(name), right.get(name)) or (is_nested and not is_inner and name == "function"):
+                continue
+            kept = {key: each for key, each in left.items() if key != name or name in right}
+            mixed = {**kept, name: right[name]} if name in right else kept
+            yield str(name).replace("_", " "), {**before, "function": mixed} if is_inner else mixed
+            count += 1
+    if not count:
         yield "", now
 
 
@@ -253,7 +255,7 @@ def _message_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]
     first, moved = differing[0], ""
     is_edit = first + 1 < count and len(differing) == 1
     if not is_edit and _is_in(now[first], before[first + 1 :]):
-        moved = _REMOVED
+        moved = _REMOVED if Counter(map(_json, before)) - Counter(map(_json, now)) else _MOVED
     elif not is_edit and _is_in(before[first], now[first + 1 :]):
         moved = "it was inserted"
     if moved or now[first]["role"] != before[first]["role"]:

@@ -35,8 +35,10 @@ from radixcache.chat import RenderedChat, chat_tokens
 from radixcache.chat_parts import Change, Chat, ChatLog
 from radixcache.chat_template import ChatTemplate
 from radixcache.layers.sizes import SizedLayout, SizedModel
-from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, parting, ranges_in
+from radixcache.observe.explain import AFTER_TOKENS, BEFORE_TOKENS
+from radixcache.observe.hints import ANCHOR, MIN_BEHIND, MIN_BEHIND_SPANS, Parting, parting, ranges_in
 from radixcache.sized_cache import sized_cache
+from radixcache.tokens import token_text
 from runner.models.load import ModelOutline
 from runner.script.conversation import Conversation, Opening
 from runner.script.schedule import ScheduledRequest, beginnings
@@ -290,7 +292,9 @@ class _Search:
         report.resumed_tokens += found.resumable_tokens
         report.cost_unit = found.cost_unit
         known_end, own_end = self._known_ends(request, prompt)
-        ranges, change = self._ranges(request, prompt, known_end, found.fork)
+        again, other = self._realigned(prompt.tokens.astype(np.int64), prompt, _model(request))
+        ranges, change = self._ranges(request, prompt, found.fork)
+        ranges += [(0, known_end), (again.end, again.end + again.behind)]
         broken: set[Break] = set()
         new_tokens = found.prompt_tokens - found.resumable_tokens
         for gap in found.gaps:
@@ -300,12 +304,17 @@ class _Search:
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
             new_tokens -= lost
-            index = prompt.message_at(gap.start)
-            is_same = gap.start < max(known_end, prompt.opening)
-            named = change if gap is found.fork or change is COMPACTED else None
+            # Where a prompt parts from what is stored, nothing behind can be resumed, in this request and later ones.
+            fork = None if is_memory or found.fork is None or gap.start < found.fork.start else found.fork
+            at = gap if fork is None else fork
+            is_same = at.start < max(known_end, prompt.opening)
+            if not is_memory and not is_same and again.end <= at.start < again.end + again.behind:
+                at = self._parted(again, prompt.tokens, other)
+            index = prompt.message_at(at.start)
+            named = change if fork is not None or change is COMPACTED else None
             if is_memory:
                 named = None
-            elif named is None and own_end <= gap.start < known_end:
+            elif named is None and own_end <= at.start < known_end:
                 named = OTHER_MODEL
             elif named is None and is_same and self._leaves_out_reasoning(request, prompt, index):
                 named = NO_REASONING
@@ -314,7 +323,7 @@ class _Search:
             piece = "memory" if is_memory else "template" if is_same and named is None else "message"
             if named is not None and named.message is None:
                 role, piece = named.part, "part"
-            each = self._note(request, gap, lost, role, piece, named if named and named.keeps_rest else None)
+            each = self._note(request, gap, at, lost, role, piece, named if named and named.keeps_rest else None)
             if each not in broken:
                 broken.add(each)
                 each.requests += 1
@@ -329,20 +338,25 @@ class _Search:
         return prompt.end(len(models)), prompt.end(len(own))
 
     def _ranges(
-        self, request: ScheduledRequest, prompt: _Prompt, known_end: int, fork: Gap | None
+        self, request: ScheduledRequest, prompt: _Prompt, fork: Gap | None
     ) -> tuple[list[tuple[int, int]], Change | None]:
-        """The ranges of a prompt whose tokens are lost if they are evaluated, and what changed at the fork."""
+        """The ranges behind the fork that an earlier prompt has too, and what changed there."""
         keys, model = prompt.tokens.astype(np.int64), _model(request)
         if request.call is not None and request.call.opening == Opening.COMPACTION:
             return [(0, len(keys))], COMPACTED
-        ranges = [(0, known_end), self._realigned(keys, prompt, model)]
         if fork is None:
-            return ranges, None
+            return [], None
         parted = self._chats.first_change(self._tokenizer, keys, _chat(request), fork.start, model)
         if parted is None:
-            return ranges, None
+            return [], None
         change, stored = parted
-        return ranges + (ranges_in(keys, stored, fork.start) if change.keeps_rest else []), change
+        known = ranges_in(keys, stored, fork.start)
+        if not change.keeps_rest:
+            # A question that differs loses nothing; in front of other messages, the rest of a message may be the same.
+            following = prompt.count if change.message is None else change.message + 1
+            border = prompt.end(following) if following < prompt.count else 0
+            known = [each for each in known if each[0] < border and each[1] - each[0] >= MIN_BEHIND]
+        return known, change
 
     def _leaves_out_reasoning(self, request: ScheduledRequest, prompt: _Prompt, index: int) -> bool:
         """Whether the prompt is the same without the reasoning of a message."""
@@ -374,28 +388,37 @@ class _Search:
             report.reported_missed_tokens += missed
         self._reported[request.conversation_id] = call.prompt_tokens
 
-    def _realigned(self, keys: Any, prompt: _Prompt, model: str) -> tuple[int, int]:
-        """The longest range that follows a short span by which this prompt differs from an earlier one."""
-        longest = (0, 0)
+    def _parted(self, span: Parting, tokens: Any, other: Any) -> Gap:
+        """What parts a prompt from an earlier one, with a few tokens of both."""
+        start, end = span.start, span.start + AFTER_TOKENS
+        ids = tokens[max(0, start - BEFORE_TOKENS) : start], other[start:end], tokens[start:end]
+        before, stored, asked = (tuple(each.tolist()) for each in ids)
+        texts = (token_text(each, self._tokenizer) for each in (before, stored, asked))
+        return Gap(span.start, span.end, Reason.DIVERGED, 0.0, None, None, before, stored, asked, *texts)
+
+    def _realigned(self, keys: Any, prompt: _Prompt, model: str) -> tuple[Parting, Any]:
+        """The short span by which this prompt differs from an earlier one, with the most tokens behind it; and that."""
+        longest, found = Parting(0, 0, 0, 0), keys
         for other in self._chats.prompts(model):
             each = parting(keys, other)
             if each is None or each.behind < max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start)):
                 continue
-            if each.behind > longest[1] - longest[0] and prompt.goes_on(each.start, each.end):
-                longest = (each.end, each.end + each.behind)
-        return longest
+            if each.behind > longest.behind and prompt.goes_on(each.start, each.end):
+                longest, found = each, other
+        return longest, found
 
     def _note(
-        self, request: ScheduledRequest, gap: Gap, lost: int, role: str, piece: str, change: Change | None
+        self, request: ScheduledRequest, gap: Gap, at: Gap, lost: int, role: str, piece: str, change: Change | None
     ) -> Break:
+        """Count the lost tokens of a gap under their cause, which stands `at` it or in front of it."""
         # Messages that were moved in one way make one break, whatever their indices.
-        key = (gap.reason, piece, role, change and change.detail)
-        each = self.breaks.setdefault(key, Break(gap.reason, piece, role, change))
+        key = (at.reason, piece, role, change and change.detail)
+        each = self.breaks.setdefault(key, Break(at.reason, piece, role, change))
         each.lost_tokens += lost
         each.cost += gap.cost * lost / gap.tokens
         self.report.lost_tokens += lost
         if lost > each.example_lost_tokens:
-            each.example, each.example_lost_tokens = gap, lost
+            each.example, each.example_lost_tokens = at, lost
             each.conversation_id, each.turn = request.conversation_id, request.turn
         return each
 

@@ -289,6 +289,15 @@ def test_words_say_how_the_tools_differ_and_no_name_spoils_the_line() -> None:
     reordered = {"type": "function", "function": dict(reversed(tools[0]["function"].items()))}
     name = tools[0]["function"]["name"]
     assert words(tools, [reordered, *tools[1:]]) == f"tool `{name}`: the same in another order"
+    new = editor.tool()
+    added = f"`{new['function']['name']}` added"
+    assert words(tools, [*tools[::-1], new]) == f"the list of tools: the same tools in another order, {added}"
+    for beside, its in (({"cache_control": {"type": "ephemeral"}}, "cache control"), ({"strict": True}, "strict")):
+        assert words(tools, [{**tools[0], **beside}, *tools[1:]]) == f"tool `{name}`, its {its}"
+    talk = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    question = {"role": "user", "content": "Well?"}
+    swapped = first_change(tokenizer, Chat([*talk, question]), Chat([*talk[2:], *talk[:2], question]))
+    assert str(swapped) == "user message 0: the same messages in another order"
     strange = [{"type": "function", "function": {"name": "a\nb" + "c" * 100, "description": text}} for text in "xy"]
     assert words(strange[:1], strange[1:]) == "tool `a\\nb" + "c" * 58 + "...`, its description"
 

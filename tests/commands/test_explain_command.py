@@ -167,6 +167,28 @@ def test_a_history_that_is_cut_at_its_beginning_is_told_from_a_new_question() ->
     assert "user message 1: messages before it were removed" in breaks_text(broken(cut))
 
 
+def test_a_long_edit_of_a_message_with_others_behind_it_loses_the_rest_of_the_message() -> None:
+    begun = "Today is Monday, and 4 files are new. " * 4
+    talks = [conversation(name, "Hello?", system=f"{text}{SYSTEM}") for name, text in (("a", ""), ("b", begun))]
+    (worst,) = broken(talks).breaks
+    assert (worst.role, worst.piece, worst.messages) == ("system", "message", {0: 1})
+    assert worst.lost_tokens >= len(SYSTEM) - 40
+
+
+def test_a_question_of_which_much_is_equal_loses_nothing() -> None:
+    assert broken([conversation(name, f"{name * 100} {SYSTEM}") for name in "ab"]).lost_tokens == 0
+
+
+def test_all_that_is_evaluated_again_behind_a_small_edit_is_lost_to_it_in_later_turns_too() -> None:
+    talk = ("Why?", "I read it.", f"It says: {SYSTEM} {SYSTEM}", "I see.", "Mend it.")
+    talks = [conversation(day, *talk, system=f"It is {day}. {SYSTEM}") for day in ("Monday", "Friday")]
+    (worst,) = broken(talks).breaks
+    assert (worst.role, worst.piece, worst.messages) == ("system", "message", {0: 3})
+    assert worst.lost_tokens >= 3 * len(SYSTEM)
+    assert worst.example is not None
+    assert (worst.example.before_text or "").endswith("It is ")
+
+
 # The command
 
 
