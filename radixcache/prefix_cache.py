@@ -313,7 +313,7 @@ class PrefixCache:
             name = "prediction" if speculate is None else "speculate"
             raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
         sources: list[Source] = []
-        if prediction is not None and np.size(prediction):
+        if prediction is not None and np.asarray(prediction, dtype=object).size:
             sources.append(PredictionSource(token_ids(prediction, core.settings.vocab_size, "prediction")))
         if speculate == "tree":
             sources.append(core.tree_source(namespace))

@@ -101,7 +101,7 @@ def require_caches(model: Any, caches: Any, kv_bits: Any, kv_group_size: Any, st
     require_count("kv_group_size", kv_group_size, "elements")
     if kv_bits not in (None, 2, 3, 4, 5, 6, 8):
         raise ValueError(f"kv_bits is {kv_bits!r}; wanted None, 2, 3, 4, 5, 6 or 8.")
-    if isinstance(stored_bits, bool | float) or stored_bits not in STORED_BITS:
+    if not (stored_bits is None or is_whole(stored_bits)) or stored_bits not in STORED_BITS:
         raise ValueError(f"stored_bits is {stored_bits!r}; wanted None, 4 or 8.")
     if stored_bits is not None and exact:
         raise ValueError(

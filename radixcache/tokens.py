@@ -94,7 +94,7 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} is not a sequence of integers: {error}.") from error
     if array.ndim != 1:
-        raise ValueError(f"{name} has {array.ndim} dimensions; wanted 1.")
+        raise ValueError(f"{name} has {array.ndim} dimensions; wanted 1: a list or an array of integers.")
     if len(array) == 0:
         raise ValueError(f"{name} is empty; wanted at least 1.")
     if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and int(array.max()) >= 1 << 63):

@@ -311,7 +311,8 @@ def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[s
     [
         ({"prediction": 5}, "prediction has 0 dimensions"),
         ({"prediction": ["as", "before"]}, r"prediction\[0\] is 'as'; wanted an integer"),
-        ({"prediction": {"a": 1}}, "prediction has 0 dimensions"),
+        ({"prediction": {"a": 1}}, "prediction has 0 dimensions; wanted 1: a list or an array of integers"),
+        ({"prediction": [[1], [2, 3]]}, "prediction is not a sequence of integers"),
         ({"draft_model": tiny_model("llama"), "num_draft_tokens": -1}, "num_draft_tokens is -1; wanted"),
     ],
     ids=str,

@@ -299,7 +299,7 @@ def test_a_cache_that_cannot_round_anything_says_so_once() -> None:
 
 def test_wrong_settings_are_refused_by_name() -> None:
     model = shared_model("llama")
-    for wrong in (2, 16, "8", True, 8.0):
+    for wrong in (2, 16, "8", True, 8.0, np.float32(8), np.array([8])):
         with pytest.raises(ValueError, match="wanted None, 4 or 8"):
             PrefixCache(model, stored_bits=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stored_bits=8 rounds stored state, so exact=True is impossible"):
