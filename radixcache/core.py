@@ -603,7 +603,7 @@ class Core:
     def _say_stored(self, keys: Keys, start: int, namespace: str) -> None:
         """Add to the suffix index what came into the tree behind `start`, unless it was said before."""
         end = self._said_from(keys, namespace)
-        if self._suffixes is not None and not self._suffixes.has(keys[start:end], namespace):
+        if self._suffixes is not None and not self._suffixes.has(keys[max(0, start - TAIL_TOKENS) : end], namespace):
             self._suffixes.add(keys[:end], namespace, context=start)
 
     def write_store(self, keys: Keys, request: PrefixRequest, used: int) -> None:

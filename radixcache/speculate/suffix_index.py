@@ -115,10 +115,13 @@ class SuffixIndex:
         """
         keys = np.asarray(tokens)[max(0, context - TAIL_TOKENS) :]
         context = min(context, TAIL_TOKENS)
-        start = 0
-        for end in [*np.flatnonzero((keys < 0) | (keys >= self._ceiling)).tolist(), len(keys)]:
+        for start, end in self._stretches(keys):
             self._add_run(keys[start:end].astype(np.int32), namespace, max(0, context - start))
-            start = end + 1
+
+    def _stretches(self, keys: NDArray[Any]) -> list[tuple[int, int]]:
+        """Where keys are token ids: [start, end) before, between and behind those that are none."""
+        others = np.flatnonzero((keys < 0) | (keys >= self._ceiling)).tolist()
+        return list(zip([0, *(each + 1 for each in others)], [*others, len(keys)], strict=True))
 
     def _add_run(self, ids: NDArray[np.int32], namespace: str, context: int) -> None:
         while len(ids) >= LEAST_RUN and len(ids) > context:
@@ -179,11 +182,12 @@ class SuffixIndex:
         return NOTHING
 
     def has(self, tokens: Any, namespace: str = "") -> bool:
-        """Whether the last of these tokens was said before behind the others, as far as they matter."""
-        last = [int(each) for each in tokens[-1 - TAIL_TOKENS :]]
-        number, length = self._numbers.get(namespace), len(last) - 1
-        if number is None or length < TAIL_TOKENS:
+        """Whether the last token id that stands behind `TAIL_TOKENS` others was said before behind the same ones."""
+        keys, number = np.asarray(tokens), self._numbers.get(namespace)
+        ends = [end for start, end in self._stretches(keys) if end - start > TAIL_TOKENS]
+        if number is None or not ends:
             return False
+        last = keys[ends[-1] - TAIL_TOKENS - 1 : ends[-1]].tolist()
         found, _ = self._found(0, _hash_of(last[:-1], number), array("i", last[:-1]).tobytes(), number, 1)
         return [last[-1]] in found
 

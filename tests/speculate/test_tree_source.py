@@ -132,6 +132,23 @@ def test_what_is_inserted_or_read_from_a_store_is_added_once(opened: Open) -> No
             assert inside.suffixes(cache).tokens == added + len(other)
 
 
+def test_text_beside_pictures_is_added_once() -> None:
+    model = tiny_model("llama")
+    cache = PrefixCache(model)
+    assert proposed(cache, PROMPT) == []
+    prompt = [int(each) for each in tokens(1, 60)]
+    keys = [*prompt[:40], *([-(1 << 50)] * 10), *prompt[50:]]
+    for more in (0, 0, 5):
+        foreign = make_prompt_cache(model)
+        given = prompt + prompt[:more]
+        model(mx.array([given]), cache=foreign)
+        assert cache.insert(given, foreign, keys=keys + prompt[:more]) == len(given)
+        assert proposed(cache, prompt[:20]) == prompt[20:24]
+        assert inside.suffixes(cache).tokens <= 50 + (more and more + 17)  # with the context in front
+        cache.reclaim(0)
+    cache.check()
+
+
 def test_it_outlives_the_state_and_nothing_crosses_a_namespace_until_clear() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
