@@ -44,7 +44,7 @@ from radixcache.paging.resume import (
 )
 from radixcache.paging.tier import Foreseen, Tier
 from radixcache.settings import Settings
-from radixcache.speculate.drafting import FED_TOKENS, TreeSource
+from radixcache.speculate.drafting import FED_TOKENS, LOOK_TOKENS, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
 from radixcache.tokens import Keys, KnownTokens, Quarantine, TokenIds
@@ -586,15 +586,23 @@ class Core:
                     self._suffixes.add(keys, node.namespace, context=len(keys) - len(node.edge))
         return TreeSource(self._suffixes, namespace, self.lock)
 
-    def has_said_more(self, known: KnownTokens) -> bool:
-        """Whether a request under way should say now what it knows."""
-        return known.count - known.said_tokens >= FED_TOKENS and self._suffixes is not None
+    def has_said_more(self, known: KnownTokens, right_tokens: int | None) -> bool:
+        """Whether a request under way should say now what it knows, of which the first `right_tokens` are right."""
+        right = known.count if right_tokens is None else min(right_tokens, known.count)
+        return right - known.said_tokens >= FED_TOKENS and self._suffixes is not None
 
-    def say(self, known: KnownTokens, keys: Keys, matched_tokens: int, namespace: str) -> None:
-        """Add the `keys` of a request to the suffix index, if there is one, less those that it had or matched."""
+    def say(
+        self, known: KnownTokens, keys: Keys, matched_tokens: int, namespace: str, *, is_growing: bool = False
+    ) -> None:
+        """Add the `keys` of a request to the suffix index, if there is one, less those that it had or matched.
+
+        Quarantined ones are left out. While the request grows, one call adds at most `LOOK_TOKENS`.
+        """
         if self._suffixes is not None:
-            self._suffixes.add(keys, namespace, context=max(matched_tokens, known.said_tokens))
-            known.said_tokens = max(known.said_tokens, len(keys))
+            start = max(matched_tokens, known.said_tokens)
+            end = min(len(keys), start + LOOK_TOKENS) if is_growing else len(keys)
+            self._suffixes.add(self.unquarantined(keys, namespace)[:end], namespace, context=start)
+            known.said_tokens = max(known.said_tokens, end)
 
     def _said_from(self, keys: Keys, namespace: str) -> int:
         """How many of these keys the tree has, if there is a suffix index."""

@@ -511,10 +511,9 @@ class Group:
         """Let the suffix index have what rows said, now and then."""
         core = self._core
         for row in rows:
-            if core.has_said_more(row.known):
+            if core.has_said_more(row.known, row.clean_tokens):
                 with self._lock:
-                    namespace = row.request.namespace
-                    core.say(row.known, core.unquarantined(row.clean_keys(), namespace), row.matched_tokens, namespace)
+                    core.say(row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True)
 
     def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model

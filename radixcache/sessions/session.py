@@ -184,9 +184,9 @@ class Session(Progress):
             self._layout.own(self.caches, was_empty=self._was_empty and start == 0, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
-        if self._core.has_said_more(self._known):
+        if self._core.has_said_more(self._known, self._live.right_tokens):
             with self._core.lock:
-                self._say(self._right_keys())
+                self._say(self._known.keys()[: self._live.right_tokens], is_growing=True)
         return logits
 
     def extend(self, tokens: Any) -> None:
@@ -314,13 +314,11 @@ class Session(Progress):
             self._drop_held_pass()
         if self.is_lost:
             return None
-        return self._right_keys()
-
-    def _right_keys(self) -> Keys:
         return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
-    def _say(self, keys: Keys) -> None:
-        self._core.say(self._known, keys, min(self.matched_tokens, len(self.prompt)), self.namespace)
+    def _say(self, keys: Keys, *, is_growing: bool = False) -> None:
+        matched = min(self.matched_tokens, len(self.prompt))
+        self._core.say(self._known, keys, matched, self.namespace, is_growing=is_growing)
 
     def _hold_last_pass(self, start: int, held: list[Any]) -> None:
         with self._core.lock:

@@ -42,8 +42,8 @@ IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
 MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
 FED_TOKENS = 256
-#: Tokens of a prompt that a look indexes at most, in about 4 ms.
-LOOK_TOKENS = 4096
+#: Tokens of a prompt that are indexed at a time, in about 2 ms: by a look of PromptSource, or by a pass for TreeSource.
+LOOK_TOKENS = 2048
 #: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
 LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache
-from radixcache.speculate.drafting import FED_TOKENS
+from radixcache.speculate.drafting import FED_TOKENS, LOOK_TOKENS
+from radixcache.speculate.suffix_index import SuffixIndex
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
@@ -92,6 +95,58 @@ def test_a_long_reply_is_found_while_it_grows_and_is_added_once(rows: int) -> No
     assert proposed(cache, reply[-20:-4]) == reply[-4:]
     assert inside.suffixes(cache).tokens <= before + len(PROMPT) + 60 + 17  # with the context in front
     cache.check()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_pass_indexes_more_than_a_part_of_a_long_prompt(rows: int) -> None:
+    model, prompt = tiny_model("llama"), tokens(1, 2 * LOOK_TOKENS + 100)
+    cache = PrefixCache(model)
+    assert proposed(cache, PROMPT) == []
+    index, ends = inside.suffixes(cache), [0]
+    with ExitStack() as stack:
+        if rows:
+            group = stack.enter_context(cache.begin_many([prompt], capacity=2 * len(prompt)))
+            group.prefill(model, group.rows[0])
+        else:
+            session = stack.enter_context(cache.begin(prompt))
+            session.prefill(model)
+        for token in [int(prompt[-1]), 7, 8, 9]:
+            if rows:
+                group.step(model, group.rows, [token])
+            else:
+                session.step(model, [token])
+            ends.append(index.tokens)
+    for before, after in itertools.pairwise(ends[:3]):
+        assert LOOK_TOKENS <= after - before <= LOOK_TOKENS + 17  # with the context in front
+    assert len(prompt) + 3 <= index.tokens <= len(prompt) + 3 + 3 * 17
+    cache.check()
+
+
+@pytest.mark.parametrize("cut", ["shifted", "quarantined"])
+def test_a_reply_that_is_not_stored_is_not_read_at_each_token(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, added = tiny_model("llama"), []
+    cache = PrefixCache(model)
+    core, add = inside.core(cache), SuffixIndex.add
+    assert proposed(cache, PROMPT) == []
+    if cut == "quarantined":
+        said_alone(cache, model, PROMPT, REPLY)
+        with cache.begin(PROMPT) as session, core.lock:
+            core.expel(inside.live(session), session.prompt.astype(np.int64), 10, "")
+
+    def counted(self: SuffixIndex, *given: Any, **more: Any) -> None:
+        added.append(given)
+        add(self, *given, **more)
+
+    monkeypatch.setattr(SuffixIndex, "add", counted)
+    with cache.begin_many([PROMPT], capacity=CAPACITY) as group:
+        (row,) = group.rows
+        group.prefill(model, row)
+        group.step(model, [row], [int(PROMPT[-1])])
+        if cut == "shifted":
+            group.remove(model, row, 5, 10)
+        for token in range(FED_TOKENS + 40):
+            group.step(model, [row], [token % 50])
+        assert len(added) <= 1
 
 
 def test_what_is_taken_back_after_it_was_indexed_is_said_anew() -> None:
