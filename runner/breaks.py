@@ -271,7 +271,7 @@ class _Search:
 
     def add(self, request: ScheduledRequest) -> None:
         """Explain a request, then serve it. ValueError: the template refuses it; then nothing was done."""
-        chat, model, prompt = _chat(request), _model(request), _Prompt(self._tokenizer, request)
+        chat, model, prompt = _chat(request), request.model, _Prompt(self._tokenizer, request)
         tokens, reply = prompt.tokens, recorded_reply(self._tokenizer, request, prompt.tokens)
         self._count(request, prompt, self._cache.explain(tokens, model))
         marks = prompt.marks() if self._has_marks else ()
@@ -292,7 +292,7 @@ class _Search:
         report.resumed_tokens += found.resumable_tokens
         report.cost_unit = found.cost_unit
         known_end, own_end = self._known_ends(request, prompt)
-        again, other = self._realigned(prompt.tokens.astype(np.int64), prompt, _model(request))
+        again, other = self._realigned(prompt.tokens.astype(np.int64), prompt, request.model)
         ranges, change = self._ranges(request, prompt, found.fork)
         ranges += [(0, known_end), (again.end, again.end + again.behind)]
         broken: set[Break] = set()
@@ -334,14 +334,14 @@ class _Search:
     def _known_ends(self, request: ScheduledRequest, prompt: _Prompt) -> tuple[int, int]:
         """The end of the first messages that an earlier request had, its reply included; and one of the same model."""
         models = [*takewhile(bool, map(self._models.get, _digests(_chat(request), request.messages)))]
-        own = [*takewhile(lambda each: _model(request) in each, (each for each in models if each))]
+        own = [*takewhile(lambda each: request.model in each, (each for each in models if each))]
         return prompt.end(len(models)), prompt.end(len(own))
 
     def _ranges(
         self, request: ScheduledRequest, prompt: _Prompt, fork: Gap | None
     ) -> tuple[list[tuple[int, int]], Change | None]:
         """The ranges behind the fork that an earlier prompt has too, and what changed there."""
-        keys, model = prompt.tokens.astype(np.int64), _model(request)
+        keys, model = prompt.tokens.astype(np.int64), request.model
         if request.call is not None and request.call.opening == Opening.COMPACTION:
             return [(0, len(keys))], COMPACTED
         if fork is None:
@@ -440,11 +440,6 @@ class _Search:
 
 def _chat(request: ScheduledRequest) -> Chat:
     return Chat(request.messages, request.tools, request.arguments)
-
-
-def _model(request: ScheduledRequest) -> str:
-    """The model as the log of an agent names it; '': there is no such log."""
-    return "" if request.call is None else request.call.model
 
 
 def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:

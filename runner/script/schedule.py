@@ -58,6 +58,11 @@ class ScheduledRequest:
         return self.conversation_slots[: bisect_left(self.conversation_slots, self.end)]
 
     @property
+    def model(self) -> str:
+        """The model as the log of an agent names it; '': there is no such log."""
+        return "" if self.call is None else self.call.model
+
+    @property
     def where(self) -> str:
         file = f"{self.source}: " if self.source else ""
         return f"{file}conversation {self.conversation_id}, turn {self.turn}"

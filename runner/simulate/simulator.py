@@ -331,7 +331,7 @@ def grow_tree(
             if not skip_bad:
                 raise ScriptError(skipped[-1]) from error
             continue
-        with cache.begin(tokens, marks=marks, reserve=max(len(reply), 1)) as session:
+        with cache.begin(tokens, namespace=request.model, marks=marks, reserve=max(len(reply), 1)) as session:
             session.prefill(model)
             session.step(model, tokens[-1:])
             if len(reply):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import random
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -272,6 +273,26 @@ def mooncake_bytes(trace: Trace) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
+def _link(record: dict[str, Any], name: str, where: str) -> str | None:
+    """The id of a row or of the row before it. None: there is none, as -1, no text or NaN say in files of tables."""
+    value = record.get(name)
+    if isinstance(value, float) and (value.is_integer() or math.isnan(value)):
+        value = None if math.isnan(value) else int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | None):
+        raise InputError(f"{where}: {name} is {shown(value)}; wanted a whole number or text.")
+    return None if value in (None, "", "-1", -1) else str(value)
+
+
+def _numbered(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+    """Requests by time. The requests of a session without a turn are numbered in this order."""
+    turns: dict[str, int] = {}
+    for request in requests:
+        turn = request.turn
+        if request.session:
+            turn = turns[request.session] = turn or turns.get(request.session, 0) + 1
+        yield request if turn == request.turn else replace(request, turn=turn)
+
+
 class _RowReader:
     """The requests of a file so far, the first row and the latest request of each session, and what was assumed."""
 
@@ -297,6 +318,7 @@ class _RowReader:
                 self._reading.skip(error)
         requests = sorted(self._requests, key=lambda request: request.time_ms)
         notes = self._notes(are_sorted=requests != self._requests)
+        requests = [*_numbered(requests)]
         self._reading.notes += [f"{self._path}: {note}" for note in notes]
         return Trace(
             self._path.stem,
@@ -329,9 +351,7 @@ class _RowReader:
         kind = printable(str(_field(record, "type", where, str | int, "text", "")))
         own, root = self._linked(record, where)
         earlier = self._latest.get(root)
-        turn = None if own is None else 1 if earlier is None else (earlier.turn or 0) + 1
-        if "turn" in record:
-            turn = whole_number(record, "turn", where, at_least=1)
+        turn = whole_number(record, "turn", where, at_least=1) if "turn" in record else None
         ids = _block_ids(self._table, record, where, "input_length", tokens, self._block_tokens)
         time_ms = self._arrival_ms(record, where, earlier)
         keys = self._table.keys(ids, unhashed_tail=len(ids) * self._block_tokens < tokens)
@@ -344,9 +364,8 @@ class _RowReader:
 
     def _linked(self, record: dict[str, Any], where: str) -> tuple[Hashable, Hashable]:
         """The id of a row, and of the first row of its session; None twice: the row has no session."""
-        names = (self._form.session, "parent_chat_id")
-        own, parent = (_field(record, name, where, str | int | None, "a whole number or text") for name in names)
-        return own, own if parent in (None, -1) or own is None else self._roots.get(parent, parent)
+        own, parent = (_link(record, name, where) for name in (self._form.session, "parent_chat_id"))
+        return own, own if own is None or parent is None else self._roots.get(parent, parent)
 
     def _arrival_ms(self, record: dict[str, Any], where: str, earlier: TraceRequest | None) -> int:
         """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""

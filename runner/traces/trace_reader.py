@@ -137,8 +137,8 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
             reading.skip(error)
             continue
         at_s = start_s
-        for index, (prompt, output_tokens, is_tool) in enumerate(rendered):
-            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens))
+        for index, (prompt, output_tokens, is_tool, model) in enumerate(rendered):
+            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=model))
             name = conversation.conversation_id
             requests.append(TraceRequest(keys, len(prompt), output_tokens, round(1e3 * at_s), name, index + 1))
             at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
@@ -148,8 +148,8 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     return [Trace(paths[0].stem, block_tokens, requests, True, source, sessions_per_hour=rate)]
 
 
-def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool]]:
-    """The requests of a conversation: tokens of a prompt, length of the recorded reply, and whether it calls a tool."""
+def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool, str]]:
+    """The requests of a conversation: tokens of a prompt, length of the reply, whether it calls a tool, the model."""
     from radixcache.chat import chat_tokens  # needs MLX, which no other format does
 
     rendered = []
@@ -162,7 +162,7 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
         calls = reply.get("tool_calls") or ()
         texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
         output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
-        rendered.append((prompt, output_tokens, bool(calls)))
+        rendered.append((prompt, output_tokens, bool(calls), request.model))
     return rendered
 
 

@@ -167,6 +167,23 @@ def test_bailians_rows_have_seconds_sessions_turns_and_kinds(tmp_path) -> None:
     assert_invariants(trace)
 
 
+def test_links_of_sessions_may_be_texts_or_numbers_of_a_table(tmp_path) -> None:
+    nothing = (None, -1, "-1", -1.0, "", float("nan"))
+    first = [chat(at, parent, at, [at]) for at, parent in enumerate(nothing, 1)]
+    rows = [*first, chat(20, "1", 20, [1, 20]), chat(21.0, 2.0, 21, [2, 21]), chat("22", 21, 22, [2, 21, 22])]
+    sessions = [request.session.split("/")[-1] for request in read_trace(write(tmp_path / "b.jsonl", *rows)).requests]
+    assert sessions == ["1", "2", "3", "4", "5", "6", "1", "2", "2"]
+    with pytest.raises(InputError, match="parent_chat_id is float"):
+        read_trace(write(tmp_path / "c.jsonl", chat(1, 1.5, 0, [1])))
+
+
+def test_turns_that_a_file_does_not_name_are_numbered_by_time(tmp_path) -> None:
+    late, early = chat(2, 1, 9, [1, 2]), chat(1, -1, 3, [1])
+    del late["turn"], early["turn"]
+    found = [(each.time_ms, each.turn) for each in read_trace(write(tmp_path / "b.jsonl", late, early)).requests]
+    assert found == [(3000, 1), (9000, 2)]
+
+
 def test_ids_of_blocks_alone_are_found_out_and_become_keys_of_prefixes(tmp_path) -> None:
     path = write(tmp_path / "b.jsonl", chat(1, -1, 0, [7, 8]), chat(2, -1, 1, [9, 8]), chat(3, -1, 2, [9, 8, 8]))
     trace = read_trace(path)
