@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
+from runner.models.footprint import ModelBytes
 from runner.models.load import load_outline
 from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
+from runner.simulate.simulator import grow_tree
+from runner.traces.trace_reader import read_trace
 from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
 from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, item, thought, turn, written
@@ -271,6 +274,20 @@ def test_what_another_model_had_evaluated_is_lost_to_the_next_one(tmp_path: Path
     assert 6 * len(SYSTEM) <= report.lost_tokens <= 7 * len(SYSTEM)
     assert "the model: another model had evaluated it" in breaks_text(report)
     assert broken_log(tmp_path, session(turns=4).records).lost_tokens == 0
+
+
+def test_trees_and_traces_share_nothing_between_models(tmp_path: Path) -> None:
+    log = session()
+    log.ask("And now?")
+    log.reply("Now I answer.", model="haiku")
+    path = written(tmp_path, log.records, "0.jsonl")
+    *earlier, last = read_trace(path, tokenizer=OUTLINE.tokenizer).requests
+    known = {key for each in earlier for key in each.keys.tolist()}
+    assert known.isdisjoint(last.keys.tolist())
+    assert set(earlier[0].keys[:-1].tolist()) <= set(earlier[1].keys.tolist())
+    requests = schedule(with_replies(list(read_conversations(path).conversations)))
+    cache, _ = grow_tree(requests, OUTLINE.tokenizer, ModelBytes("llama", 1, 0, (), "float32"), budget_bytes=1 << 40)
+    assert set(cache.view().namespaces) == {"opus", "haiku"}
 
 
 def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path: Path) -> None:
