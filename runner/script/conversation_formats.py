@@ -228,9 +228,10 @@ def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(record: dict[str, Any]) -> Counter[str]:
-    """What a reader has left out of a record."""
-    left_out = record.get("left_out")
-    return Counter(left_out) if isinstance(left_out, Counter) else Counter()  # JSON has no counters
+    """What a reader has left out of a record. Documents beside messages are left out, as the server leaves them out."""
+    left_out, documents = record.get("left_out"), record.get("documents")
+    counted = Counter(left_out) if isinstance(left_out, Counter) else Counter[str]()  # JSON has no counters
+    return counted + Counter({"document beside messages": len(documents) if isinstance(documents, list) else 0})
 
 
 def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, Counter[str]]:

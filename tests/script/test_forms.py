@@ -538,3 +538,12 @@ def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> No
         path.write_text(message.replace('"arguments": {}', '"arguments": ' + '{"a": ' * depth + "1" + "}" * depth))
         with pytest.raises(InputError, match=r"a\.json:1: .*nested too deeply"):
             read_conversations(path)
+
+
+def test_documents_beside_messages_are_counted_as_left_out(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "One."}, {"text": "Two."}]}
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(body))
+    read = read_conversations(path)
+    assert read.conversations[0].left_out == {"document beside messages": 2}
+    assert "2 document beside messages" in read.notes[0]
