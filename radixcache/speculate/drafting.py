@@ -11,9 +11,10 @@ tokens, and lets DraftPace say how many of these are worth checking:
 For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
 
 Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
-replies, looks become as rare as is needed to take at most `LOOK_SHARE` of the time of plain passes: with a slow model
-at each token, with a tiny one at few. A reply is indexed in batches of `FED_TOKENS`, or as soon as a look needs its
-last tokens. Behind a look that found something comes another one, for what is found is proposed behind the next token.
+replies, looks take at most `LOOK_SHARE` of the time of passes, as measured: with a slow model there is one at each
+token, with a tiny one at few, and some short replies have none. A reply is indexed in batches of `FED_TOKENS`, or as
+soon as a look needs its last tokens. Behind a look that found something comes another one, for what is found is
+proposed behind the next token.
 
 Invariants, asserted by `check`:
 
@@ -27,17 +28,18 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 
-from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, DraftPace, Proposal
+from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftPace, Proposal
 from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
-#: Behind so many tokens or looks without a draft, a look of about `LOOK_S` seconds may take this share of a plain pass.
-IDLE_TOKENS, IDLE_LOOKS, LOOK_S, LOOK_SHARE = 16, 32, 2e-4, 0.01
+#: Behind so many tokens or looks without a draft, looks are rare: a row waits until it has paid for about `LOOK_S`.
+IDLE_TOKENS, IDLE_LOOKS, LOOK_S = 16, 32, 2e-4
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
@@ -202,6 +204,12 @@ class Drafting:
         best, most = NOTHING, 0.0
         if self.rests():
             return best
+        is_idle = self._idle_tokens >= IDLE_TOKENS or self.pace.idle_looks >= IDLE_LOOKS
+        stride = self._stride(rows) if is_idle else 1
+        if is_idle and self.pace.look_s <= 0:
+            self._look_at = self._idle_tokens + stride
+            return best
+        began_s = perf_counter()
         self._catch_up()
         for source in self._sources:
             if (found := source.propose(self._tail, limit)).tokens:
@@ -210,7 +218,9 @@ class Drafting:
                     best, most = proposal, expected
         self.pace.idle_looks += 1
         self._has_found = bool(best.tokens) and not self._has_found
-        self._look_at = self._idle_tokens + (1 if self._has_found else self._stride(rows))
+        self._look_at = self._idle_tokens + (1 if self._has_found else stride)
+        if is_idle:
+            self.pace.looked(perf_counter() - began_s)
         return best
 
     def choose(self, proposal: Proposal, count: int) -> Proposal | None:
@@ -238,8 +248,6 @@ class Drafting:
 
     def _stride(self, rows: int) -> int:
         """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
-        if self._idle_tokens < IDLE_TOKENS and self.pace.idle_looks < IDLE_LOOKS:
-            return 1
         return min(math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
     def _worth(self, proposal: Proposal) -> int:

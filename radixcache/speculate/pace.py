@@ -49,6 +49,8 @@ PRIOR = 8.0
 MOST_CHECKED = 512.0
 #: Kinds of proposed tokens: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1
+#: Looks for drafts may take this share of the time of passes while nothing is drafted, and save so many seconds up.
+LOOK_SHARE, MOST_LOOK_S = 0.005, 0.05
 #: The source of a draft model's proposals.
 MODEL = "draft"
 #: The chance of a draft model's tokens until it was asked, and again when it was not asked for STALE_PASSES.
@@ -94,10 +96,12 @@ class DraftPace:
 
     Attributes:
         idle_looks: how many times its requests looked for drafts since one was checked; they count it.
+        look_s: seconds that looks may still take while nothing is drafted: passes add to it, and looks take from it.
     """
 
     def __init__(self, seconds: Callable[[int, int], float] | None = None) -> None:
         self.idle_looks = 0
+        self.look_s = MOST_LOOK_S
         self._assumed = seconds
         #: By rows, rounded up to a power of 2, and width: the average seconds, and when it was measured last.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
@@ -114,6 +118,7 @@ class DraftPace:
         self._passes += 1
         if seconds <= 0:
             return
+        self.look_s = min(self.look_s + LOOK_SHARE * seconds, MOST_LOOK_S)
         times = self._times.setdefault(_rows_class(rows), {})
         at = min(bisect_left(WIDTHS, tokens_in_pass), len(WIDTHS) - 1)
         width = WIDTHS[at]
@@ -129,6 +134,11 @@ class DraftPace:
         elif 1 in times:
             seconds = min(seconds, MOST_TIMES * self.seconds(width, rows))
         times[width] = seconds, self._passes
+
+    def looked(self, seconds: float) -> None:
+        """Count the time of a look while nothing was drafted. Where times are assumed, looks are free."""
+        if self._assumed is None:
+            self.look_s -= seconds
 
     def note_accepted(self, proposal: Proposal, accepted: int) -> None:
         """Count a checked proposal: its first `accepted` tokens were accepted, and the next one, if any, was not."""

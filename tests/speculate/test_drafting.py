@@ -8,8 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from radixcache.speculate.drafting import IDLE_TOKENS, LOOK_TOKENS, Drafting, PredictionSource, PromptSource, TreeSource
-from radixcache.speculate.pace import DraftPace, Proposal
+from radixcache.speculate.drafting import (
+    IDLE_LOOKS,
+    IDLE_TOKENS,
+    LOOK_TOKENS,
+    Drafting,
+    PredictionSource,
+    PromptSource,
+    TreeSource,
+)
+from radixcache.speculate.pace import LOOK_SHARE, MOST_LOOK_S, DraftPace, Proposal
 from radixcache.speculate.suffix_index import SuffixIndex
 
 
@@ -156,11 +164,33 @@ def test_looks_are_rare_from_the_start_where_no_reply_gained_lately() -> None:
     assert looks(Counting(), 16) == 16
     for _ in range(10):
         looks(Counting(), 16)
-    assert looks(Counting(), 21) == 2
+    assert looks(Counting(), 33) == 2  # of 0.2 ms each, beside passes of 1 ms: a row waits for the most, 32 tokens
     found = Drafting([Counting([0, 1, 2, 3])], pace, [0])
     assert found.propose() is not None
     found.said([1, 2, 3, 4], 3)
     assert looks(Counting(), 16) == 16
+
+
+def test_looks_take_a_small_share_of_the_time_of_passes_however_short_replies_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace, now_s, looked_s = DraftPace(), 0.0, 0.003  # what indexing a prompt takes
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += looked_s
+        return now_s
+
+    monkeypatch.setattr("radixcache.speculate.drafting.perf_counter", clock)
+    source, passes = Counting(), 30_000
+    for reply in range(passes // 10):
+        drafting = Drafting([source], pace, [0])
+        for token in range(10):
+            pace.note(1, 0.001)
+            drafting.propose()
+            drafting.said([10 * reply + token])
+    free, most_s = IDLE_LOOKS, MOST_LOOK_S + passes * 0.001 * LOOK_SHARE
+    assert most_s * 0.9 < (source.asked - free) * looked_s <= most_s + looked_s
 
 
 def test_what_is_found_and_never_worth_a_pass_does_not_keep_looks_frequent() -> None:
