@@ -54,6 +54,8 @@ _SPEAKERS = {
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
 # Chat templates read no other keys of messages (refusal, annotations, audio ...).
 _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+#: Where a message may have its reasoning, of which the first that has any counts.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
@@ -174,7 +176,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     read = {name: _message(turn, form, f"{where}: message {at}") for at, (name, turn) in enumerate(named.items())}
     messages = {name: message for name, (message, _) in read.items() if message is not None}
     given = [*messages.values()]
-    tools = _tau_tools(given, origin.path) if form.has_tools_beside else _tools_value(record)
+    tools = _tau_tools(given, origin.path) if form.has_tools_beside else _tools_value(record, where)
     first_turn = record.get("first_turn", 0)
     is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
     expect(is_number, f"{where}: first_turn is", first_turn, "a whole number")
@@ -257,7 +259,14 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         return None, left_out
     if isinstance(turn.get("audio"), dict):
         left_out["audio"] += 1
+    if isinstance(images := turn.get("images"), list):
+        left_out["image"] += len(images)
     message = {"role": role, "content": content, **{key: turn.get(key) for key in _MESSAGE_KEYS}}
+    for key in filter(turn.get, _REASONING_KEYS[1:]):
+        if not isinstance(turn[key], str):
+            left_out[key] += 1
+        elif not message["reasoning_content"]:
+            message["reasoning_content"] = turn[key]
     call, callee = turn.get("function_call"), found_in(turn, form.callee)[1] if form.callee else None
     if named in _CALLERS and has_name(said := object_of(content)):
         call, message["content"] = {"name": said["name"], "arguments": said.get("arguments", {})}, None
@@ -315,12 +324,15 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
 
 
-def _tools_value(record: dict[str, Any]) -> Any:
+def _tools_value(record: dict[str, Any], where: str) -> Any:
     """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
-    value, functions = record.get("tools"), record.get("functions")
-    if value is None and isinstance(functions, list):
+    value, functions = (
+        json_of(None if record.get(name) == "" else record.get(name)) for name in ("tools", "functions")
+    )
+    if value is None and functions is not None:
+        expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
         return [{"type": "function", "function": function} for function in functions]
-    return None if value == "" else json_of(value)
+    return value
 
 
 # What no row can say

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -54,7 +54,7 @@ def _block_ids(
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
         raise InputError(f"{where}: hash_ids has {len(ids)} ids; {wanted}.")
     if (at := table.conflict(ids)) is not None:
-        found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix in an earlier line"
+        found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix than before"
         raise InputError(f"{where}: {found}; wanted equal ids only for equal prefixes.")
     return ids
 
@@ -283,18 +283,11 @@ def _link(record: dict[str, Any], name: str, where: str) -> str | None:
     return None if value in (None, "", "-1", -1) else str(value)
 
 
-def _numbered(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """Requests by time. The requests of a session without a turn are numbered in this order."""
-    turns: dict[str, int] = {}
-    for request in requests:
-        turn = request.turn
-        if request.session:
-            turn = turns[request.session] = turn or turns.get(request.session, 0) + 1
-        yield request if turn == request.turn else replace(request, turn=turn)
-
-
 class _RowReader:
-    """The requests of a file so far, the first row and the latest request of each session, and what was assumed."""
+    """The requests of a file so far, the row before each row, the latest request of each session, what was assumed.
+
+    Until the end of the file the session of a request is the id of its row: a parent may come later in the file.
+    """
 
     def __init__(self, form: RowForm, path: Path, reading: Reading) -> None:
         self._form, self._path, self._reading = form, path, reading
@@ -302,8 +295,8 @@ class _RowReader:
         self._unit = reading.time_unit or form.time_unit
         self._table = KeyTable(are_prefix_ids=form.are_prefix_ids)
         self._requests: list[TraceRequest] = []
-        self._roots: dict[Hashable, Hashable] = {}
-        self._latest: dict[Hashable, TraceRequest] = {}
+        self._parents: dict[str, str] = {}
+        self._latest: dict[str, TraceRequest] = {}
         self._draw, self._next_start_s = random.Random(reading.seed), 0.0
         self._is_timing_synthetic = self._has_times = False
         self._rows_without_output = 0
@@ -318,7 +311,7 @@ class _RowReader:
                 self._reading.skip(error)
         requests = sorted(self._requests, key=lambda request: request.time_ms)
         notes = self._notes(are_sorted=requests != self._requests)
-        requests = [*_numbered(requests)]
+        requests = [*self._with_sessions(requests)]
         self._reading.notes += [f"{self._path}: {note}" for note in notes]
         return Trace(
             self._path.stem,
@@ -349,23 +342,38 @@ class _RowReader:
         has_output = "output_length" in record
         output_tokens = whole_number(record, "output_length", where) if has_output else 0
         kind = printable(str(_field(record, "type", where, str | int, "text", "")))
-        own, root = self._linked(record, where)
-        earlier = self._latest.get(root)
+        own, parent = (_link(record, name, where) or "" for name in (self._form.session, "parent_chat_id"))
+        before = parent or own
+        earlier = self._latest.get(self._root(before))
         turn = whole_number(record, "turn", where, at_least=1) if "turn" in record else None
         ids = _block_ids(self._table, record, where, "input_length", tokens, self._block_tokens)
         time_ms = self._arrival_ms(record, where, earlier)
         keys = self._table.keys(ids, unhashed_tail=len(ids) * self._block_tokens < tokens)
-        session = "" if own is None else printable(f"{self._path}/{root}")
-        request = TraceRequest(keys, tokens, output_tokens, time_ms, session, turn, kind)
-        if own is not None:
-            self._roots[own], self._latest[root] = root, request
+        request = TraceRequest(keys, tokens, output_tokens, time_ms, own, turn, kind)
+        if own:
+            self._parents[own] = before
+            self._latest[self._root(own)] = request
         self._rows_without_output += not has_output
         return request
 
-    def _linked(self, record: dict[str, Any], where: str) -> tuple[Hashable, Hashable]:
-        """The id of a row, and of the first row of its session; None twice: the row has no session."""
-        own, parent = (_link(record, name, where) for name in (self._form.session, "parent_chat_id"))
-        return own, own if own is None or parent is None else self._roots.get(parent, parent)
+    def _root(self, row: str) -> str:
+        """The first row of a row's session, as far as is known."""
+        path = {row}
+        while (parent := self._parents.get(row, row)) not in path:
+            path.add(row := parent)
+        self._parents.update(dict.fromkeys(path, row))
+        return row
+
+    def _with_sessions(self, requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+        """Requests by time, with the names of their sessions. Without a turn, they are numbered in this order."""
+        turns: dict[str, int] = {}
+        for request in requests:
+            if request.session:
+                session = printable(f"{self._path}/{self._root(request.session)}")
+                turns[session] = request.turn or turns.get(session, 0) + 1
+                yield replace(request, session=session, turn=turns[session])
+            else:
+                yield request
 
     def _arrival_ms(self, record: dict[str, Any], where: str, earlier: TraceRequest | None) -> int:
         """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,9 +20,9 @@ import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
 from runner.files import InputError, input_files, read_beginning
-from runner.script.conversation import Conversation
+from runner.script.conversation import Call, Conversation
 from runner.script.conversation_reader import read_conversations
-from runner.script.schedule import requests_of
+from runner.script.schedule import ScheduledRequest, requests_of
 from runner.text import printable, shown
 from runner.traces.trace import (
     KeyTable,
@@ -117,7 +118,10 @@ def read_trace(
 
 
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """One trace of all conversations, in the order of the files, with a request for each reply and made-up arrivals."""
+    """One trace of all conversations, with a request for each reply.
+
+    Logs of agents say when a reply was there. Otherwise arrivals are made up, in the order of the files.
+    """
     if reading.tokenizer is None:
         raise InputError(
             f"{paths[0]}:1: these are conversations, not a trace. Give --model to cut them into blocks with the "
@@ -129,7 +133,7 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     draw, block_tokens = random.Random(reading.seed), reading.block_tokens or CONVERSATION_BLOCK_TOKENS
     table = KeyTable()
     requests: list[TraceRequest] = []
-    start_s = 0.0
+    start_s, first_ms = 0.0, _first_reply_ms(read.conversations)
     for conversation in read.conversations:
         try:
             rendered = _rendered(conversation, reading.tokenizer)
@@ -137,19 +141,38 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
             reading.skip(error)
             continue
         at_s = start_s
-        for index, (prompt, output_tokens, is_tool, model) in enumerate(rendered):
-            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=model))
+        for index, (request, prompt, output_tokens, is_tool) in enumerate(rendered):
+            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=request.model))
             name = conversation.conversation_id
-            requests.append(TraceRequest(keys, len(prompt), output_tokens, round(1e3 * at_s), name, index + 1))
+            time_ms = round(1e3 * at_s) if first_ms is None else _reply_ms(request.call) - first_ms
+            requests.append(TraceRequest(keys, len(prompt), output_tokens, time_ms, name, index + 1))
             at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
         start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
     source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour
+    if first_ms is not None:
+        reading.notes.append(f"{source}: requests arrive at the times that the logs have for their replies.")
+        return [Trace(paths[0].stem, block_tokens, requests, False, source)]
     return [Trace(paths[0].stem, block_tokens, requests, True, source, sessions_per_hour=rate)]
 
 
-def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int, bool, str]]:
-    """The requests of a conversation: tokens of a prompt, length of the reply, whether it calls a tool, the model."""
+def _first_reply_ms(conversations: Sequence[Conversation]) -> int | None:
+    """When the first reply of agents' logs was there. None: some conversation is of no such log or has no times."""
+    try:
+        calls = [call for each in conversations for call in (each.calls or (None,)) if call or not each.calls]
+        return min(map(_reply_ms, calls), default=None)
+    except ValueError:
+        return None
+
+
+def _reply_ms(call: Call | None) -> int:
+    """When a reply was there, in Unix milliseconds. ValueError: its log does not say so."""
+    time = datetime.fromisoformat("" if call is None else call.time)
+    return round(1e3 * (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
+
+
+def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[ScheduledRequest, Any, int, bool]]:
+    """The requests of a conversation: tokens of the prompt, length of the reply, whether it calls a tool."""
     from radixcache.chat import chat_tokens  # needs MLX, which no other format does
 
     rendered = []
@@ -162,7 +185,7 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Any, int
         calls = reply.get("tool_calls") or ()
         texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
         output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
-        rendered.append((prompt, output_tokens, bool(calls), request.model))
+        rendered.append((request, prompt, output_tokens, bool(calls)))
     return rendered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +277,18 @@ def test_what_another_model_had_evaluated_is_lost_to_the_next_one(tmp_path: Path
     assert broken_log(tmp_path, session(turns=4).records).lost_tokens == 0
 
 
-def test_trees_and_traces_share_nothing_between_models(tmp_path: Path) -> None:
+def test_traces_of_sessions_have_their_times_and_trees_and_traces_share_nothing_between_models(tmp_path: Path) -> None:
     log = session()
     log.ask("And now?")
     log.reply("Now I answer.", model="haiku")
     path = written(tmp_path, log.records, "0.jsonl")
-    *earlier, last = read_trace(path, tokenizer=OUTLINE.tokenizer).requests
+    trace = read_trace(path, tokenizer=OUTLINE.tokenizer)
+    *earlier, last = trace.requests
+    calls = [call for each in read_conversations(path).conversations for call in each.calls if call]
+    times = [datetime.fromisoformat(call.time) for call in calls]
+    assert [each.time_ms for each in trace.requests] == [round(1e3 * (at - min(times)).total_seconds()) for at in times]
+    assert (trace.is_timing_synthetic, trace.sessions_per_hour) == (False, None)
+    assert trace.notes[-1].endswith("requests arrive at the times that the logs have for their replies.")
     known = {key for each in earlier for key in each.keys.tolist()}
     assert known.isdisjoint(last.keys.tolist())
     assert set(earlier[0].keys[:-1].tolist()) <= set(earlier[1].keys.tolist())

@@ -540,6 +540,25 @@ def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> No
             read_conversations(path)
 
 
+def test_reasoning_has_other_names_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    path, question = tmp_path / "log.jsonl", {"role": "user", "content": "Hi", "images": ["a", "b"]}
+    for reply in ({"reasoning": "Hm."}, {"thinking": "Hm.", "reasoning": [1]}, {"reasoning_content": "Hm."}):
+        path.write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "Yes", **reply}]}))
+        (conversation,) = read_conversations(path).conversations
+        assert conversation.messages[1] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+        assert conversation.left_out == {"image": 2} | ({"reasoning": 1} if "thinking" in reply else {})
+
+
+def test_functions_may_be_json_text_and_nothing_else_than_a_list(tmp_path: Path) -> None:
+    path, function = tmp_path / "log.jsonl", {"name": "f", "parameters": {}}
+    for functions in ([function], json.dumps([function])):
+        path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": functions}))
+        assert read_conversations(path).conversations[0].tools == ({"type": "function", "function": function},)
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": {"f": 1}}))
+    with pytest.raises(InputError, match=r"functions is .*; wanted a list of function definitions"):
+        read_conversations(path)
+
+
 def test_documents_beside_messages_are_counted_as_left_out(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "One."}, {"text": "Two."}]}
     path = tmp_path / "log.jsonl"

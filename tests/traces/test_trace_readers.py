@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,15 @@ def test_turns_that_a_file_does_not_name_are_numbered_by_time(tmp_path) -> None:
     assert found == [(3000, 1), (9000, 2)]
 
 
+def test_sessions_do_not_depend_on_the_order_of_rows_and_circles_end(tmp_path) -> None:
+    rows = [chat(at, at - 1 or -1, at, [at]) for at in range(1, 6)]
+    for at, order in enumerate(permutations(rows)):
+        requests = read_trace(write(tmp_path / f"{at}.jsonl", *order)).requests
+        assert {request.session.split("/")[-1] for request in requests} == {"1"}
+    circle = read_trace(write(tmp_path / "c.jsonl", *(chat(at, (at + 1) % 3, at, [at]) for at in range(3))))
+    assert len({request.session for request in circle.requests}) == 1
+
+
 def test_ids_of_blocks_alone_are_found_out_and_become_keys_of_prefixes(tmp_path) -> None:
     path = write(tmp_path / "b.jsonl", chat(1, -1, 0, [7, 8]), chat(2, -1, 1, [9, 8]), chat(3, -1, 2, [9, 8, 8]))
     trace = read_trace(path)
@@ -263,6 +273,10 @@ def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> N
     assert_invariants(trace)
     texts = read_trace(write(tmp_path / "t.jsonl", line(ids=["a", "b"]), line(ids=["a", "c"])))
     assert [request.keys.tolist() for request in texts.requests] == [[0, 1], [0, 2]]
+    floats = read_trace(write(tmp_path / "f.jsonl", line(ids=[7.0, 9.0]), line(ids=[7, 8])))
+    assert [request.keys.tolist() for request in floats.requests] == [[0, 1], [0, 2]]
+    with pytest.raises(InputError, match="hash_ids is list"):
+        read_trace(write(tmp_path / "g.jsonl", line(ids=[7.5, 9.0])))
 
 
 @pytest.mark.parametrize(
