@@ -11,9 +11,10 @@ measured, and each reply is drafted from them and from its own prompt, as far as
     nothing twice  random tokens, none twice: nothing can be drafted; also with `tiny`, whose passes take a few
                    milliseconds, so that looks for drafts take the largest share
 
-Both sides decode every reply in turns, and restore the prompt from their own caches. A ratio is of all replies of a
-repeat together. With 4 and 8 users, the replies are decoded together, by a ParallelGenerator on each side; the time is
-that of the rounds in which nobody's prompt is evaluated.
+Both sides restore the prompts from their own caches, and decode the same replies step by step in turns, so that what
+else the machine does slows both. A step's time ends when all that it dispatched is computed. Replies of several users
+are decoded together, by a ParallelGenerator on each side; the time is that of the rounds in which nobody's prompt is
+evaluated. A ratio is that of the seconds of all repeats behind the first; `min to max` has those of single repeats.
 """
 
 from __future__ import annotations
@@ -182,11 +183,12 @@ class Side:
         self._pace = DraftPace()
         self.passes = self.proposed = self.accepted = self.tokens = 0
 
-    def decode_s(self, replies: Sequence[Reply]) -> float:
-        """Seconds from each prompt's last token to the reply's last one."""
-        return sum(map(self._decode_s, replies))
+    def steps(self, replies: Sequence[Reply]) -> Iterator[bool]:
+        """Decode replies, one after the other. Yields behind each step whether it decoded, and nothing else."""
+        for reply in replies:
+            yield from self._steps(reply)
 
-    def _decode_s(self, reply: Reply) -> float:
+    def _steps(self, reply: Reply) -> Iterator[bool]:
         said = iter(reply.tokens.tolist())
 
         def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -198,17 +200,17 @@ class Side:
             drafts = Drafting([TreeSource(self._index), PromptSource(reply.prompt)], self._pace, reply.prompt.tolist())
         with self._cache.begin(reply.prompt) as session:
             session.prefill(self._model)
-            began_s = time.perf_counter()
+            yield False
             count = len(reply.tokens)
-            tokens = decode(session, self._model, reply.prompt[-1:], choose, max_tokens=count, drafting=drafts)
-            found = [is_drafted for _, _, is_drafted in tokens]
-            took_s = time.perf_counter() - began_s
-        self.tokens += len(found)
-        self.passes += len(found) - sum(found)
+            for *_, is_drafted in decode(
+                session, self._model, reply.prompt[-1:], choose, max_tokens=count, drafting=drafts
+            ):
+                self.tokens += 1
+                self.passes += not is_drafted
+                yield True
         for each in drafts.drafted.values() if drafts is not None else ():
             self.proposed += each.proposed
             self.accepted += each.accepted
-        return took_s
 
 
 class Rows:
@@ -227,19 +229,18 @@ class Rows:
         assert self._index is not None
         return Drafting([TreeSource(self._index), PromptSource(prompt)], self._pace, prompt.tolist())
 
-    def decode_s(self, replies: Sequence[Reply]) -> float:
-        """Seconds of the rounds in which all are decoding."""
+    def steps(self, replies: Sequence[Reply]) -> Iterator[bool]:
+        """Decode replies together. Yields behind each round whether it decoded all, and nothing else."""
         generator = self._generator
         tickets = [
             generator.submit(reply.prompt, max_tokens=len(reply.tokens), sampler=_speaker(reply.tokens), stop_tokens=())
             for reply in replies
         ]
-        took_s, first = 0.0, set[int]()
+        first: set[int] = set()
         while not all(ticket.completion for ticket in tickets):
-            is_decoding, began_s = len(first) == len(tickets), time.perf_counter()
-            pieces = generator.round()
-            took_s += time.perf_counter() - began_s if is_decoding else 0.0
-            first |= {ticket.number for ticket, _ in pieces}
+            is_decoding = len(first) == len(tickets)
+            first |= {ticket.number for ticket, _ in generator.round()}
+            yield is_decoding
         for ticket in tickets:
             drafted = ticket.drafted.values()
             accepted = sum(each.accepted for each in drafted)
@@ -247,13 +248,27 @@ class Rows:
             self.accepted += accepted
             self.tokens += len(ticket.completion.tokens) if ticket.completion else 0
             self.passes += len(ticket.completion.tokens) - accepted if ticket.completion else 0
-        return took_s
 
 
 def _speaker(tokens: NDArray[np.int32]) -> Callable[[mx.array], mx.array]:
     """A sampler that computes its own token and says the recorded one."""
     said = iter(tokens.tolist())
     return lambda logprobs: mx.argmax(logprobs, axis=-1) * 0 + next(said)
+
+
+def _in_turns(sides: Sequence[Side | Rows], replies: Sequence[Reply], first: int) -> NDArray[np.float64]:
+    """The seconds that each side takes to decode the replies; this one makes the first step."""
+    took_s, steps = np.zeros(len(sides)), {at: sides[at].steps(replies) for at in (first, 1 - first)}
+    while steps:
+        for at in list(steps):
+            began_s = time.perf_counter()
+            is_decoding = next(steps[at], None)
+            mx.synchronize()
+            if is_decoding is None:
+                del steps[at]
+            elif is_decoding:
+                took_s[at] += time.perf_counter() - began_s
+    return took_s
 
 
 def _measure(
@@ -268,18 +283,16 @@ def _measure(
     index = SuffixIndex(SUFFIX_INDEX_BYTES)
     for run in text.served:
         index.add(run)
-    plain, drafted = side(model, None), side(model, index)
+    sides = _, drafted = side(model, None), side(model, index)
     asked = [text.replies[at : at + users] for at in range(0, len(text.replies), users)]
-    ratios, speeds = [], []
-    for repeat in range(repeats + 1):
-        took_s = [0.0, 0.0]
-        for number, replies in enumerate(asked):
-            for which in (0, 1) if (number + repeat) % 2 else (1, 0):
-                took_s[which] += (plain, drafted)[which].decode_s(replies)
-        if repeat:  # the first fills the caches
-            ratios.append(took_s[0] / took_s[1])
-            speeds.append(sum(len(each.tokens) for each in text.replies) / took_s[1])
-    ratio = Spread.of(ratios)
+    took_s = np.array(
+        [
+            sum(_in_turns(sides, replies, (number + repeat) % 2) for number, replies in enumerate(asked))
+            for repeat in range(repeats + 1)
+        ]
+    )[1:]  # the first repeat fills the caches
+    plain_s, drafted_s = took_s.sum(axis=0)
+    ratios = took_s[:, 0] / took_s[:, 1]
     return {
         "text": text.name,
         "model": name,
@@ -289,9 +302,10 @@ def _measure(
         "tokens per pass": drafted.tokens / drafted.passes,
         "proposed per pass": drafted.proposed / drafted.passes,
         "accepted %": 100 * drafted.accepted / drafted.proposed if drafted.proposed else None,
-        "drafted tokens/s": Spread.of(speeds).median,
-        "drafted / plain": ratio.median,
-        "min to max": ratio.range,
+        "drafted tokens/s": repeats * sum(len(each.tokens) for each in text.replies) / drafted_s,
+        "drafted / plain": plain_s / drafted_s,
+        "standard error": ratios.std(ddof=1) / repeats**0.5 if repeats > 2 else None,
+        "min to max": Spread.of(ratios).range,
     }
 
 

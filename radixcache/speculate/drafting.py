@@ -38,8 +38,8 @@ from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES,
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
-#: Behind so many tokens or looks without a draft, looks are rare: a row waits until it has paid for about `LOOK_S`.
-IDLE_TOKENS, IDLE_LOOKS, LOOK_S = 16, 32, 2e-4
+#: Behind so many tokens or looks without a draft, looks are rare: a row waits until it has paid for one.
+IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
@@ -206,7 +206,7 @@ class Drafting:
             return best
         is_idle = self._idle_tokens >= IDLE_TOKENS or self.pace.idle_looks >= IDLE_LOOKS
         stride = self._stride(rows) if is_idle else 1
-        if is_idle and self.pace.look_s <= 0:
+        if is_idle and self.pace.look_s < 0:
             self._look_at = self._idle_tokens + stride
             return best
         began_s = perf_counter()
@@ -248,7 +248,7 @@ class Drafting:
 
     def _stride(self, rows: int) -> int:
         """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
-        return min(math.ceil(rows * LOOK_S / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
+        return min(math.ceil(rows * self.pace.usual_look_s / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
     def _worth(self, proposal: Proposal) -> int:
         """How many tokens of a proposal a pass over this request alone should check."""

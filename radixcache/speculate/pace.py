@@ -50,7 +50,9 @@ MOST_CHECKED = 512.0
 #: Kinds of proposed tokens: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1
 #: Looks for drafts may take this share of the time of passes while nothing is drafted, and save so many seconds up.
-LOOK_SHARE, MOST_LOOK_S = 0.005, 0.05
+LOOK_SHARE, MOST_LOOK_S = 0.002, 0.02
+#: Seconds of a look until some are measured: the first one of a reply also indexes the prompt.
+USUAL_LOOK_S = 2e-4
 #: The source of a draft model's proposals.
 MODEL = "draft"
 #: The chance of a draft model's tokens until it was asked, and again when it was not asked for STALE_PASSES.
@@ -97,11 +99,12 @@ class DraftPace:
     Attributes:
         idle_looks: how many times its requests looked for drafts since one was checked; they count it.
         look_s: seconds that looks may still take while nothing is drafted: passes add to it, and looks take from it.
+        usual_look_s: the average seconds of a look while nothing is drafted.
     """
 
     def __init__(self, seconds: Callable[[int, int], float] | None = None) -> None:
         self.idle_looks = 0
-        self.look_s = MOST_LOOK_S
+        self.look_s, self.usual_look_s = 0.0, USUAL_LOOK_S
         self._assumed = seconds
         #: By rows, rounded up to a power of 2, and width: the average seconds, and when it was measured last.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
@@ -139,6 +142,7 @@ class DraftPace:
         """Count the time of a look while nothing was drafted. Where times are assumed, looks are free."""
         if self._assumed is None:
             self.look_s -= seconds
+            self.usual_look_s += WEIGHT * (seconds - self.usual_look_s)
 
     def note_accepted(self, proposal: Proposal, accepted: int) -> None:
         """Count a checked proposal: its first `accepted` tokens were accepted, and the next one, if any, was not."""
