@@ -11,10 +11,14 @@ measured, and each reply is drafted from them and from its own prompt, as far as
     nothing twice  random tokens, none twice: nothing can be drafted; also with `tiny`, whose passes take a few
                    milliseconds, so that looks for drafts take the largest share
 
-Both sides restore the prompts from their own caches, and decode the same replies step by step in turns, so that what
-else the machine does slows both. A step's time ends when all that it dispatched is computed. Replies of several users
-are decoded together, by a ParallelGenerator on each side; the time is that of the rounds in which nobody's prompt is
-evaluated. A ratio is that of the seconds of all repeats behind the first; `min to max` has those of single repeats.
+Both sides restore the prompts from their own caches. Replies of several users are decoded together, by a
+ParallelGenerator on each side; the time is that of the rounds in which nobody's prompt is evaluated. A ratio is that of
+the seconds of all repeats behind the first; `min to max` has those of single repeats. Two tables:
+
+    drafted   the sides decode the replies in turns
+    nothing   text that repeats nothing: the sides decode the same reply step by step in turns, so that what else the
+              machine does slows both. Drafting takes the other side's steps for its own, and so looks for drafts for
+              longer than it would alone
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ from runner.text import plural
 BUDGET_BYTES = 8 << 30
 #: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
 REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 8, 48, 2048, 2
+PARTS = ("drafted", "nothing")
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
 #: Users at a time with `tiny`, and repeats: its passes are short and noisy.
@@ -84,36 +89,33 @@ class Text:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given, add=_add)
-    is_quick = options.quick
+    is_quick, users = options.quick, (2,) if options.quick else USERS
     demo = load_model("tiny" if is_quick else "demo")
     vocabulary = 1 + max(demo.tokenizer.vocab.values())
     agents = {} if is_quick else {"tau-bench": options.conversations, "SWE-agent": options.swe_agent}
-    texts = list(_texts(demo, agents, vocabulary, is_quick))
     models = {demo.name: demo.model}
     if not is_quick:
         models |= {kind: random_model(kind, vocabulary=vocabulary) for kind in ("kv", "sliding", "hybrid")}
     else:
         models |= {kind: tiny_model(kind) for kind in ("llama_sliding", "nemotron_h")}
-    repeats = 2 if is_quick else REPEATS
-    rows = [_measure(name, Side, model, text, repeats) for name, model in models.items() for text in texts]
-    for users in (2,) if is_quick else USERS:
-        sides = partial(Rows, loaded=demo, users=users)
-        those = [text for text in texts[:-1] if text.name != "built-in"]
-        those.append(_nothing_twice(vocabulary, users))
-        rows += [_measure(demo.name, sides, demo.model, text, 2, users) for text in those]
-    tiny = load_model("tiny")
-    for users in (2,) if is_quick else TINY_USERS:
-        sides = Side if users == 1 else partial(Rows, loaded=tiny, users=users)  # type: ignore[assignment]
-        text = _nothing_twice(1 + max(tiny.tokenizer.vocab.values()), max(users, 4))
-        rows.append(_measure("tiny", sides, tiny.model, text, 2 if is_quick else TINY_REPEATS, users))
-    publish(
-        "speculate",
-        "Replies with drafts from the tree and the prompt, and plain decoding",
-        rows,
-        folder=options.results,
-        repeats=repeats,
-        conclusion=conclusion(rows),
-    )
+    if "drafted" in options.parts:
+        texts = list(_texts(demo, agents, is_quick))
+        rows = [_measure(name, Side, model, text) for name, model in models.items() for text in texts]
+        of_agents = [text for text in texts if text.name != "built-in"]
+        rows += [_measure(demo.name, _rows(demo, each), demo.model, text, each) for each in users for text in of_agents]
+        title = "Replies with drafts from the tree and the prompt, and plain decoding"
+        publish("speculate", title, rows, folder=options.results, repeats=REPEATS, conclusion=conclusion(rows))
+    if "nothing" in options.parts:
+        rows = [_measure(name, Side, model, _nothing_twice(vocabulary, 4)) for name, model in models.items()]
+        rows += [
+            _measure(demo.name, _rows(demo, each), demo.model, _nothing_twice(vocabulary, each), each) for each in users
+        ]
+        tiny, repeats = load_model("tiny"), REPEATS if is_quick else TINY_REPEATS
+        for each in users if is_quick else TINY_USERS:
+            text = _nothing_twice(1 + max(tiny.tokenizer.vocab.values()), max(each, 4))
+            rows.append(_measure("tiny", _rows(tiny, each), tiny.model, text, each, repeats=repeats))
+        title = "Text that repeats nothing, with drafting and without"
+        publish("speculate-nothing", title, rows, folder=options.results, repeats=None, conclusion=conclusion(rows))
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +123,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=Path, default=beside, metavar="FILE", help="recorded agents")
     beside = SWE_AGENT if SWE_AGENT.exists() else None
     parser.add_argument("--swe-agent", type=Path, default=beside, metavar="PATH", help="recorded runs of SWE-agent")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
@@ -134,14 +137,13 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
 # What is said --------------------------------------------------------------------------------------------------------
 
 
-def _texts(loaded: LoadedModel, agents: dict[str, Path | None], vocabulary: int, is_quick: bool) -> Iterator[Text]:
+def _texts(loaded: LoadedModel, agents: dict[str, Path | None], is_quick: bool) -> Iterator[Text]:
     replies = 3 if is_quick else REPLIES
     for name, path in agents.items():
         if path is not None:
             its = read_conversations(path).conversations
             yield _recorded(name, loaded, its, replies, cuts=name == "SWE-agent")
     yield _recorded("built-in", loaded, builtin_conversations(), replies)
-    yield _nothing_twice(vocabulary, replies // 2)
 
 
 def _nothing_twice(vocabulary: int, replies: int) -> Text:
@@ -250,17 +252,26 @@ class Rows:
             self.passes += len(ticket.completion.tokens) - accepted if ticket.completion else 0
 
 
+def _rows(loaded: LoadedModel, users: int) -> Callable[[Any, SuffixIndex | None], Side | Rows]:
+    return Side if users == 1 else partial(Rows, loaded=loaded, users=users)
+
+
 def _speaker(tokens: NDArray[np.int32]) -> Callable[[mx.array], mx.array]:
     """A sampler that computes its own token and says the recorded one."""
     said = iter(tokens.tolist())
     return lambda logprobs: mx.argmax(logprobs, axis=-1) * 0 + next(said)
 
 
-def _in_turns(sides: Sequence[Side | Rows], replies: Sequence[Reply], first: int) -> NDArray[np.float64]:
-    """The seconds that each side takes to decode the replies; this one makes the first step."""
+def _in_turns(
+    sides: Sequence[Side | Rows], replies: Sequence[Reply], first: int, *, by_step: bool
+) -> NDArray[np.float64]:
+    """The seconds that each side takes to decode the replies; this one begins.
+
+    What is drafted depends on the time between steps: there, a turn is all of them.
+    """
     took_s, steps = np.zeros(len(sides)), {at: sides[at].steps(replies) for at in (first, 1 - first)}
     while steps:
-        for at in list(steps):
+        for at in list(steps) if by_step else [next(iter(steps))]:
             began_s = time.perf_counter()
             is_decoding = next(steps[at], None)
             mx.synchronize()
@@ -276,8 +287,8 @@ def _measure(
     side: Callable[[Any, SuffixIndex | None], Side | Rows],
     model: Any,
     text: Text,
-    repeats: int,
     users: int = 1,
+    repeats: int = REPEATS,
 ) -> dict[str, Any]:
     say(f"{name}, {text.name}, {plural(users, 'user')}")
     index = SuffixIndex(SUFFIX_INDEX_BYTES)
@@ -287,7 +298,10 @@ def _measure(
     asked = [text.replies[at : at + users] for at in range(0, len(text.replies), users)]
     took_s = np.array(
         [
-            sum(_in_turns(sides, replies, (number + repeat) % 2) for number, replies in enumerate(asked))
+            sum(
+                _in_turns(sides, replies, (number + repeat) % 2, by_step=not text.served)
+                for number, replies in enumerate(asked)
+            )
             for repeat in range(repeats + 1)
         ]
     )[1:]  # the first repeat fills the caches
