@@ -17,7 +17,7 @@ from radixcache.speculate.drafting import (
     PromptSource,
     TreeSource,
 )
-from radixcache.speculate.pace import LOOK_SHARE, MOST_LOOK_S, DraftPace, Proposal
+from radixcache.speculate.pace import LOOK_SHARE, DraftPace, Proposal
 from radixcache.speculate.suffix_index import SuffixIndex
 
 
