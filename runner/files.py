@@ -23,6 +23,8 @@ from typing import Any
 NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
 MOST_RECORD_BYTES = 64 << 20  # a longer record fits no model's context, and parsing it takes many times its memory
 BLANK = " \t\r\n"
+#: Blanks, and the mark that some editors put before UTF-8.
+BLANK_BYTES = b" \t\r\n\xef\xbb\xbf"
 _NOT_BLANK = re.compile(f"[^{BLANK}]")
 _PIECE_BYTES = 1 << 16
 
@@ -150,8 +152,12 @@ def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") 
     return _decoded(content, path, errors=errors)
 
 
-def read_lines(path: Path, wanted: str) -> Iterator[JsonRecord]:
-    """The records of a JSONL file, one at a time."""
+def read_records(path: Path, wanted: str) -> Iterator[JsonRecord]:
+    """The records of a JSONL file, one at a time, or the values of an array of at most MOST_RECORD_BYTES."""
+    if read_beginning(path, wanted, 0).lstrip(BLANK_BYTES).startswith(b"["):
+        text = read_text(path, wanted, MOST_RECORD_BYTES)
+        yield from document_records(text, text.index("["), path)
+        return
     line, is_rest = 1, False
     for content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
         if not is_rest:

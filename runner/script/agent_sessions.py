@@ -1,7 +1,8 @@
 """Sessions of coding agents: from the log that an agent's tool leaves to the requests that it made.
 
     Claude Code   ~/.claude/projects/FOLDER/SESSION.jsonl: records with `uuid` and `parentUuid`, a tree
-    Codex         ~/.codex/sessions/YEAR/MONTH/DAY/rollout-*.jsonl: `session_meta`, then items of the Responses API
+    Codex         ~/.codex/sessions/YEAR/MONTH/DAY/rollout-*.jsonl: `session_meta`, then items of the Responses API; in
+                  old ones the same without an envelope, and only the session has a time
 
 A log becomes a tree of messages, and each path of the tree that ends with a reply a body of the provider's API. Where
 the agent does not go on from the request before, the `Call` has the `Opening`:
@@ -184,6 +185,18 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
     about["user"] = str(meta.get("id") or records[0].origin.default_id)
     yield from _bodies(nodes, "input", left_out, **about)
+
+
+def old_codex(records: Sequence[Record]) -> Iterator[Record]:
+    """As `codex`, for a log of 2025: the first record is the session, and the others are items."""
+    (meta, origin), *items = records
+    head = Record({"type": "session_meta", "payload": {"id": meta["id"]}}, origin)
+    wrapped = (
+        Record({"type": "response_item", "timestamp": meta["timestamp"], "payload": item}, where)
+        for item, where in items
+        if "record_type" not in item
+    )
+    yield from codex([head, *wrapped])
 
 
 def _call(reply_id: str, record: Record, model: str) -> Call:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from radixcache.observe.trace import FORMAT
 from runner.files import InputError, read_json
 from runner.script import anthropic_blocks, response_items
-from runner.script.agent_sessions import claude_code, codex
+from runner.script.agent_sessions import claude_code, codex, old_codex
 from runner.script.conversation import (
     ROLES,
     Conversation,
@@ -60,6 +60,12 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
 OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
+#: Public traces that have no text, by their keys or columns.
+_LENGTHS_ALONE = {
+    "BurstGPT's table": {"Timestamp", "Request tokens", "Response tokens"},
+    "a table of Azure's LLM inference traces": {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
+    "rows of lengths, as GuideLLM and AIPerf have them": {"input_length", "output_length"},
+}
 TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
@@ -144,6 +150,12 @@ def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
             yield from parse_record(each, origin)
 
 
+def lengths_alone(keys: Iterable[str]) -> str:
+    """The name of a form that has lengths and no text, by its keys or columns; '': it is none."""
+    found = {*keys}
+    return next((name for name, needed in _LENGTHS_ALONE.items() if needed <= found), "")
+
+
 def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
     """Messages in OpenAI's form, with the keys that templates know. InputError: the first bad one."""
     expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
@@ -161,6 +173,8 @@ def _unknown(record: Any, origin: Origin) -> InputError:
         if record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
             wanted = "Use it with radixcache simulate, mrc or advise."
             return InputError(f"{origin.where}: is a trace of block hashes, not conversations. {wanted}")
+        if what := lengths_alone(record):
+            return InputError(f"{origin.where}: is {what}: lengths without text; wanted conversations.")
     return InputError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
 
 
@@ -450,6 +464,8 @@ _ANTHROPIC = "a body with `system`, or with blocks or tools that only this API h
 _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may stand beside the messages"
 _CLAUDE_CODE = "a session in `~/.claude/projects`"
 _CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
+_OLD_CODEX = "an old session; items of the Responses API follow the first record"
+_OLD_META = {"id", "timestamp", "instructions", "git"}
 _LOGGED = "a body of an API above, or its JSON text, with its `response`; a batch may have its outputs in another file"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
@@ -495,4 +511,5 @@ FORMS: tuple[Form, ...] = (
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
     Form("Claude Code", _CLAUDE_CODE, "type sessionId|leafUuid|messageId", join=claude_code),
     Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),
+    Form("Codex of 2025", _OLD_CODEX, "id timestamp", tells=lambda record: record.keys() <= _OLD_META, join=old_codex),
 )

@@ -27,13 +27,22 @@ from runner.files import (
     read_text,
 )
 from runner.script.conversation import Conversation, Origin, Record
-from runner.script.conversation_formats import OUTPUT_KEYS, expanded, form_of, is_message, joining_form, parse_record
+from runner.script.conversation_formats import (
+    OUTPUT_KEYS,
+    expanded,
+    form_of,
+    is_message,
+    joining_form,
+    lengths_alone,
+    parse_record,
+)
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
 MOST_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
 NAMED_KINDS = 12  # kinds of parts that a note names
+MOST_HEADER_CHARS = 1000  # of a table's first line
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
 
 
@@ -46,12 +55,12 @@ class ReadResult:
 
     @property
     def notes(self) -> list[str]:
-        """What the prompts lack, a sentence each: parts that no chat template has text for, counted by their type."""
+        """What the prompts lack, a sentence each: parts that are no text of a message, counted by their type."""
         left_out: Counter[str] = Counter()
         for each in self.conversations:
             left_out.update(each.left_out)
         parts = ", ".join(f"{count:,} {shortened(kind, 40)}" for kind, count in left_out.most_common(NAMED_KINDS))
-        notes = [f"left out of the prompts, since chat templates have no text for them: {parts}."] * bool(parts)
+        notes = [f"left out of the prompts, as they are no text of a message: {parts}."] * bool(parts)
         if missing := " and not ".join(not_in_logs(self.conversations)):
             notes.append(f"the logs hold no {missing}: these parts of prompts cannot be judged.")
         return notes
@@ -212,6 +221,8 @@ def _split(text: str, path: Path) -> Iterable[JsonRecord]:
     start = len(text) - len(text.lstrip(BLANK))
     if start == len(text):
         raise InputError(f"{path}: the file is empty; wanted conversations as JSON or JSONL.")
+    if what := lengths_alone(text[start : start + MOST_HEADER_CHARS].partition("\n")[0].strip().split(",")):
+        raise InputError(f"{path}:1: is {what}: lengths without text; wanted conversations as JSON or JSONL.")
     if is_jsonl(text, start, path):
         # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
         return (found for line, each in enumerate(text.split("\n"), 1) for found in line_records(each, path, line))

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runner.files import InputError, read_lines
+from runner.files import InputError, read_records
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
@@ -261,8 +261,8 @@ class Reading:
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | InputError]]:
-    """The place and the object of every line of a JSONL file that is not blank, one at a time."""
-    for line, value in read_lines(path, "a trace"):
+    """The place and the object of every line of a JSONL file that is not blank, one at a time; or those of an array."""
+    for line, value in read_records(path, "a trace"):
         where = f"{path}:{line}"
         is_bad = not isinstance(value, dict | InputError)
         yield where, InputError(f"{where}: found {shown(value)}; wanted an object.") if is_bad else value

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
-from runner.files import InputError, input_files, read_beginning
+from runner.files import BLANK_BYTES, InputError, input_files, read_beginning
 from runner.script.conversation import Call, Conversation
+from runner.script.conversation_formats import lengths_alone
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import ScheduledRequest, requests_of
 from runner.text import printable, shown
@@ -46,20 +47,12 @@ CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
-#: Blanks, and the mark that some editors put before UTF-8.
-_BLANK = b" \t\r\n\xef\xbb\xbf"
 _NOT_JSON = object()
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
 #: The keys that tell a format, at the beginning of a file.
 _TOLD_BY = {"coding-agent": ("block_size", "requests"), **{name: form.told_by for name, form in ROW_FORMS.items()}}
-#: Public forms that are not read, by their keys or columns.
-_WITHOUT_IDS = {
-    "BurstGPT's table": ("Timestamp", "Request tokens", "Response tokens"),
-    "a table of Azure's LLM inference traces": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    "rows of lengths, as GuideLLM and AIPerf have them": ("input_length", "output_length"),
-}
 
 
 def read_trace(
@@ -193,9 +186,9 @@ def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
         raise InputError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
-    if not beginning.strip(_BLANK):
+    if not beginning.strip(BLANK_BYTES):
         raise InputError(f"{path}: the file is empty; wanted a trace.")
-    first = beginning.lstrip(_BLANK).split(b"\n", 1)[0]
+    first = beginning.lstrip(BLANK_BYTES).split(b"\n", 1)[0]
     record = _json_of(first)
     record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
     if is_compact_header(record) or f'"{FORMAT}"'.encode() in beginning:
@@ -207,11 +200,10 @@ def _format_of(path: Path, beginning: bytes) -> str:
     for kind, keys in _TOLD_BY.items():
         if all(f'"{key}"'.encode() in beginning for key in keys):
             return kind
-    for what, keys in _WITHOUT_IDS.items():
-        if record.keys() >= {*keys}:
-            lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
-            raise InputError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
-    content = beginning.lstrip(_BLANK)
+    if what := lengths_alone(record):
+        lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
+        raise InputError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
+    content = beginning.lstrip(BLANK_BYTES)
     if content[:1] not in (b"{", b"["):
         value = _json_of(content)
         found = "not JSON" if value is _NOT_JSON else f"is {shown(value)}"

@@ -140,7 +140,7 @@ def test_each_command_says_what_of_a_log_no_template_has_text_for(
     path.write_text(json.dumps(body) + "\n")
     code, _, err = command(*before, path, "--model", "tiny")
     assert code == 0, err
-    assert "note: left out of the prompts, since chat templates have no text for them: 1 image.\n" in err
+    assert "note: left out of the prompts, as they are no text of a message: 1 image.\n" in err
 
 
 @pytest.mark.parametrize(

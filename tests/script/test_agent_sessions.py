@@ -238,6 +238,22 @@ def turn(model: str) -> tuple[str, dict[str, Any]]:
     return "turn_context", {"model": model}
 
 
+def test_an_old_log_of_codex_has_items_without_an_envelope(tmp_path: Path) -> None:
+    new = codex_log(
+        *(item("user", "One."), item("assistant", "First."), item("user", "Two.")),
+        ("response_item", {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "c"}),
+        ("response_item", {"type": "function_call_output", "call_id": "c", "output": "Done."}),
+        item("assistant", "Second."),
+    )
+    head = {"id": "thread", "timestamp": "2025-06-01T00:00:00Z", "instructions": None}
+    old = [head, {"record_type": "state"}, *(each["payload"] for each in new[1:])]
+    requests = requests_of_log(written(tmp_path, old, "old.jsonl"))
+    wanted = requests_of_log(written(tmp_path, new, "new.jsonl"))
+    assert [outline(each) for each in requests] == [outline(each)[1:] for each in wanted]
+    assert len(requests) == 3
+    assert [each.call and each.call.time for each in requests] == [head["timestamp"]] * 3
+
+
 def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:
     back = ("event_msg", {"type": "thread_rolled_back", "num_turns": 1})
     log = codex_log(

@@ -393,9 +393,7 @@ def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> 
     result = read_conversations(path)
     assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
     assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1, "audio": 1}]
-    assert result.notes == [
-        "left out of the prompts, since chat templates have no text for them: 3 image_url, 1 audio."
-    ]
+    assert result.notes == ["left out of the prompts, as they are no text of a message: 3 image_url, 1 audio."]
 
 
 def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     "InterCode": [(intercode, plain.map(lambda turns: [*turns, ("assistant", "end")]))],
 }
 #: tests/script/test_agent_sessions.py has theirs.
-OF_AGENTS = {"Claude Code", "Codex"}
+OF_AGENTS = {"Claude Code", "Codex", "Codex of 2025"}
 
 
 def test_each_form_has_a_test() -> None:
@@ -414,7 +414,7 @@ def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> Non
     path.write_text(json.dumps([{"title": "t", "mapping": mapping}]))
     result = read_conversations(path)
     assert [message["content"] for message in result.conversations[0].messages] == ["Look", "A cat."]
-    said = "left out of the prompts, since chat templates have no text for them: 1 image_asset_pointer, 1 thoughts."
+    said = "left out of the prompts, as they are no text of a message: 1 image_asset_pointer, 1 thoughts."
     assert result.notes == [said]
 
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from radixcache.observe.trace import FORMAT
 from runner.files import MOST_RECORD_BYTES, InputError
+from runner.script.conversation_reader import read_conversations
 from runner.traces.trace import Pace, Trace, infer_turns, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
@@ -295,6 +296,19 @@ def test_a_form_without_ids_is_refused_by_its_name(tmp_path, text: str, name: st
     ) as raised:
         read_trace(path)
     assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match=rf"table\.csv:1: is .*{name}.*: lengths without text; wanted conversations"):
+        read_conversations(path)
+
+
+def test_rows_may_be_an_array_on_one_line_or_many(tmp_path) -> None:
+    rows = [line(0, 1000, [7, 9]), line(5, 513, [7, 8])]
+    for number, indent in enumerate((None, 1)):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows, indent=indent).encode())
+        assert [request.keys.tolist() for request in read_trace(path).requests] == [[0, 1], [0, 2]]
+    path.write_text(json.dumps([rows[0], 7], indent=1))
+    with pytest.raises(InputError, match=r"1\.json:11: found int 7; wanted an object"):
+        read_trace(path)
 
 
 # What is written, and anything else ----------------------------------------------------------------------------------
@@ -567,7 +581,7 @@ def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -
     (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b broken")
     trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
     assert len(trace.requests) == 1
-    assert trace.notes == ("left out of the prompts, since chat templates have no text for them: 1 image_url.",)
+    assert trace.notes == ("left out of the prompts, as they are no text of a message: 1 image_url.",)
     with pytest.raises(InputError, match=r"broken\.gz:1: cannot be read \(Compressed file ended"):
         read_trace(tmp_path / "broken.gz")
 
