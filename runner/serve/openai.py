@@ -88,6 +88,12 @@ def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def _named(function: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str):
+        raise ValueError("should be an object with a name")
+    return function
+
+
 def _counted(logprobs: Any) -> Any:
     if not isinstance(logprobs, int) or not 0 <= logprobs <= 20:
         raise ValueError("wanted true, false, or 0 to 20 likeliest tokens")
@@ -154,6 +160,7 @@ MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}, "content
 TOOL = {"type": "object", "properties": {"function": NAMED}, "required": ["function"]}
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
+Function = Annotated[dict[str, Any], AfterValidator(_named), WithJsonSchema(NAMED)]
 
 
 class OpenAIBody(Checked):
@@ -293,6 +300,10 @@ class Prediction(Checked):
 
 
 class ChatBody(OpenAIBody):
+    """The body of POST /v1/chat/completions. `functions` and `function_call` are the tools of older clients."""
+
+    functions: Annotated[Many[Function], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    function_call: Literal["auto", "none"] | NamedFunction | None = None
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     role_mapping: dict[str, Annotated[str, Field(max_length=1000)]] | None = None
@@ -305,6 +316,15 @@ class ChatBody(OpenAIBody):
     parallel_tool_calls: bool = True
     move_volatile: bool = True
     prediction: Prediction | None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
+        return super().read({**body, **_in_tools(body)}, options)
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether the client wants a call in the older form."""
+        return bool(self.functions) and [tool["function"] for tool in self.tools] == self.functions
 
     def request(
         self, namespace: str, *, format_field: str = "response_format", marked_texts: Sequence[tuple[int, int]] = ()
@@ -362,6 +382,34 @@ class ChatBody(OpenAIBody):
             at=format_field,
         )
         return None if constraint == Constraint(has_tools=bool(names), at=format_field) else constraint
+
+
+def _in_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a body with `functions` says in the form of tools, with messages that call them."""
+    found: dict[str, Any] = {}
+    if isinstance(messages := body.get("messages"), list):
+        found["messages"] = [_with_tool_calls(each) for each in messages]
+    functions, choice = body.get("functions"), body.get("function_call")
+    if isinstance(functions, list) and functions and not body.get("tools"):
+        found |= {"tools": [_as_tool(each) for each in functions], "parallel_tool_calls": False}
+        if choice is not None:
+            found["tool_choice"] = _as_tool(choice) if isinstance(choice, dict) else choice
+    return found
+
+
+def _with_tool_calls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "function":
+        return {**message, "role": "tool"}
+    if not message.get("function_call") or message.get("tool_calls"):
+        return message
+    others = {name: value for name, value in message.items() if name != "function_call"}
+    return {**others, "tool_calls": [_as_tool(message["function_call"])]}
+
+
+def _as_tool(function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": function}
 
 
 def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
@@ -499,7 +547,7 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         choice |= self._logprobs([*self.reply.echoed, *delta.tokens])
         if self.form.is_chat:
-            choice["message"] = {"role": "assistant", "content": None, **_message(delta, delta.tool_calls)}
+            choice["message"] = {"role": "assistant", "content": None, **self._message(delta, delta.tool_calls)}
         else:
             choice["text"] = self.reply.echo + delta.text
         return choice
@@ -514,7 +562,7 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         if self.form.is_chat:
             # OpenAI's client joins the texts of all chunks, the role too.
-            choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **_message(part, calls)}
+            choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **self._message(part, calls)}
         else:
             choice["text"] = part.text if self.is_begun else self.reply.echo + part.text
         choice |= self._logprobs(self.tokens if self.is_begun else [*self.reply.echoed, *self.tokens])
@@ -524,8 +572,16 @@ class ReplyChoice:
 
     @property
     def finish_reason(self) -> str | None:
-        reply = self.reply
-        return "tool_calls" if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+        reply, called = self.reply, "function_call" if self.form.calls_functions else "tool_calls"
+        return called if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+    def _message(self, delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a message. Clients read reasoning by one name or the other."""
+        reasoning = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        called: dict[str, Any] = {"tool_calls": calls}
+        if self.form.calls_functions:
+            called = {"function_call": calls[0]["function"] if calls else None}
+        return {name: value for name, value in {"content": delta.text, **reasoning, **called}.items() if value}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         found = written_logprobs(tokens)
@@ -558,6 +614,7 @@ class ReplyForm:
     has_counted_logprobs: bool = False
     include_usage: bool = False
     has_prediction: bool = False
+    calls_functions: bool = False
 
 
 class OpenAIReply:
@@ -636,12 +693,6 @@ def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
     return {"id": token.id, "token": text, "bytes": [*token.data], "logprob": max(LEAST_LOGPROB, token.logprob)}
 
 
-def _message(delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a message. Clients read reasoning by one name or the other."""
-    reasoning = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
-    return {name: value for name, value in {"content": delta.text, **reasoning, "tool_calls": calls}.items() if value}
-
-
 def model_object(name: str, created_s: int, context_tokens: int | None = None) -> dict[str, Any]:
     """A model as both APIs describe it: each ignores the fields of the other. `max_model_len` is vLLM's field."""
     openai = {"id": name, "object": "model", "created": created_s, "owned_by": "radixcache"}
@@ -709,6 +760,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
             include_usage=body.stream_options.get("include_usage", False),
             has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
+            calls_functions=isinstance(body, ChatBody) and body.calls_functions,
         )
         return await service.answer_all(
             http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream

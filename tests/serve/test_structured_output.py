@@ -295,6 +295,26 @@ def test_a_named_function_is_called_once(client: Any, name: str) -> None:
     assert {require_calls(ask(client, seed=seed, tool_choice=choice), {name}) for seed in range(3)} <= {0, 1}
 
 
+def test_functions_of_older_clients_are_tools_and_get_one_call_in_their_form(client: Any) -> None:
+    functions = {"tools": None, "functions": [tool["function"] for tool in FUNCTIONS], "function_call": {"name": "say"}}
+    found = ask(client, seed=1, **functions)
+    choice = {"type": "function", "function": {"name": "say"}}
+    (call,) = ask(client, seed=1, tool_choice=choice, parallel_tool_calls=False)["message"]["tool_calls"]
+    assert found["message"]["function_call"] == call["function"]
+    assert "tool_calls" not in found["message"]
+    assert found["finish_reason"] == "function_call"
+    result = {"role": "function", "name": "say", "content": "Said."}
+    said = {"role": "assistant", "content": "x"}
+    again = [USER, {**said, "function_call": call["function"]}, result]
+    as_tools = [USER, {**said, "tool_calls": [call]}, {**result, "role": "tool"}]
+    old = ask(client, messages=again, **functions | {"function_call": "none"}, max_tokens=8, temperature=0)
+    assert old == ask(client, messages=as_tools, tool_choice="none", max_tokens=8, temperature=0)
+    with client.stream("POST", CHAT, json={**ASKED, **functions, "seed": 1, "stream": True}) as answer:
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [each["function_call"] for each in deltas if "function_call" in each] == [call["function"]]
+
+
 #: By mlx-lm's parser: what makes mlx-lm choose it when it stands in a template, and tokens that it may have.
 FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_tools": ("<tool_call> tool_call.name", ("<tool_call>", "</tool_call>")),
