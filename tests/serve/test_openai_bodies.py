@@ -152,6 +152,26 @@ def test_what_an_agent_says_of_its_model_leaves_no_trace_in_the_system_prompt():
     assert [messages[1]["content"] for messages in kept] == [known.rstrip(), unknown.rstrip()]
 
 
+def test_functions_of_older_clients_are_tools():
+    said, result = {"role": "assistant", "content": "x"}, {"name": "f", "content": "Done."}
+    called = {"name": "f", "arguments": "{}"}
+    messages = [USER, {**said, "function_call": called}, {**result, "role": "function"}]
+    older = {"messages": messages, "functions": [{"name": "f", "parameters": {}}]}
+    tools = [{"type": "function", "function": each} for each in older["functions"]]
+    calls = [{"type": "function", "function": called}]
+    newer = {"messages": [USER, {**said, "tool_calls": calls}, {**result, "role": "tool"}], "tools": tools}
+    for old, new in (
+        ("none", "none"),
+        ("auto", "auto"),
+        ({"name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ):
+        asked = asked_by({**older, "function_call": old})
+        assert asked == asked_by({**newer, "tool_choice": new, "parallel_tool_calls": False})
+        assert asked.tools == tools
+    others = [{"function": {"name": "g"}}]
+    assert asked_by({**older, "tools": others}).tools == others
+
+
 def test_a_prompt_is_explained_as_it_is_asked():
     system = f"Be brief.\n{PI}"
     chat = {"messages": [{"role": "system", "content": system}, USER]}

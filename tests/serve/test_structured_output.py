@@ -303,12 +303,6 @@ def test_functions_of_older_clients_are_tools_and_get_one_call_in_their_form(cli
     assert found["message"]["function_call"] == call["function"]
     assert "tool_calls" not in found["message"]
     assert found["finish_reason"] == "function_call"
-    result = {"role": "function", "name": "say", "content": "Said."}
-    said = {"role": "assistant", "content": "x"}
-    again = [USER, {**said, "function_call": call["function"]}, result]
-    as_tools = [USER, {**said, "tool_calls": [call]}, {**result, "role": "tool"}]
-    old = ask(client, messages=again, **functions | {"function_call": "none"}, max_tokens=8, temperature=0)
-    assert old == ask(client, messages=as_tools, tool_choice="none", max_tokens=8, temperature=0)
     with client.stream("POST", CHAT, json={**ASKED, **functions, "seed": 1, "stream": True}) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
