@@ -27,6 +27,7 @@ from typing import Any
 from runner.script.conversation import Call, Opening, Record, found_in, object_of, paths
 from runner.script.response_items import ITEM_KINDS
 
+OLD_META = {"id", "timestamp", "instructions", "git"}  # the keys of a session of Codex in 2025
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
 
 
@@ -188,13 +189,13 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def old_codex(records: Sequence[Record]) -> Iterator[Record]:
-    """As `codex`, for a log of 2025: the first record is the session, and the others are items."""
-    (meta, origin), *items = records
-    head = Record({"type": "session_meta", "payload": {"id": meta["id"]}}, origin)
+    """As `codex`, for a log of 2025: a record without a type is the session, and those with a type are items."""
+    meta = next((each.value for each in records if {"id", "timestamp"} <= each.value.keys() <= OLD_META), {})
+    head = Record({"type": "session_meta", "payload": {"id": meta.get("id")}}, records[0].origin)
     wrapped = (
-        Record({"type": "response_item", "timestamp": meta["timestamp"], "payload": item}, where)
-        for item, where in items
-        if "record_type" not in item
+        Record({"type": "response_item", "timestamp": meta.get("timestamp"), "payload": item}, origin)
+        for item, origin in records
+        if "type" in item
     )
     yield from codex([head, *wrapped])
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from radixcache.observe.trace import FORMAT
 from runner.files import InputError, read_json
 from runner.script import anthropic_blocks, response_items
-from runner.script.agent_sessions import claude_code, codex, old_codex
+from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
 from runner.script.conversation import (
     ROLES,
     Conversation,
@@ -465,7 +465,6 @@ _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may
 _CLAUDE_CODE = "a session in `~/.claude/projects`"
 _CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
 _OLD_CODEX = "an old session; items of the Responses API follow the first record"
-_OLD_META = {"id", "timestamp", "instructions", "git"}
 _LOGGED = "a body of an API above, or its JSON text, with its `response`; a batch may have its outputs in another file"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
@@ -511,5 +510,5 @@ FORMS: tuple[Form, ...] = (
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
     Form("Claude Code", _CLAUDE_CODE, "type sessionId|leafUuid|messageId", join=claude_code),
     Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),
-    Form("Codex of 2025", _OLD_CODEX, "id timestamp", tells=lambda record: record.keys() <= _OLD_META, join=old_codex),
+    Form("Codex of 2025", _OLD_CODEX, "id timestamp", tells=lambda record: record.keys() <= OLD_META, join=old_codex),
 )

@@ -290,7 +290,8 @@ def duration(record: dict[str, Any], name: str, where: str, unit: str) -> float:
 def hash_ids(record: dict[str, Any], where: str) -> list[int] | list[str]:
     ids = record.get("hash_ids")
     if isinstance(ids, list) and float in map(type, ids):
-        ids = [int(each) if isinstance(each, float) and each.is_integer() else each for each in ids]
+        # Larger floats may stand for several ids.
+        ids = [int(each) if isinstance(each, float) and each % 1 == 0 <= each <= MOST_EXACT else each for each in ids]
     # Not both: 1 and "1" could be the same block.
     if isinstance(ids, list) and {type(block_id) for block_id in ids} in (set(), {int}, {str}):
         return ids

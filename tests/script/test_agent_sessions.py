@@ -252,6 +252,8 @@ def test_an_old_log_of_codex_has_items_without_an_envelope(tmp_path: Path) -> No
     assert [outline(each) for each in requests] == [outline(each)[1:] for each in wanted]
     assert len(requests) == 3
     assert [each.call and each.call.time for each in requests] == [head["timestamp"]] * 3
+    shifted = requests_of_log(written(tmp_path, [{"note": 1}, *old, head], "shifted.jsonl"))
+    assert [outline(each) for each in shifted] == [outline(each) for each in requests]
 
 
 def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:

@@ -276,8 +276,9 @@ def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> N
     assert [request.keys.tolist() for request in texts.requests] == [[0, 1], [0, 2]]
     floats = read_trace(write(tmp_path / "f.jsonl", line(ids=[7.0, 9.0]), line(ids=[7, 8])))
     assert [request.keys.tolist() for request in floats.requests] == [[0, 1], [0, 2]]
-    with pytest.raises(InputError, match="hash_ids is list"):
-        read_trace(write(tmp_path / "g.jsonl", line(ids=[7.5, 9.0])))
+    for bad in (7.5, float(1 << 60), float("inf"), float("nan")):
+        with pytest.raises(InputError, match="hash_ids is list"):
+            read_trace(write(tmp_path / "g.jsonl", line(ids=[bad, 9.0])))
 
 
 @pytest.mark.parametrize(
