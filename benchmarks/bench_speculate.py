@@ -13,8 +13,10 @@ measured, and each reply is drafted from them and from its own prompt, as far as
 
 Both sides restore the prompts from their own caches. Replies of several users are decoded together, by a
 ParallelGenerator on each side; the time is that of the rounds in which nobody's prompt is evaluated. A ratio is that of
-the seconds of all repeats behind the first; `min to max` has those of single repeats. Two tables:
+the seconds of all repeats behind the first; `min to max` has those of single repeats. Three tables:
 
+    counted   no model runs: all recorded replies, each drafted from those before, as `simulate --speculate` does;
+              a proposed token is taken to cost 0.15 of a pass
     drafted   the sides decode the replies in turns
     nothing   text that repeats nothing: the sides decode the same reply step by step in turns, so that what else the
               machine does slows both. Drafting takes the other side's steps for its own, and so looks for drafts for
@@ -47,18 +49,19 @@ from radixcache.settings import SUFFIX_INDEX_BYTES
 from radixcache.speculate.drafting import Drafting, PromptSource, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import SuffixIndex
+from runner.commands.simulate import DRAFT_TOKEN_COST
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel, load_model
 from runner.models.tiny import tiny_model
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
-from runner.simulate.drafts import recorded_turns
+from runner.simulate.drafts import DraftCount, recorded_turns
 from runner.text import plural
 
 BUDGET_BYTES = 8 << 30
 #: Replies of each text that are measured, tokens of each at most, tokens of a prompt at most, and repeats.
 REPLIES, REPLY_TOKENS, PROMPT_TOKENS, REPEATS = 8, 48, 2048, 2
-PARTS = ("drafted", "nothing")
+PARTS = ("counted", "drafted", "nothing")
 #: Users at a time, with the demo model alone; tokens that they may have together.
 USERS, CAPACITY = (4, 8), 1 << 20
 #: Users at a time with `tiny`, and repeats: its passes are short and noisy.
@@ -98,6 +101,11 @@ def main(given: Sequence[str] | None = None) -> None:
         models |= {kind: random_model(kind, vocabulary=vocabulary) for kind in ("kv", "sliding", "hybrid")}
     else:
         models |= {kind: tiny_model(kind) for kind in ("llama_sliding", "nemotron_h")}
+    if "counted" in options.parts:
+        rows = [_counted(name, demo, path) for name, path in agents.items() if path is not None]
+        rows.append(_counted("built-in", demo, None))
+        title = "Recorded replies, drafted without a model"
+        publish("speculate-counted", title, rows, folder=options.results, repeats=1)
     if "drafted" in options.parts:
         texts = list(_texts(demo, agents, is_quick))
         rows = [_measure(name, Side, model, text) for name, model in models.items() for text in texts]
@@ -171,6 +179,24 @@ def _recorded(
         if (cuts or len(prompt) <= PROMPT_TOKENS) and len(reply) > 1
     )
     return Text(name, list(served.values()), list(islice(chosen, replies)))
+
+
+def _counted(name: str, loaded: LoadedModel, path: Path | None) -> dict[str, Any]:
+    say(f"{name}, counted")
+    count = DraftCount("tree", DRAFT_TOKEN_COST)
+    for _, prompt, reply in recorded_turns(
+        builtin_conversations() if path is None else read_conversations(path).conversations, loaded.tokenizer
+    ):
+        count.add(prompt, reply)
+    row = count.row
+    return {
+        "text": name,
+        "replies": row.replies,
+        "tokens": row.tokens,
+        "tokens per pass": row.tokens_per_pass,
+        "proposed per pass": row.proposed_per_pass,
+        "accepted %": 100 * row.accepted_share,
+    }
 
 
 # Measured ------------------------------------------------------------------------------------------------------------

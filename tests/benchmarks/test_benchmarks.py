@@ -170,6 +170,7 @@ HOLDS: list[tuple[ModuleType, str, Callable[[Rows], bool]]] = [
     (bench_stored_bits, "stored-bits-times", lambda rows: all(row["TTFT of the hit ms"] > 0 for row in rows)),
     (bench_stored_bits, "stored-bits-reads", lambda rows: all(row["codes, times plain"] > 0 for row in rows)),
     (bench_speculate, "speculate", lambda rows: all(row["tokens per pass"] >= 1 for row in rows)),
+    (bench_speculate, "speculate-counted", lambda rows: all(1 < row["tokens per pass"] < 2 for row in rows)),
     (bench_speculate, "speculate-nothing", lambda rows: {row["proposed per pass"] for row in rows} == {0}),
     (bench_decode, "decode", lambda rows: all(row["step ms"] > 0 < row["mlx-lm MB"] for row in rows)),
     (bench_first_token, "first-token", lambda rows: all(row["first token ms"] > 0 < row["forward ms"] for row in rows)),
