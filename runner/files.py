@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from runner.text import shown
+
 #: Files that Claude Code puts beside sessions, and lists of tools beside tau-bench's trajectories.
 NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
 MOST_RECORD_BYTES = 64 << 20  # a longer record fits no model's context, and parsing it takes many times its memory
@@ -34,6 +36,12 @@ JsonRecord = tuple[int, Any]
 
 class InputError(ValueError):
     """An input that is not what was wanted: where, what was found, what was wanted, on one line."""
+
+
+def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
+    """Raise InputError "FOUND VALUE; wanted WANTED." unless it holds."""
+    if not holds:
+        raise InputError(f"{found} {shown(value)}; wanted {wanted}.")
 
 
 def require_writable(path: Path) -> None:
@@ -138,7 +146,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
     """The bytes of a file, those of gzip unpacked: all, or the first `most_bytes` and some more."""
     content = bytearray()
-    for piece in _pieces(path, wanted, _PIECE_BYTES, in_lines=False):
+    for _, piece in _pieces(path, wanted, _PIECE_BYTES, in_lines=False):
         content += piece
         if len(content) > most_bytes:
             break
@@ -158,15 +166,14 @@ def read_records(path: Path, wanted: str) -> Iterator[JsonRecord]:
         text = read_text(path, wanted, MOST_RECORD_BYTES)
         yield from document_records(text, text.index("["), path)
         return
-    line, is_rest = 1, False
-    for content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
+    is_rest = False
+    for line, content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
         if not is_rest:
             try:
                 yield from line_records(_decoded(content, path, line), path, line)
             except InputError as error:
                 yield line, error
         is_rest = not content.endswith(b"\n")
-        line += not is_rest
 
 
 def line_records(text: str, path: Path, line: int) -> Iterator[JsonRecord]:
@@ -225,15 +232,15 @@ def is_jsonl(text: str, start: int, path: Path) -> bool:
     return path.name.endswith((".jsonl", ".ndjson")) or any(line.startswith("{") and _parses(line) for line in lines)
 
 
-def _pieces(path: Path, wanted: str, most_bytes: int, *, in_lines: bool) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, in pieces of at most `most_bytes`, or of a line if that is shorter."""
+def _pieces(path: Path, wanted: str, most_bytes: int, *, in_lines: bool) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a file, unpacked, in pieces of at most `most_bytes` or a line, each with its first line's number."""
     line = 1
     try:
         with path.open("rb") as raw, gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw as file:
             # Not read: it loses what it could unpack before an error.
             read = file.readline if in_lines else file.read1
             while piece := read(most_bytes):
-                yield piece
+                yield line, piece
                 line += piece.count(b"\n")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None)

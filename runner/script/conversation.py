@@ -21,8 +21,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from runner.files import InputError
-from runner.text import printable, shortened, shown
+from runner.files import InputError, expect
+from runner.text import printable, shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_REPEATS, FEW_MESSAGES = 100, 100_000  # how often messages of a tree may stand on its paths; fewer are always fine
@@ -119,12 +119,6 @@ class Record(NamedTuple):
 
     value: dict[str, Any]
     origin: Origin
-
-
-def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
-    """Raise InputError "FOUND VALUE; wanted WANTED." unless it holds."""
-    if not holds:
-        raise InputError(f"{found} {shown(value)}; wanted {wanted}.")
 
 
 def checked_conversation(conversation: Conversation, where: str) -> Conversation:

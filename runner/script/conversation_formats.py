@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixcache.observe.trace import FORMAT
-from runner.files import InputError, read_json
+from runner.files import InputError, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
 from runner.script.conversation import (
@@ -31,7 +31,6 @@ from runner.script.conversation import (
     checked_arguments,
     checked_conversation,
     checked_tools,
-    expect,
     first_finding,
     found_in,
     has_name,
