@@ -221,7 +221,7 @@ def require_unicode(value: Any, where: str) -> None:
 def json_of(value: Any) -> Any:
     """The value of a JSON text; any other value as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value) if isinstance(value, str | bytes) else value
     except (ValueError, RecursionError):
         return value
 

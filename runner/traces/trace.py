@@ -26,16 +26,20 @@ import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.files import InputError, read_records
+from runner.files import InputError, expect, read_records
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
 MOST_BRANCHES = 3
+MOST_EXACT = 1 << 53  # larger whole numbers are not exact as floats
+MOST_TIME = 10**13  # milliseconds since 1970 are less
+MOST_BLOCK_TOKENS = 1 << 31
+_IDS = "a list of whole numbers, or of texts"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,16 +179,14 @@ class KeyTable:
         """Index of the first id that was seen behind another prefix; None: all agree."""
         if not self._are_prefix_ids:
             return None
-        numbers, parents = self._numbers, self._parents
+        before = set[Hashable]()
         previous: int | None = _NO_PARENT
         for index, block_id in enumerate(ids):
-            number = numbers.get(block_id)
-            if number is not None and parents[number] != previous:
+            number = self._numbers.get(block_id)
+            if block_id in before or (number is not None and self._parents[number] != previous):
                 return index
+            before.add(block_id)
             previous = number
-        if len(set(ids)) < len(ids):
-            first = dict(zip(reversed(ids), reversed(range(len(ids))), strict=True))
-            return next(index for index, block_id in enumerate(ids) if first[block_id] < index)
         return None
 
     def keys(self, ids: Sequence[Hashable], *, unhashed_tail: bool = False) -> Keys:
@@ -234,13 +236,6 @@ def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:
     )
 
 
-#: Larger whole numbers are not exact as floats.
-MOST_EXACT = 1 << 53
-#: Milliseconds since 1970 are less.
-MOST_TIME = 10**13
-MOST_BLOCK_TOKENS = 1 << 31
-
-
 @dataclass
 class Reading:
     """The arguments of `read_trace`, for readers of any format; the bad lines they left out, and what they assumed."""
@@ -268,31 +263,38 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | InputError]
         yield where, InputError(f"{where}: found {shown(value)}; wanted an object.") if is_bad else value
 
 
-def whole_number(record: dict[str, Any], name: str, where: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
-    value = record.get(name)
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is not int or value < at_least:
-        raise InputError(f"{where}: {name} is {shown(value)}; wanted a whole number, {at_least} or more.")
-    if value > at_most:
-        raise InputError(f"{where}: {name} is {shown(value)}; wanted at most {at_most:,}.")
-    return value
+class Fields(NamedTuple):
+    """A record, and where it is. The methods return a checked value. InputError: the value is wrong."""
 
+    record: dict[str, Any]
+    where: str
 
-def duration(record: dict[str, Any], name: str, where: str, unit: str) -> float:
-    value = record.get(name)
-    # NaN fails every comparison.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
-        raise InputError(f"{where}: {name} is {shown(value)}; wanted {unit}, 0 to {MOST_TIME:,}.")
-    return float(value)
+    def value(self, name: str, kind: Any, wanted: str, default: Any = None) -> Any:
+        value = self.record.get(name, default)
+        expect(isinstance(value, kind), f"{self.where}: {name} is", value, wanted)
+        return value
 
+    def whole_number(self, name: str, *, at_least: int = 0, at_most: int = MOST_EXACT) -> int:
+        value: Any = self.record.get(name)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        found = f"{self.where}: {name} is"
+        expect(type(value) is int and value >= at_least, found, value, f"a whole number, {at_least} or more")
+        expect(value <= at_most, found, value, f"at most {at_most:,}")
+        return int(value)
 
-def hash_ids(record: dict[str, Any], where: str) -> list[int] | list[str]:
-    ids = record.get("hash_ids")
-    if isinstance(ids, list) and float in map(type, ids):
-        # Larger floats may stand for several ids.
-        ids = [int(each) if isinstance(each, float) and each % 1 == 0 <= each <= MOST_EXACT else each for each in ids]
-    # Not both: 1 and "1" could be the same block.
-    if isinstance(ids, list) and {type(block_id) for block_id in ids} in (set(), {int}, {str}):
+    def duration(self, name: str, unit: str) -> float:
+        value: Any = self.record.get(name)
+        # NaN fails every comparison.
+        is_time = type(value) in (int, float) and 0 <= value <= MOST_TIME
+        expect(is_time, f"{self.where}: {name} is", value, f"{unit}, 0 to {MOST_TIME:,}")
+        return float(value)
+
+    def hash_ids(self) -> list[int] | list[str]:
+        ids: list[Any] = self.value("hash_ids", list, _IDS)
+        if float in map(type, ids):
+            # Larger floats may stand for several ids.
+            ids = [int(x) if isinstance(x, float) and x.is_integer() and 0 <= x <= MOST_EXACT else x for x in ids]
+        # Not both: 1 and "1" could be the same block.
+        expect({*map(type, ids)} in (set(), {int}, {str}), f"{self.where}: hash_ids is", ids, _IDS)
         return ids
-    raise InputError(f"{where}: hash_ids is {shown(ids)}; wanted a list of whole numbers, or of texts.")

@@ -6,13 +6,12 @@ A bad line stops a reader, or with `skip_bad` is counted and left out. This file
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,41 +20,30 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, read_text
+from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, expect, read_text
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
+    Fields,
     KeyTable,
     Reading,
     Trace,
     TraceRequest,
-    duration,
-    hash_ids,
     join_traces,
     read_objects,
-    whole_number,
 )
 
 
-def _field(record: dict[str, Any], name: str, where: str, kind: Any, wanted: str, default: Any = None) -> Any:
-    value = record.get(name, default)
-    if not isinstance(value, kind):
-        raise InputError(f"{where}: {name} is {shown(value)}; wanted {wanted}.")
-    return value
-
-
-def _block_ids(
-    table: KeyTable, record: dict[str, Any], where: str, length: str, tokens: int, block_tokens: int
-) -> list[int] | list[str]:
+def _block_ids(table: KeyTable, fields: Fields, length: str, tokens: int, block_tokens: int) -> list[int] | list[str]:
     """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none."""
-    ids = hash_ids(record, where)
+    ids = fields.hash_ids()
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
-        raise InputError(f"{where}: hash_ids has {len(ids)} ids; {wanted}.")
+        raise InputError(f"{fields.where}: hash_ids has {len(ids)} ids; {wanted}.")
     if (at := table.conflict(ids)) is not None:
         found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix than before"
-        raise InputError(f"{where}: {found}; wanted equal ids only for equal prefixes.")
+        raise InputError(f"{fields.where}: {found}; wanted equal ids only for equal prefixes.")
     return ids
 
 
@@ -92,131 +80,134 @@ def compact_bytes(trace: Trace) -> bytes:
         return complete.read_bytes()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a header says, the requests behind the header in the order of the file, and the blocks of each by number."""
+
+    block_tokens: int
+    salt_id: str
+    is_plain: bool
+    requests: list[TraceRequest] = field(default_factory=list)
+    digests: dict[int, list[bytes]] = field(default_factory=dict)
+
+
 class _CompactReader:
-    """All requests so far, and of the present part its header, its start and the blocks of its requests."""
+    """The requests of each part of a file so far, and the part that goes on; None: a header has to come first."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path, self._reading = path, reading
         self._table = KeyTable()
-        self._requests: list[TraceRequest] = []
-        self._is_timing_synthetic = False
+        self._requests: list[list[TraceRequest]] = []
+        self._part: _Part | None = None
         self._block_tokens: int | None = None
-        self._salt_id = ""
-        self._is_plain = False
-        self._is_open = False
-        self._part_start = 0
-        self._digests: dict[int, list[bytes]] = {}
+        self._is_timing_synthetic = False
 
     def trace(self) -> Trace:
-        for (where, record), (_, following) in pairwise(chain(read_objects(self._path), [("", None)])):
-            ends_part = following is None or (isinstance(following, dict) and is_compact_header(following))
+        end = ("", {"format": FORMAT})
+        for (where, record), (_, following) in pairwise(chain(read_objects(self._path), [end])):
             try:
                 if isinstance(record, dict) and is_compact_header(record):
-                    self._begin_part(record, where)
+                    self._begin_part(Fields(record, where))
                 elif isinstance(record, dict):
-                    self._requests.append(self._request(record, where))
-                elif ends_part:
+                    self._read_request(Fields(record, where))
+                elif isinstance(following, dict) and is_compact_header(following):
                     self._reading.skipped.append(
                         f"{where}: an incomplete line, as the writer was stopped here; skipped."
                     )
-                elif record is not None:
+                else:
                     raise record
             except InputError as error:
                 self._reading.skip(error)
-        self._end_part()
         source = str(self._path)
-        return Trace(self._path.stem, self._block_tokens or 1, self._requests, self._is_timing_synthetic, source)
+        return Trace(self._path.stem, self._block_tokens or 1, self._joined(), self._is_timing_synthetic, source)
 
-    def _begin_part(self, header: dict[str, Any], where: str) -> None:
-        # Even a bad header ends the part before it.
-        self._end_part()
-        if header.get("version") != VERSION:
-            raise InputError(f"{where}: version is {shown(header.get('version'))}; wanted {VERSION}.")
-        block_tokens = whole_number(header, "block_tokens", where, at_least=1, at_most=MOST_BLOCK_TOKENS)
-        if self._block_tokens not in (None, block_tokens):
-            raise InputError(f"{where}: block_tokens is {block_tokens}; wanted {self._block_tokens}, as before.")
-        if header.get("clock") not in CLOCKS:
-            raise InputError(f"{where}: clock is {shown(header.get('clock'))}; wanted one of {', '.join(CLOCKS)}.")
-        self._is_open = True
-        self._block_tokens = block_tokens
-        self._is_plain = header.get("plain") is True
-        self._salt_id = str(header.get("salt_id"))
-        self._is_timing_synthetic |= header["clock"] != "ms"
-
-    def _end_part(self) -> None:
-        """Sort the part's requests by arrival, and continue the times of the part before it."""
-        part = sorted(self._requests[self._part_start :], key=lambda request: request.time_ms)
-        if part:
-            earlier_ms = self._requests[self._part_start - 1].time_ms if self._part_start else 0
+    def _joined(self) -> list[TraceRequest]:
+        """The requests of each part by arrival. The times of a part continue from the end of the part before it."""
+        joined: list[TraceRequest] = []
+        for requests in filter(None, self._requests):
+            part = sorted(requests, key=lambda request: request.time_ms)
+            earlier_ms = joined[-1].time_ms if joined else 0
             shift_ms = earlier_ms - part[0].time_ms
-            self._requests[self._part_start :] = [replace(each, time_ms=each.time_ms + shift_ms) for each in part]
-        self._part_start = len(self._requests)
-        self._digests = {}
-        self._is_open = False
+            joined += [replace(each, time_ms=each.time_ms + shift_ms) for each in part]
+        return joined
 
-    def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
-        if not self._is_open:
+    def _begin_part(self, header: Fields) -> None:
+        self._part = None  # even a bad header ends the part before it
+        version, clock = header.record.get("version"), header.record.get("clock")
+        expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
+        block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
+        before = self._block_tokens or block_tokens
+        expect(block_tokens == before, f"{header.where}: block_tokens is", block_tokens, f"{before}, as before")
+        expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
+        self._block_tokens = block_tokens
+        self._is_timing_synthetic |= clock != "ms"
+        self._part = _Part(block_tokens, str(header.record.get("salt_id")), header.record.get("plain") is True)
+        self._requests.append(self._part.requests)
+
+    def _read_request(self, fields: Fields) -> None:
+        part, where = self._part, fields.where
+        if part is None:
             raise InputError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
-        number = whole_number(record, "request", where)
-        if number in self._digests:
-            self._end_part()
+        number = fields.whole_number("request")
+        if number in part.digests:
+            self._part = None
             raise InputError(f"{where}: request {number} is there twice; wanted a header before each part of a trace.")
-        time_ms = whole_number(record, "time", where)
-        tokens = whole_number(record, "tokens", where, at_least=1)
-        output_tokens = whole_number(record, "output", where)
-        turn = whole_number(record, "turn", where) if "turn" in record else None
-        session, kind = (printable(_field(record, name, where, str, "text", "")) for name in ("session", "kind"))
-        assert self._block_tokens is not None
-        digests = self._shared(record, where)
-        if self._is_plain:
-            digests = digests + self._plain_blocks(record, where, digests, tokens, self._block_tokens)
-        else:
-            digests = digests + self._hashed_blocks(record, where)
-        wanted = -(-tokens // self._block_tokens)
+        time_ms = fields.whole_number("time")
+        tokens = fields.whole_number("tokens", at_least=1)
+        output_tokens = fields.whole_number("output")
+        turn = fields.whole_number("turn") if "turn" in fields.record else None
+        session, kind = (printable(fields.value(name, str, "text", "")) for name in ("session", "kind"))
+        shared = _shared_blocks(fields, part)
+        own = _plain_blocks(fields, part, shared, tokens) if part.is_plain else _hashed_blocks(fields)
+        digests, wanted = shared + own, -(-tokens // part.block_tokens)
         if len(digests) != wanted:
-            needed = f"{tokens} tokens need {wanted} blocks of {self._block_tokens} tokens"
+            needed = f"{tokens} tokens need {wanted} blocks of {part.block_tokens} tokens"
             raise InputError(f"{where}: {len(digests)} blocks; {needed}.")
-        ids = [(self._salt_id, digest) for digest in digests]
+        ids = [(part.salt_id, digest) for digest in digests]
         if (at := self._table.conflict(ids)) is not None:
             raise InputError(f"{where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
-        self._digests[number] = digests
-        return TraceRequest(self._table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind)
+        part.digests[number] = digests
+        keys = self._table.keys(ids)
+        part.requests.append(TraceRequest(keys, tokens, output_tokens, time_ms, session, turn, kind))
 
-    def _shared(self, record: dict[str, Any], where: str) -> list[bytes]:
-        """The first blocks, shared with an earlier request of the part."""
-        after = record.get("after")
-        if after is None:
-            return []
-        if not isinstance(after, list) or len(after) != 2 or not all(type(each) is int for each in after):
-            raise InputError(f"{where}: after is {shown(after)}; wanted [request, blocks].")
-        earlier, count = after
-        found = self._digests.get(earlier, [])
-        if not 1 <= count <= len(found):
-            named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
-            raise InputError(f"{where}: {named}; wanted an earlier request of this part.")
-        return found[:count]
 
-    def _hashed_blocks(self, record: dict[str, Any], where: str) -> list[bytes]:
-        try:
-            content = base64.b64decode(record["blocks"], validate=True)
-        except (KeyError, TypeError, ValueError, binascii.Error):
-            raise InputError(f"{where}: blocks is {shown(record.get('blocks'))}; wanted base64.") from None
-        if len(content) % DIGEST_BYTES:
-            raise InputError(f"{where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
-        return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
+def _shared_blocks(fields: Fields, part: _Part) -> list[bytes]:
+    """The first blocks, shared with an earlier request of the part."""
+    after = fields.record.get("after")
+    if after is None:
+        return []
+    is_pair = isinstance(after, list) and [type(each) for each in after] == [int, int]
+    expect(is_pair, f"{fields.where}: after is", after, "[request, blocks]")
+    earlier, count = after
+    found = part.digests.get(earlier, [])
+    if not 1 <= count <= len(found):
+        named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
+        raise InputError(f"{fields.where}: {named}; wanted an earlier request of this part.")
+    return found[:count]
 
-    def _plain_blocks(
-        self, record: dict[str, Any], where: str, shared: list[bytes], tokens: int, block_tokens: int
-    ) -> list[bytes]:
-        ids = record.get("ids")
-        if not isinstance(ids, list) or not all(type(each) is int and abs(each) < 1 << 63 for each in ids):
-            raise InputError(f"{where}: ids is {shown(ids)}; wanted a list of whole numbers.")
-        wanted = max(0, tokens - len(shared) * block_tokens)
-        if len(ids) != wanted:
-            raise InputError(f"{where}: {len(ids)} ids after {len(shared)} blocks; {tokens} tokens need {wanted} ids.")
-        namespace = _field(record, "namespace", where, str, "text", "")
-        before = shared[-1] if shared else None
-        return block_digests(np.array(ids, np.int64), block_tokens, namespace=namespace, before=before)
+
+def _hashed_blocks(fields: Fields) -> list[bytes]:
+    blocks = fields.value("blocks", str, "base64")
+    try:
+        content = base64.b64decode(blocks, validate=True)
+    except ValueError:
+        raise InputError(f"{fields.where}: blocks is {shown(blocks)}; wanted base64.") from None
+    if len(content) % DIGEST_BYTES:
+        raise InputError(f"{fields.where}: blocks has {len(content)} bytes; wanted a multiple of {DIGEST_BYTES}.")
+    return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
+
+
+def _plain_blocks(fields: Fields, part: _Part, shared: list[bytes], tokens: int) -> list[bytes]:
+    ids: Any = fields.record.get("ids")
+    are_ids = isinstance(ids, list) and all(type(each) is int and abs(each) < 1 << 63 for each in ids)
+    expect(are_ids, f"{fields.where}: ids is", ids, "a list of whole numbers")
+    wanted = max(0, tokens - len(shared) * part.block_tokens)
+    if len(ids) != wanted:
+        found = f"{len(ids)} ids after {len(shared)} blocks"
+        raise InputError(f"{fields.where}: {found}; {tokens} tokens need {wanted} ids.")
+    namespace = fields.value("namespace", str, "text", "")
+    before = shared[-1] if shared else None
+    return block_digests(np.array(ids, np.int64), part.block_tokens, namespace=namespace, before=before)
 
 
 # Rows: {"timestamp": t, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
@@ -273,14 +264,14 @@ def mooncake_bytes(trace: Trace) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def _link(record: dict[str, Any], name: str, where: str) -> str | None:
-    """The id of a row or of the row before it. None: there is none, as -1, no text or NaN say in files of tables."""
-    value = record.get(name)
+def _link(fields: Fields, name: str) -> str:
+    """The id of a row or of the row before it; "": there is none, as -1, no text or NaN say in files of tables."""
+    value = fields.record.get(name)
     if isinstance(value, float) and (value.is_integer() or math.isnan(value)):
         value = None if math.isnan(value) else int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int | None):
-        raise InputError(f"{where}: {name} is {shown(value)}; wanted a whole number or text.")
-    return None if value in (None, "", "-1", -1) else str(value)
+    is_id = isinstance(value, str | int | None) and not isinstance(value, bool)
+    expect(is_id, f"{fields.where}: {name} is", value, "a whole number or text")
+    return "" if value in (None, "-1", -1) else str(value)
 
 
 class _RowReader:
@@ -338,16 +329,17 @@ class _RowReader:
 
     def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
         record = {_ALIASES.get(name, name): value for name, value in record.items() if value is not None}
-        tokens = whole_number(record, "input_length", where, at_least=1)
+        fields = Fields(record, where)
+        tokens = fields.whole_number("input_length", at_least=1)
         has_output = "output_length" in record
-        output_tokens = whole_number(record, "output_length", where) if has_output else 0
-        kind = printable(str(_field(record, "type", where, str | int, "text", "")))
-        own, parent = (_link(record, name, where) or "" for name in (self._form.session, "parent_chat_id"))
+        output_tokens = fields.whole_number("output_length") if has_output else 0
+        kind = printable(str(fields.value("type", str | int, "text", "")))
+        own, parent = _link(fields, self._form.session), _link(fields, "parent_chat_id")
         before = parent or own
         earlier = self._latest.get(self._root(before))
-        turn = whole_number(record, "turn", where, at_least=1) if "turn" in record else None
-        ids = _block_ids(self._table, record, where, "input_length", tokens, self._block_tokens)
-        time_ms = self._arrival_ms(record, where, earlier)
+        turn = fields.whole_number("turn", at_least=1) if "turn" in record else None
+        ids = _block_ids(self._table, fields, "input_length", tokens, self._block_tokens)
+        time_ms = self._arrival_ms(fields, earlier)
         keys = self._table.keys(ids, unhashed_tail=len(ids) * self._block_tokens < tokens)
         request = TraceRequest(keys, tokens, output_tokens, time_ms, own, turn, kind)
         if own:
@@ -375,16 +367,17 @@ class _RowReader:
             else:
                 yield request
 
-    def _arrival_ms(self, record: dict[str, Any], where: str, earlier: TraceRequest | None) -> int:
+    def _arrival_ms(self, fields: Fields, earlier: TraceRequest | None) -> int:
         """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""
         unit_ms, pace, delay_ms = UNITS_MS[self._unit], self._reading.pace, None
-        self._has_times |= "timestamp" in record or "delay" in record
-        if "timestamp" in record:
-            return round(unit_ms * duration(record, "timestamp", where, self._unit))
-        if "delay" in record:
-            delay_ms = unit_ms * duration(record, "delay", where, self._unit)
-        elif "delay_ms" in record:
-            delay_ms = duration(record, "delay_ms", where, "milliseconds")
+        names = fields.record.keys()
+        self._has_times |= not names.isdisjoint(("timestamp", "delay"))
+        if "timestamp" in names:
+            return round(unit_ms * fields.duration("timestamp", self._unit))
+        if "delay" in names:
+            delay_ms = unit_ms * fields.duration("delay", self._unit)
+        elif "delay_ms" in names:
+            delay_ms = fields.duration("delay_ms", "milliseconds")
         self._is_timing_synthetic = True
         if earlier is None:
             start_s = self._next_start_s
@@ -436,10 +429,9 @@ def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """The requests of the main agent or a sub-agent, with a clock of their own."""
+    """The requests of the main agent (depth 0) or of a sub-agent, with a clock of their own."""
 
     session: str
-    kind: str
     start_s: float
     records: list[Any]
     where: str
@@ -450,11 +442,20 @@ class _Session:
     def __init__(self, path: Path, reading: Reading) -> None:
         self._reading = reading
         self._table = KeyTable()
-        document, self.where, self._lines = _session_document(path)
-        self.block_tokens = whole_number(document, "block_size", self.where, at_least=1, at_most=MOST_BLOCK_TOKENS)
-        records = _field(document, "requests", self.where, list, "a list")
+        text = read_text(path, "a session", MOST_RECORD_BYTES)
+        (line, document), *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
+        self.where = f"{path}:{line}"
+        for value in (document, *(value for _, value in more)):
+            if isinstance(value, InputError):
+                raise value
+        is_one = isinstance(document, dict) and not more
+        expect(is_one, f"{self.where}: found", document, "one object with block_size and requests")
+        fields = Fields(document, self.where)
+        self.block_tokens = fields.whole_number("block_size", at_least=1, at_most=MOST_BLOCK_TOKENS)
         self.name = printable(str(document.get("id") or path))
-        self._main = _Agent(self.name, "main", 0.0, records, str(path))
+        self._main = _Agent(self.name, 0.0, fields.value("requests", list, "a list"), str(path))
+        found = re.search(r'"requests"\s*:\s*(?=\[)', text)
+        self._lines = [line for line, _ in document_records(text, found.end(), path)] if found else []
 
     def requests(self) -> list[TraceRequest]:
         """All requests, those of sub-agents included, by time from the session's start."""
@@ -466,46 +467,32 @@ class _Session:
             line = f":{self._lines[index]}" if agent is self._main and index < len(self._lines) else ""
             where = f"{agent.where}{line}: requests[{index}]"
             try:
-                if not isinstance(record, dict):
-                    raise InputError(f"{where} is {shown(record)}; wanted an object.")
+                expect(isinstance(record, dict), f"{where} is", record, "an object")
+                fields = Fields(record, where)
                 if record.get("type") == "subagent":
-                    found = self._requests_of(self._subagent(record, agent, where))
+                    found = self._requests_of(self._subagent(fields, agent))
                 else:
-                    found = iter([self._request(record, agent, turn + 1, where)])
+                    found = iter([self._request(fields, agent, turn + 1)])
                     turn += 1
             except InputError as error:
                 self._reading.skip(error)
                 continue
             yield from found
 
-    def _subagent(self, record: dict[str, Any], agent: _Agent, where: str) -> _Agent:
+    def _subagent(self, fields: Fields, agent: _Agent) -> _Agent:
         if agent.depth == _MOST_DEPTH:
-            raise InputError(f"{where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
-        records = _field(record, "requests", where, list, "a list")
-        duration_s = whole_number(record, "duration_ms", where) / 1e3 if "duration_ms" in record else 0.0
-        start_s = agent.start_s + max(0.0, duration(record, "t", where, "seconds") - duration_s)
-        name = printable(f"{agent.session}/{record.get('agent_id', where)}")
-        return _Agent(name, "subagent", start_s, records, where, agent.depth + 1)
+            raise InputError(f"{fields.where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
+        records = fields.value("requests", list, "a list")
+        duration_s = fields.whole_number("duration_ms") / 1e3 if "duration_ms" in fields.record else 0.0
+        start_s = agent.start_s + max(0.0, fields.duration("t", "seconds") - duration_s)
+        name = printable(f"{agent.session}/{fields.record.get('agent_id', fields.where)}")
+        return _Agent(name, start_s, records, fields.where, agent.depth + 1)
 
-    def _request(self, record: dict[str, Any], agent: _Agent, turn: int, where: str) -> TraceRequest:
-        time_s = agent.start_s + duration(record, "t", where, "seconds")
-        tokens = whole_number(record, "in", where, at_least=1)
-        output_tokens = whole_number(record, "out", where)
-        ids = _block_ids(self._table, record, where, "in", tokens, self.block_tokens)
+    def _request(self, fields: Fields, agent: _Agent, turn: int) -> TraceRequest:
+        time_s = agent.start_s + fields.duration("t", "seconds")
+        tokens = fields.whole_number("in", at_least=1)
+        output_tokens = fields.whole_number("out")
+        ids = _block_ids(self._table, fields, "in", tokens, self.block_tokens)
         keys = self._table.keys(ids, unhashed_tail=len(ids) * self.block_tokens < tokens)
-        return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, agent.kind)
-
-
-def _session_document(path: Path) -> tuple[dict[str, Any], str, list[int]]:
-    """A session, where it begins, and the lines where its requests begin."""
-    text = read_text(path, "a session", MOST_RECORD_BYTES)
-    (line, document), *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
-    where = f"{path}:{line}"
-    for value in (document, *(value for _, value in more)):
-        if isinstance(value, InputError):
-            raise value
-    if more or not isinstance(document, dict):
-        raise InputError(f"{where}: found {shown(document)}; wanted one object with block_size and requests.")
-    found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-    records = () if found is None else document_records(text, found.end(), path)
-    return document, where, [line for line, _ in records]
+        kind = "subagent" if agent.depth else "main"
+        return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, kind)

@@ -6,7 +6,6 @@ Conversations have no block hashes: `read_conversation_trace` makes blocks of a 
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,20 +19,12 @@ import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
 from runner.files import BLANK_BYTES, InputError, input_files, read_beginning
-from runner.script.conversation import Call, Conversation
+from runner.script.conversation import Call, Conversation, json_of
 from runner.script.conversation_formats import lengths_alone
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import ScheduledRequest, requests_of
 from runner.text import printable, shown
-from runner.traces.trace import (
-    KeyTable,
-    Pace,
-    Reading,
-    Trace,
-    TraceRequest,
-    infer_turns,
-    join_traces,
-)
+from runner.traces.trace import KeyTable, Pace, Reading, Trace, TraceRequest, infer_turns, join_traces
 from runner.traces.trace_formats import (
     ROW_FORMS,
     UNITS_MS,
@@ -47,7 +38,6 @@ CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
-_NOT_JSON = object()
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 
@@ -92,12 +82,11 @@ def read_trace(
             files.setdefault(_format_of(path, beginning), []).append(path)
         except InputError as error:
             reading.skip(error)
-    if block_tokens is not None and not files.keys() & {"conversations", *ROW_FORMS}:
-        kind, (path, *_) = next(iter(files.items()), ("", [Path()]))
-        raise InputError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
-    if time_unit is not None and files and not files.keys() & ROW_FORMS.keys():
-        kind, (path, *_) = next(iter(files.items()))
-        raise InputError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
+    for kind, (path, *_) in [*files.items()][:1]:
+        if block_tokens is not None and files.keys().isdisjoint(("conversations", *ROW_FORMS)):
+            raise InputError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
+        if time_unit is not None and files.keys().isdisjoint(ROW_FORMS):
+            raise InputError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
     source, skipped = ", ".join(map(str, paths)), reading.skipped
@@ -142,11 +131,10 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
             at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
         start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
-    source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour
+    source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour if first_ms is None else None
     if first_ms is not None:
         reading.notes.append(f"{source}: requests arrive at the times that the logs have for their replies.")
-        return [Trace(paths[0].stem, block_tokens, requests, False, source)]
-    return [Trace(paths[0].stem, block_tokens, requests, True, source, sessions_per_hour=rate)]
+    return [Trace(paths[0].stem, block_tokens, requests, first_ms is None, source, sessions_per_hour=rate)]
 
 
 def _first_reply_ms(conversations: Sequence[Conversation]) -> int | None:
@@ -186,36 +174,27 @@ def _format_of(path: Path, beginning: bytes) -> str:
     """The name of a file's format, as in `READERS`."""
     if beginning.startswith(_COMPRESSED):
         raise InputError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
-    if not beginning.strip(BLANK_BYTES):
-        raise InputError(f"{path}: the file is empty; wanted a trace.")
-    first = beginning.lstrip(BLANK_BYTES).split(b"\n", 1)[0]
-    record = _json_of(first)
-    record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
-    if is_compact_header(record) or f'"{FORMAT}"'.encode() in beginning:
-        return "compact"
-    for kind, keys in _TOLD_BY.items():
-        if record.keys() >= {*keys}:
-            return kind
-    # A document of many lines, a line longer than the probe, or a broken one.
-    for kind, keys in _TOLD_BY.items():
-        if all(f'"{key}"'.encode() in beginning for key in keys):
-            return kind
-    if what := lengths_alone(record):
-        lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
-        raise InputError(f"{path}:1: is {what}: {lacks}; wanted hash_ids, or conversations.")
     content = beginning.lstrip(BLANK_BYTES)
-    if content[:1] not in (b"{", b"["):
-        value = _json_of(content)
-        found = "not JSON" if value is _NOT_JSON else f"is {shown(value)}"
-        raise InputError(f"{path}:1: {found}; wanted a trace as JSON or JSONL.")
+    if not content:
+        raise InputError(f"{path}: the file is empty; wanted a trace.")
+    first = content.partition(b"\n")[0]
+    record = json_of(first)
+    record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
+    if is_compact_header(record) or f'"{FORMAT}"'.encode() in content:
+        return "compact"
+    # The second look is for a document of many lines, a line longer than the probe, and a broken line.
+    for known in (record, {key for keys in _TOLD_BY.values() for key in keys if f'"{key}"'.encode() in content}):
+        for kind, keys in _TOLD_BY.items():
+            if not {*keys}.difference(known):
+                return kind
+    if name := lengths_alone(record):
+        lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
+        raise InputError(f"{path}:1: is {name}: {lacks}; wanted hash_ids, or conversations.")
+    if not content.startswith((b"{", b"[")):
+        value = json_of(content)
+        what = "not JSON" if value is content else f"is {shown(value)}"
+        raise InputError(f"{path}:1: {what}; wanted a trace as JSON or JSONL.")
     return "conversations"
-
-
-def _json_of(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return _NOT_JSON
 
 
 #: The reader of each format: it makes one trace or more of files in that format.
