@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.script.chat_bodies import as_parts, dicts_in
 from runner.script.conversation import Call, Opening, Record, found_in, object_of, paths
 from runner.script.response_items import ITEM_KINDS
 
@@ -104,7 +105,7 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
             left_out[f"attachment {found_in(value, 'attachment/type')[1] or ''}".strip()] += 1
         if kind not in ("user", "assistant") or not message or value.get("isApiErrorMessage"):
             continue
-        blocks = _blocks(message.get("content"))
+        blocks = dicts_in(as_parts(message.get("content")))
         if kind == "assistant":  # each block of a reply is a record
             name = f"reply {message.get('id') or uuid}"
             answers |= {
@@ -207,11 +208,6 @@ def _call(reply_id: str, record: Record, model: str) -> Call:
 def _is_of_reply(item: dict[str, Any]) -> bool:
     kind = str(item.get("type"))
     return item.get("role") == "assistant" if kind == "message" else kind == "reasoning" or kind.endswith("_call")
-
-
-def _blocks(content: Any) -> list[dict[str, Any]]:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [block for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
 
 
 def _count(value: Any, name: str) -> int:

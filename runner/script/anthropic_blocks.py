@@ -18,16 +18,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, content_of, reply_of, with_texts
+from runner.script.chat_bodies import (
+    Checked,
+    Many,
+    as_parts,
+    as_tool,
+    content_of,
+    dicts_in,
+    or_text,
+    reply_of,
+    with_texts,
+    without_billing,
+)
 
-# Claude Code begins its system prompt with such a line. It differs in every request, so it would end every prefix.
-BILLING = "x-anthropic-billing-header:"
 #: Fields and blocks that only Anthropic's API has.
 _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
 _BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
@@ -51,24 +60,12 @@ class Text(Markable):
     text: str
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _or_str(blocks: Any) -> BeforeValidator:
-    return BeforeValidator(_as_blocks, json_schema_input_type=str | blocks)
-
-
-Texts: TypeAlias = Annotated[Many[Text], _or_str(list[Text])]
+Texts: TypeAlias = Annotated[Many[Text], or_text(list[Text])]
 
 
 class TextSource(Checked):
     type: Literal["text"]
-    data: str
-
-    @property
-    def text(self) -> str:
-        return self.data
+    text: Annotated[str, Field(alias="data")]
 
 
 class BlocksSource(Checked):
@@ -106,11 +103,7 @@ class ToolReference(Markable):
     """A tool that a search for tools has found."""
 
     type: Literal["tool_reference"]
-    tool_name: str
-
-    @property
-    def text(self) -> str:
-        return self.tool_name
+    text: Annotated[str, Field(alias="tool_name")]
 
 
 class ImageSource(Checked):
@@ -130,7 +123,7 @@ class Image(Markable):
 
 class Thinking(Checked):
     type: Literal["thinking"]
-    thinking: str
+    thought: Annotated[str, Field(alias="thinking")]
 
 
 class ServerBlock(Checked):
@@ -145,9 +138,13 @@ class ServerBlock(Checked):
 
 class ToolUse(Markable):
     type: Literal["tool_use"]
-    id: str
+    call_id: Annotated[str, Field(alias="id")]
     name: str
     input: dict[str, Any]
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps(self.input)
 
 
 Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference, Field(discriminator="type")]
@@ -156,7 +153,7 @@ Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolRefere
 class ToolResult(Markable):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Many[Shown], _or_str(list[Shown])] = Field(default_factory=list)
+    content: Annotated[Many[Shown], or_text(list[Shown])] = Field(default_factory=list)
     is_error: bool = False
 
 
@@ -168,34 +165,30 @@ AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | ServerBlock, F
 TEXTUAL = (Text, Document, SearchResult, ToolReference)
 
 
+def _system_parts(content: Any) -> Any:
+    parts = as_parts(content)
+    return without_billing(parts) if isinstance(parts, list) else parts
+
+
+SystemTexts: TypeAlias = Annotated[Many[Text], BeforeValidator(_system_parts, json_schema_input_type=str | list[Text])]
+
+
 class SystemTurn(Checked):
     role: Literal["system"]
-    content: Texts
+    content: SystemTexts
 
 
 class UserTurn(Checked):
     role: Literal["user"]
-    content: Annotated[Many[UserBlock], _or_str(list[UserBlock])]
+    content: Annotated[Many[UserBlock], or_text(list[UserBlock])]
 
 
 class AssistantTurn(Checked):
     role: Literal["assistant"]
-    content: Annotated[Many[AssistantBlock], _or_str(list[AssistantBlock])]
+    content: Annotated[Many[AssistantBlock], or_text(list[AssistantBlock])]
 
 
 Turn: TypeAlias = Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]
-
-
-def _without_billing(turns: Iterable[Turn]) -> Iterator[Turn]:
-    """The turns without billing lines in system texts. A turn that had nothing else is left out."""
-    for turn in turns:
-        if isinstance(turn, SystemTurn):
-            kept = [block.model_copy(update={"text": without_billing(block.text)}) for block in turn.content]
-            blocks = [block for block, given in zip(kept, turn.content, strict=True) if block.text or not given.text]
-            if turn.content and not blocks:
-                continue
-            turn = SystemTurn(role="system", content=blocks)
-        yield turn
 
 
 def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[int]]]:
@@ -203,7 +196,7 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
     for role, run in groupby(turns, key=lambda turn: turn.role):
         blocks = [block for turn in run for block in turn.content if not isinstance(block, ServerBlock)]
         if role == "assistant":
-            yield _assistant_message(blocks), _marked_ends(blocks)
+            yield reply_of(blocks), _marked_ends(blocks)
             continue
         for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
             if is_result:
@@ -221,13 +214,6 @@ def _tool_message(result: Any) -> dict[str, Any]:
     if result.is_error:  # OpenAI's form has no field for a failure, only the text
         content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
-
-
-def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
-    texts = [block for block in blocks if isinstance(block, Text)]
-    thoughts = (block.thinking for block in blocks if isinstance(block, Thinking))
-    calls = (block for block in blocks if isinstance(block, ToolUse))
-    return reply_of(texts, thoughts, ((call.id, call.name, json.dumps(call.input)) for call in calls))
 
 
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
@@ -251,8 +237,7 @@ class ServerTool(Checked):
 
 def foreign_tools(tools: Any) -> list[str]:
     """The types of tools that only Anthropic's models know by their type, such as web_search_20250305."""
-    known = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    return [kind for tool in known if isinstance(kind := tool.get("type"), str) and kind != "custom"]
+    return [kind for tool in dicts_in(tools) if isinstance(kind := tool.get("type"), str) and kind != "custom"]
 
 
 def _own_tools(tools: Any) -> Any:
@@ -266,20 +251,6 @@ class ThinkingChoice(Checked):
 
     type: Literal["enabled", "disabled", "adaptive"]
 
-    @property
-    def is_on(self) -> bool | None:
-        return None if self.type == "adaptive" else self.type == "enabled"
-
-
-def reasoning_arguments(effort: str | None, *said: bool | None) -> dict[str, Any]:
-    """Arguments of the chat template that say whether to reason, by each name that templates have for it.
-
-    The first of `said` that is not None counts.
-    """
-    is_thinking = next((each for each in (*said, False if effort == "none" else None) if each is not None), None)
-    named = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
-    return {name: value for name, value in named.items() if value is not None}
-
 
 class OutputFormat(Checked):
     type: Literal["json_schema"]
@@ -291,15 +262,11 @@ class OutputConfig(Checked):
     format: OutputFormat | None = None
 
 
-def without_billing(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if not line.startswith(BILLING)) if BILLING in text else text
-
-
 class AnthropicChat(Checked):
     """What becomes the prompt."""
 
     messages: Annotated[Many[Turn], Field(min_length=1)]
-    system: Texts = Field(default_factory=list)
+    system: SystemTexts = Field(default_factory=list)
     tools: Annotated[Many[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool | ServerTool])] = Field(
         default_factory=list
     )
@@ -307,17 +274,14 @@ class AnthropicChat(Checked):
     output_config: OutputConfig = OutputConfig()
 
     def marked_messages(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """As `messages_of`, with the system prompt, without billing lines."""
-        turns = [*([SystemTurn(role="system", content=self.system)] if self.system else []), *self.messages]
-        return [*messages_of(_without_billing(turns))]
+        """As `messages_of`, with the system prompt. System turns that are empty without billing lines are left out."""
+        turns = [SystemTurn(role="system", content=self.system), *self.messages]
+        return [*messages_of(turn for turn in turns if turn.content or turn.role != "system")]
 
     def functions(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""
         return [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-            }
+            as_tool({"name": tool.name, "description": tool.description, "parameters": tool.input_schema})
             for tool in self.tools
         ]
 
@@ -335,7 +299,7 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
         "messages": [message for message, _ in chat.marked_messages()],
         "tools": chat.functions(),
         "reasoning_effort": chat.output_config.effort,
-        "thinking": chat.thinking.is_on,
+        "thinking": chat.thinking.model_dump(),
         "left_out": left_out,
     }
 
@@ -348,14 +312,10 @@ def _has_text(block: Mapping[str, Any]) -> bool:
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:
     """Whether a body has what only Anthropic's API has. Any other body makes the same prompt in both APIs."""
-
-    def dicts(values: Any) -> Iterator[Mapping[str, Any]]:
-        yield from (value for value in (values if isinstance(values, list) else ()) if isinstance(value, dict))
-
-    turns = [*dicts(body["messages"])]
+    turns = dicts_in(body["messages"])
     if any(turn.get("role") in _OPENAI_ROLES or not _OPENAI_FIELDS.isdisjoint(turn) for turn in turns):
         return False
-    kinds = {str(block.get("type")) for turn in turns for block in dicts(turn.get("content"))}
-    tools = [tool for tool in dicts(body.get("tools")) if "function" not in tool]
+    kinds = {str(block.get("type")) for turn in turns for block in dicts_in(turn.get("content"))}
+    tools = [tool for tool in dicts_in(body.get("tools")) if "function" not in tool]
     has_tools = any("input_schema" in tool or tool.get("type", "function") != "function" for tool in tools)
     return has_tools or not _FIELDS.isdisjoint(body) or not _BLOCKS.isdisjoint(kinds)

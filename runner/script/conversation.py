@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, NamedTuple
 
 from runner.files import InputError, expect
 from runner.text import printable, shortened
@@ -27,24 +24,6 @@ from runner.text import printable, shortened
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_REPEATS, FEW_MESSAGES = 100, 100_000  # how often messages of a tree may stand on its paths; fewer are always fine
 MOST_LEVELS = 100  # of a message or a tool: later code calls itself for each
-T = TypeVar("T")
-#: A list that may be long. The first wrong item is reported: messages about each of a million would take seconds.
-Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
-
-
-class Checked(BaseModel):
-    """A body of an API or a part of one. Values are not converted between types, and unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-def first_finding(errors: Sequence[Any]) -> tuple[str, str]:
-    """The wrong field in the first of pydantic's findings, and what is wrong."""
-    first = errors[0]
-    # Pydantic also names types, such as literal['auto','none'] and, at the end, str, and [key].
-    place = first["loc"][:-1] if first["loc"][-1:] == ("str",) else first["loc"]
-    field = ".".join(str(part) for part in place if part != "body" and "[" not in str(part))
-    return field, first["msg"].removeprefix("Value error, ")
 
 
 class Opening(StrEnum):
@@ -155,53 +134,6 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     expect(isinstance(value, dict), f"{where}: chat_template_kwargs is", value, "an object")
     require_unicode(value, f"{where}: chat_template_kwargs")
     return dict(value)
-
-
-def with_text(parts: Sequence[Any], has_text: Callable[[Any], bool], left_out: Counter[str]) -> list[Any]:
-    """The parts of a message that a template has text for; the other parts are counted by their type."""
-    shown = []
-    for part in parts:
-        kind = part.get("type", part.get("content_type")) if isinstance(part, dict) else None
-        if isinstance(kind, str) and not has_text(part):
-            left_out[kind] += 1
-        else:
-            shown.append(part)
-    return shown
-
-
-def with_texts(turn: Any, has_text: Callable[[Any], bool], left_out: Counter[str]) -> Any:
-    """Turns of an API, or a part of one, `with_text` at every depth and without nulls."""
-    if isinstance(turn, list):
-        return [with_texts(each, has_text, left_out) for each in turn]
-    if not isinstance(turn, dict):
-        return turn
-    given = {name: value for name, value in turn.items() if value is not None}
-    for name in ("content", "output"):
-        if isinstance(parts := given.get(name), list):
-            given[name] = with_texts(with_text(parts, has_text, left_out), has_text, left_out)
-    return given
-
-
-def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
-    """The content of a message: a line for each text, or a list if there are images."""
-    urls = [getattr(part, "image_url", None) for part in parts]
-    if not any(urls):
-        return "\n".join(part.text for part in parts)
-    return [
-        {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": part.text}
-        for part, url in zip(parts, urls, strict=True)
-    ]
-
-
-def reply_of(parts: Sequence[Any], thoughts: Iterable[str], calls: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
-    """A message of the assistant. Of each call: id, name, arguments as JSON text."""
-    message: dict[str, Any] = {"role": "assistant", "content": content_of(parts)}
-    if thought := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = thought
-    made = ((call_id, {"name": name, "arguments": arguments}) for call_id, name, arguments in calls)
-    if tool_calls := [{"id": call_id, "type": "function", "function": function} for call_id, function in made]:
-        message["tool_calls"] = tool_calls
-    return message
 
 
 def require_unicode(value: Any, where: str) -> None:

@@ -23,6 +23,7 @@ from radixcache.observe.trace import FORMAT
 from runner.files import InputError, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
+from runner.script.chat_bodies import as_tool, first_finding, in_present_form, reasoning_arguments, with_text
 from runner.script.conversation import (
     ROLES,
     Conversation,
@@ -31,14 +32,12 @@ from runner.script.conversation import (
     checked_arguments,
     checked_conversation,
     checked_tools,
-    first_finding,
     found_in,
     has_name,
     json_of,
     object_of,
     paths,
     require_unicode,
-    with_text,
 )
 from runner.text import printable, shortened, shown
 
@@ -207,7 +206,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
         source=origin.source,
         replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
         calls=calls if isinstance(calls := record.get("calls"), tuple) else (),  # JSON has no tuples
-        arguments={**_reasoning(record), **checked_arguments(record.get("chat_template_kwargs"), where)},
+        arguments={**reasoning_arguments(record), **checked_arguments(record.get("chat_template_kwargs"), where)},
         is_request=is_request,
     )
     system = record.get("system")
@@ -234,14 +233,6 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
         count += 1
 
 
-def _reasoning(record: dict[str, Any]) -> dict[str, Any]:
-    effort, thinking = record.get("reasoning_effort"), record.get("thinking")
-    if isinstance(thinking, dict):
-        thinking = {"enabled": True, "disabled": False}.get(str(thinking.get("type")))
-    said = (each if isinstance(each, bool) else None for each in (record.get("enable_thinking"), thinking))
-    return anthropic_blocks.reasoning_arguments(effort if isinstance(effort, str) else None, *said)
-
-
 def _left_out(record: dict[str, Any]) -> Counter[str]:
     """What a reader has left out of a record. Documents beside messages are left out, as the server leaves them out."""
     left_out, documents = record.get("left_out"), record.get("documents")
@@ -259,6 +250,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     if form.has_bare_turns and isinstance(turn, str):
         turn = dict(zip(names, ("user", turn), strict=True))
     expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {' and '.join(names)}")
+    turn = in_present_form(turn)
     (role_name, speaker), (content_name, content) = found_in(turn, form.role), found_in(turn, form.content)
     if form.parent and speaker is None and content is None:
         return None, left_out
@@ -280,13 +272,13 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
             left_out[key] += 1
         elif not message["reasoning_content"]:
             message["reasoning_content"] = turn[key]
-    call, callee = turn.get("function_call"), found_in(turn, form.callee)[1] if form.callee else None
+    call, callee = None, found_in(turn, form.callee)[1] if form.callee else None
     if named in _CALLERS and has_name(said := object_of(content)):
-        call, message["content"] = {"name": said["name"], "arguments": said.get("arguments", {})}, None
+        call = {"name": said["name"], "arguments": said.get("arguments", {})}
     elif role == "assistant" and isinstance(callee, str) and callee != "all":
-        call, message["content"] = {"name": callee, "arguments": {"input": content}}, None
+        call = {"name": callee, "arguments": {"input": content}}
     if call:
-        message["tool_calls"] = [{"type": "function", "function": call}]
+        message |= {"content": None, "tool_calls": [as_tool(call)]}
     calls = [] if message["tool_calls"] is None else message["tool_calls"]
     expect(isinstance(calls, list), f"{where} has tool_calls", calls, "a list of calls")
     for index, each in enumerate(calls):
@@ -314,7 +306,7 @@ def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
 
 
 def _text_in(part: Any) -> Any:
-    return part.get("refusal" if part.get("type") == "refusal" else "text") if isinstance(part, dict) else part
+    return part.get("text") if isinstance(part, dict) else part
 
 
 def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
@@ -344,7 +336,7 @@ def _tools_value(record: dict[str, Any], where: str) -> Any:
     )
     if value is None and functions is not None:
         expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
-        return [{"type": "function", "function": function} for function in functions]
+        return [*map(as_tool, functions)]
     return value
 
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, content_of, reply_of, with_texts
+from runner.script.chat_bodies import Checked, Many, as_tool, content_of, or_text, reply_of, with_texts
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
 SEAL = "radixcache:"
@@ -37,11 +37,7 @@ class TextPart(Checked):
 
 class Refusal(Checked):
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 class ImagePart(Checked):
@@ -49,12 +45,8 @@ class ImagePart(Checked):
     image_url: str
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 Part: TypeAlias = Annotated[TextPart | Refusal | ImagePart, Field(discriminator="type")]
-Parts: TypeAlias = Annotated[Many[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
+Parts: TypeAlias = Annotated[Many[Part], or_text(list[Part])]
 
 
 class MessageItem(Checked):
@@ -71,7 +63,8 @@ class ReasoningItem(Checked):
     content: Many[TextPart] | None = None
     encrypted_content: str | None = None
 
-    def text(self) -> str:
+    @property
+    def thought(self) -> str:
         sealed = self.encrypted_content or ""
         if not self.content and sealed.startswith(SEAL):
             return sealed.removeprefix(SEAL)
@@ -151,7 +144,8 @@ def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
     known = [item for item in items if not isinstance(item, Foreign)]
     for is_reply, run in groupby(known, key=_is_of_reply):
         if is_reply:
-            yield _assistant_message([*run])
+            own = [item.content if isinstance(item, MessageItem) else [item] for item in run]
+            yield reply_of([*chain.from_iterable(own)])
             continue
         for item in run:
             if isinstance(item, CallOutput):
@@ -164,13 +158,6 @@ def _is_of_reply(item: Item) -> bool:
     if isinstance(item, MessageItem):
         return item.role == "assistant"
     return isinstance(item, ReasoningItem | FunctionCall | CustomToolCall)
-
-
-def _assistant_message(items: Sequence[Item]) -> dict[str, Any]:
-    parts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
-    thoughts = (item.text() for item in items if isinstance(item, ReasoningItem))
-    calls = (item for item in items if isinstance(item, FunctionCall | CustomToolCall))
-    return reply_of(parts, thoughts, ((call.call_id, call.name, call.arguments) for call in calls))
 
 
 class FunctionTool(Checked):
@@ -242,7 +229,7 @@ class ResponseChat(Checked):
     def functions(self) -> list[dict[str, Any]]:
         """The tools in the form of chats."""
         own = (tool.as_function() for tool in self.tools if not isinstance(tool, Foreign))
-        return [{"type": "function", "function": function} for function in own]
+        return [*map(as_tool, own)]
 
     def foreign(self) -> list[str]:
         """The tools and items that only OpenAI's servers have."""
@@ -258,7 +245,7 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
     items = with_texts(as_items(body.get("input")), lambda part: part.get("type", "text") in _TEXT_PARTS, left_out)
     chat = ResponseChat.model_validate({**body, "input": items})
     left_out.update(chat.foreign())
-    left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.text())
+    left_out.update("reasoning" for item in chat.input if isinstance(item, ReasoningItem) and not item.thought)
     return {
         "messages": chat.messages(),
         "tools": chat.functions(),

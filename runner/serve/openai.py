@@ -24,8 +24,15 @@ from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from runner.models.load import local_context_length
-from runner.script.anthropic_blocks import BILLING, ThinkingChoice, reasoning_arguments, without_billing
-from runner.script.conversation import Checked, Many
+from runner.script.anthropic_blocks import ThinkingChoice
+from runner.script.chat_bodies import (
+    Checked,
+    Many,
+    as_tool,
+    in_present_form,
+    reasoning_arguments,
+    without_billing,
+)
 from runner.serve.mlx_lm_border import get_system_fingerprint
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -337,11 +344,12 @@ class ChatBody(OpenAIBody):
             _check_message(message, f"messages.{index}")
         for index, tool in enumerate(self.tools):
             _check_function(tool, f"tools.{index}")
-        messages = [*_without_billing([_with_refusals(message) for message in self.messages])]
+        messages = [*_without_billing(self.messages)]
         if self.move_volatile:
             messages, marked_texts = behind_tools(messages, marked_texts)
         request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
-        arguments = {**self._reasoning_args(), **self.chat_template_kwargs}
+        reasoning = self.model_dump(include={"reasoning_effort", "enable_thinking", "thinking"})
+        arguments = {**reasoning_arguments(reasoning), **self.chat_template_kwargs}
         return replace(
             request,
             tools=self.tools or None,
@@ -349,10 +357,6 @@ class ChatBody(OpenAIBody):
             constraint=self._constraint(format_field),
             prediction="" if self.prediction is None else self.prediction.whole,
         )
-
-    def _reasoning_args(self) -> dict[str, Any]:
-        thinking = self.thinking.is_on if isinstance(self.thinking, ThinkingChoice) else self.thinking
-        return reasoning_arguments(self.reasoning_effort, self.enable_thinking, thinking)
 
     def _constraint(self, format_field: str) -> Constraint | None:
         """What the reply must be. ApiError: a schema, a tool or a function is missing."""
@@ -388,62 +392,25 @@ def _in_tools(body: Mapping[str, Any]) -> dict[str, Any]:
     """What a body with `functions` says in the form of tools, with messages that call them."""
     found: dict[str, Any] = {}
     if isinstance(messages := body.get("messages"), list):
-        found["messages"] = [_with_tool_calls(each) for each in messages]
+        found["messages"] = [*map(in_present_form, messages)]
     functions, choice = body.get("functions"), body.get("function_call")
     if isinstance(functions, list) and functions and not body.get("tools"):
-        found |= {"tools": [_as_tool(each) for each in functions], "parallel_tool_calls": False}
+        found |= {"tools": [as_tool(each) for each in functions], "parallel_tool_calls": False}
         if choice is not None:
-            found["tool_choice"] = _as_tool(choice) if isinstance(choice, dict) else choice
+            found["tool_choice"] = as_tool(choice) if isinstance(choice, dict) else choice
     return found
-
-
-def _with_tool_calls(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    if message.get("role") == "function":
-        return {**message, "role": "tool"}
-    if not message.get("function_call") or message.get("tool_calls"):
-        return message
-    others = {name: value for name, value in message.items() if name != "function_call"}
-    return {**others, "tool_calls": [_as_tool(message["function_call"])]}
-
-
-def _as_tool(function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": function}
-
-
-def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its refusals as text: clients send back what OpenAI's models have said."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    is_refusal = [part["type"] == "refusal" and isinstance(part.get("refusal"), str) for part in content]
-    shown = zip(content, is_refusal, strict=True)
-    return {
-        **message,
-        "content": [{"type": "text", "text": part["refusal"]} if is_so else part for part, is_so in shown],
-    }
 
 
 def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The messages without billing lines in system texts. A turn that had nothing else is left out."""
     for message in messages:
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content or ""}]
-        is_billed = any(BILLING in part["text"] for part in parts if isinstance(part.get("text"), str))
-        if message["role"] not in SYSTEM or not is_billed:
+        parts = content if isinstance(content, list) else [{"text": content}]
+        kept = without_billing(parts) if message["role"] in SYSTEM else parts
+        if kept == parts:
             yield message
-        elif isinstance(content, str):
-            if kept := without_billing(content):
-                yield {**message, "content": kept}
-        elif content:
-            has_text = [isinstance(part.get("text"), str) for part in content]
-            shown = [
-                {**part, "text": without_billing(part["text"])} if is_text else part
-                for part, is_text in zip(content, has_text, strict=True)
-            ]
-            if parts := [part for part in shown if part.get("text") != ""]:
-                yield {**message, "content": parts}
+        elif kept:
+            yield {**message, "content": kept if isinstance(content, list) else kept[0]["text"]}
 
 
 def behind_tools(
