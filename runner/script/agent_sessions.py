@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.script.chat_bodies import as_parts, dicts_in
-from runner.script.conversation import Call, Opening, Record, found_in, object_of, paths
+from runner.script.conversation import Call, Opening, Record, as_parts, dicts_in, found_in, object_of, paths
 from runner.script.response_items import ITEM_KINDS
 
 OLD_META = {"id", "timestamp", "instructions", "git"}  # the keys of a session of Codex in 2025

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from runner.script.chat_bodies import (
+from runner.script.conversation import (
     Checked,
     Many,
     as_parts,

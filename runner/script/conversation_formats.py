@@ -23,21 +23,25 @@ from radixcache.observe.trace import FORMAT
 from runner.files import InputError, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
-from runner.script.chat_bodies import as_tool, first_finding, in_present_form, reasoning_arguments, with_text
 from runner.script.conversation import (
     ROLES,
     Conversation,
     Origin,
     Record,
+    as_tool,
     checked_arguments,
     checked_conversation,
     checked_tools,
+    first_finding,
     found_in,
     has_name,
+    in_present_form,
     json_of,
     object_of,
     paths,
+    reasoning_arguments,
     require_unicode,
+    with_text,
 )
 from runner.text import printable, shortened, shown
 

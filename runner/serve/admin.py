@@ -31,7 +31,7 @@ from radixcache.observe.words import about_words, bytes_words, tokens_words, tot
 from radixcache.stores.block_store import StoreStats
 from radixcache.tokens import checked_prompt, vocabulary_size
 from runner.script.anthropic_blocks import is_anthropic
-from runner.script.chat_bodies import Checked, Many
+from runner.script.conversation import Checked, Many
 from runner.serve.anthropic import AnthropicPromptBody
 from runner.serve.metrics import CONTENT_TYPE, LISTED_REQUESTS, Watch, read_caches
 from runner.serve.ollama import is_ollama, ollama_request

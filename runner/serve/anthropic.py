@@ -24,7 +24,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from runner.script.anthropic_blocks import AnthropicChat, CacheControl, ServerBlock, Turn, foreign_tools
-from runner.script.chat_bodies import Checked, Many
+from runner.script.conversation import Checked, Many
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import (

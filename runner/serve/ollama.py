@@ -35,7 +35,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
-from runner.script.chat_bodies import Checked, Many
+from runner.script.conversation import Checked, Many
 from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,

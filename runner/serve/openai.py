@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from runner.models.load import local_context_length
 from runner.script.anthropic_blocks import ThinkingChoice
-from runner.script.chat_bodies import (
+from runner.script.conversation import (
     Checked,
     Many,
     as_tool,

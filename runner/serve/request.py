@@ -35,7 +35,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from radixcache.errors import CacheFullError, RequestTooLargeError
 from radixcache.speculate.drafting import Drafted
-from runner.script.chat_bodies import first_finding
+from runner.script.conversation import first_finding
 
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with

@@ -25,7 +25,7 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
-from runner.script.chat_bodies import Checked, Many
+from runner.script.conversation import Checked, Many
 from runner.script.response_items import SEAL, CustomTool, Item, ResponseChat, as_items
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
