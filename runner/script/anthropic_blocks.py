@@ -27,7 +27,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from runner.script.conversation import (
     Checked,
     Many,
-    as_parts,
     as_tool,
     content_of,
     dicts_in,
@@ -161,16 +160,9 @@ UserBlock: TypeAlias = Annotated[
     Text | Image | Document | SearchResult | ToolResult | ServerBlock, Field(discriminator="type")
 ]
 AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | ServerBlock, Field(discriminator="type")]
-#: Blocks that are text in a prompt.
-TEXTUAL = (Text, Document, SearchResult, ToolReference)
 
 
-def _system_parts(content: Any) -> Any:
-    parts = as_parts(content)
-    return without_billing(parts) if isinstance(parts, list) else parts
-
-
-SystemTexts: TypeAlias = Annotated[Many[Text], BeforeValidator(_system_parts, json_schema_input_type=str | list[Text])]
+SystemTexts: TypeAlias = Annotated[Texts, BeforeValidator(without_billing)]
 
 
 class SystemTurn(Checked):
@@ -217,7 +209,7 @@ def _tool_message(result: Any) -> dict[str, Any]:
 
 
 def _marked_ends(blocks: Iterable[Any]) -> list[int]:
-    texts = [block for block in blocks if isinstance(block, TEXTUAL)]
+    texts = [block for block in blocks if hasattr(block, "text")]
     ends = accumulate((len(text.text) for text in texts), lambda end, length: end + 1 + length)  # 1: the line's end
     return [end for end, text in zip(ends, texts[:-1], strict=False) if text.cache_control]
 
@@ -226,7 +218,7 @@ class Tool(Markable):
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
-    input_schema: dict[str, Any]
+    parameters: Annotated[dict[str, Any], Field(alias="input_schema")]
 
 
 class ServerTool(Checked):
@@ -241,9 +233,10 @@ def foreign_tools(tools: Any) -> list[str]:
 
 
 def _own_tools(tools: Any) -> Any:
-    if not (foreign := foreign_tools(tools)):
-        return tools
-    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in foreign)]
+    foreign = foreign_tools(tools)
+    return (
+        [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") not in foreign] if foreign else tools
+    )
 
 
 class ThinkingChoice(Checked):
@@ -280,10 +273,7 @@ class AnthropicChat(Checked):
 
     def functions(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""
-        return [
-            as_tool({"name": tool.name, "description": tool.description, "parameters": tool.input_schema})
-            for tool in self.tools
-        ]
+        return [as_tool(tool.model_dump(include={"name", "description", "parameters"})) for tool in self.tools]
 
 
 def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,9 +202,11 @@ def with_texts(turn: Any, has_text: Callable[[Any], bool], left_out: Counter[str
     return given
 
 
-def without_billing(parts: Sequence[Any]) -> list[Any]:
+def without_billing(content: Any) -> Any:
     """The parts of a system text without billing lines. A part that has nothing else is left out."""
-    kept = []
+    kept, parts = [], as_parts(content)
+    if not isinstance(parts, list):
+        return parts
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or BILLING not in text:

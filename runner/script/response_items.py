@@ -118,9 +118,14 @@ class ForeignTool(Foreign):
     type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
 
 
-def _item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in ITEM_KINDS else "foreign"
+def _by_type(kinds: Sequence[str], default: str | None = None) -> Discriminator:
+    """Tell items or tools apart by their type. All types that are not of `kinds` are foreign."""
+
+    def kind_of(part: Any) -> str:
+        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
+        return str(kind) if kind in kinds else "foreign"
+
+    return Discriminator(kind_of)
 
 
 Item: TypeAlias = Annotated[
@@ -131,7 +136,7 @@ Item: TypeAlias = Annotated[
     | Annotated[CustomToolCall, Tag("custom_tool_call")]
     | Annotated[CallOutput, Tag("custom_tool_call_output")]
     | Annotated[Foreign, Tag("foreign")],
-    Discriminator(_item_kind),
+    _by_type(ITEM_KINDS, "message"),
 ]
 
 
@@ -141,23 +146,22 @@ def as_items(content: Any) -> Any:
 
 def messages_of(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
     """Messages in the form of chats, without foreign items."""
-    known = [item for item in items if not isinstance(item, Foreign)]
-    for is_reply, run in groupby(known, key=_is_of_reply):
-        if is_reply:
-            own = [item.content if isinstance(item, MessageItem) else [item] for item in run]
+    for role, run in groupby((item for item in items if not isinstance(item, Foreign)), key=_role_of):
+        if role == "assistant":
+            own = ([*item.content] if isinstance(item, MessageItem) else [item] for item in run)
             yield reply_of([*chain.from_iterable(own)])
             continue
         for item in run:
             if isinstance(item, CallOutput):
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
+                yield {"role": role, "tool_call_id": item.call_id, "content": content_of(item.output)}
             elif isinstance(item, MessageItem):
-                yield {"role": item.role, "content": content_of(item.content)}
+                yield {"role": role, "content": content_of(item.content)}
 
 
-def _is_of_reply(item: Item) -> bool:
+def _role_of(item: Item) -> str:
     if isinstance(item, MessageItem):
-        return item.role == "assistant"
-    return isinstance(item, ReasoningItem | FunctionCall | CustomToolCall)
+        return item.role
+    return "tool" if isinstance(item, CallOutput) else "assistant"
 
 
 class FunctionTool(Checked):
@@ -193,16 +197,11 @@ class CustomTool(Checked):
         return {"name": self.name, "description": self.description or "", "parameters": parameters}
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in _TOOL_KINDS else "foreign"
-
-
 Tool: TypeAlias = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[ForeignTool, Tag("foreign")],
-    Discriminator(_tool_kind),
+    _by_type(_TOOL_KINDS),
 ]
 
 
@@ -228,8 +227,7 @@ class ResponseChat(Checked):
 
     def functions(self) -> list[dict[str, Any]]:
         """The tools in the form of chats."""
-        own = (tool.as_function() for tool in self.tools if not isinstance(tool, Foreign))
-        return [*map(as_tool, own)]
+        return [as_tool(tool.as_function()) for tool in self.tools if not isinstance(tool, Foreign)]
 
     def foreign(self) -> list[str]:
         """The tools and items that only OpenAI's servers have."""

@@ -28,6 +28,7 @@ from runner.script.anthropic_blocks import ThinkingChoice
 from runner.script.conversation import (
     Checked,
     Many,
+    as_parts,
     as_tool,
     in_present_form,
     reasoning_arguments,
@@ -405,7 +406,7 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
     """The messages without billing lines in system texts. A turn that had nothing else is left out."""
     for message in messages:
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content}]
+        parts = as_parts(content)
         kept = without_billing(parts) if message["role"] in SYSTEM else parts
         if kept == parts:
             yield message
