@@ -14,15 +14,15 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from runner.text import shown
 
-#: Files that Claude Code puts beside sessions, and lists of tools beside tau-bench's trajectories.
-NO_INPUT = ("agent-*.meta.json", "sessions-index.json", "airline_tools.json", "retail_tools.json")
+TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tau-bench's lists of tools, beside trajectories
+NO_INPUT = ("agent-*.meta.json", "sessions-index.json", *TOOL_FILES)  # Claude Code has the others beside sessions
 MOST_RECORD_BYTES = 64 << 20  # a longer record fits no model's context, and parsing it takes many times its memory
 BLANK = " \t\r\n"
 #: Blanks, and the mark that some editors put before UTF-8.
@@ -42,6 +42,18 @@ def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
     """Raise InputError "FOUND VALUE; wanted WANTED." unless it holds."""
     if not holds:
         raise InputError(f"{found} {shown(value)}; wanted {wanted}.")
+
+
+def note_id(name: str, where: str, known: dict[str, str]) -> None:
+    """Add an id, and where it is, to the known ones. InputError: it is known."""
+    if name in known:
+        raise InputError(f"{where}: the id {name!r} was already used at {known[name]}; wanted distinct ids.")
+    known[name] = where
+
+
+def nothing_found(paths: Iterable[Any], wanted: str, skipped: Sequence[str]) -> InputError:
+    first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
+    return InputError(f"{', '.join(map(str, paths))}: no {wanted} found{first}")
 
 
 def require_writable(path: Path) -> None:

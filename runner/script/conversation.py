@@ -153,15 +153,6 @@ def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     return tuple(values) or None
 
 
-def checked_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Return arguments of the chat template; empty for None. InputError: it is no object."""
-    if value is None:
-        return {}
-    expect(isinstance(value, dict), f"{where}: chat_template_kwargs is", value, "an object")
-    require_unicode(value, f"{where}: chat_template_kwargs")
-    return dict(value)
-
-
 def as_parts(content: Any) -> Any:
     """Content as a list of parts, if it is a text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content

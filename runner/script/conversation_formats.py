@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixcache.observe.trace import FORMAT
-from runner.files import InputError, expect, read_json
+from runner.files import TOOL_FILES, InputError, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
 from runner.script.conversation import (
@@ -29,7 +29,6 @@ from runner.script.conversation import (
     Origin,
     Record,
     as_tool,
-    checked_arguments,
     checked_conversation,
     checked_tools,
     first_finding,
@@ -56,8 +55,6 @@ _SPEAKERS = {
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
 # Chat templates read no other keys of messages (refusal, annotations, audio ...).
 _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-#: Where a message may have its reasoning, of which the first that has any counts.
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
@@ -68,7 +65,6 @@ _LENGTHS_ALONE = {
     "a table of Azure's LLM inference traces": {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
     "rows of lengths, as GuideLLM and AIPerf have them": {"input_length", "output_length"},
 }
-TOOL_FILES = ("airline_tools.json", "retail_tools.json")  # tool lists beside trajectories
 
 
 @dataclass(frozen=True)
@@ -194,8 +190,10 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     given = [*messages.values()]
     tools = _tau_tools(given, origin.path) if form.has_tools_beside else _tools_value(record, where)
     first_turn = record.get("first_turn", 0)
-    is_number = isinstance(first_turn, int) and not isinstance(first_turn, bool)
-    expect(is_number, f"{where}: first_turn is", first_turn, "a whole number")
+    expect(type(first_turn) is int, f"{where}: first_turn is", first_turn, "a whole number")
+    arguments = record.get("chat_template_kwargs")
+    expect(isinstance(arguments, dict | None), f"{where}: chat_template_kwargs is", arguments, "an object")
+    require_unicode(arguments, f"{where}: chat_template_kwargs")
     # A body of an API whose last turn awaits a reply.
     awaits_reply = bool(given) and given[-1]["role"] != "assistant"
     is_request = form.is_body and ("is_request" in record or ("model" in record and awaits_reply))
@@ -210,7 +208,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
         source=origin.source,
         replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
         calls=calls if isinstance(calls := record.get("calls"), tuple) else (),  # JSON has no tuples
-        arguments={**reasoning_arguments(record), **checked_arguments(record.get("chat_template_kwargs"), where)},
+        arguments={**reasoning_arguments(record), **(arguments or {})},
         is_request=is_request,
     )
     system = record.get("system")
@@ -271,7 +269,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     if isinstance(images := turn.get("images"), list):
         left_out["image"] += len(images)
     message = {"role": role, "content": content, **{key: turn.get(key) for key in _MESSAGE_KEYS}}
-    for key in filter(turn.get, _REASONING_KEYS[1:]):
+    for key in filter(turn.get, ("reasoning", "thinking")):
         if not isinstance(turn[key], str):
             left_out[key] += 1
         elif not message["reasoning_content"]:
@@ -302,15 +300,12 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
 
 def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
     """The texts of a message's parts; the other parts are counted by type."""
-    texts = with_text(parts, lambda part: part.get("type") == "text" or isinstance(_text_in(part), str), left_out)
-    for index, part in enumerate(texts):
+    shown = with_text(parts, lambda part: part.get("type") == "text" or isinstance(part.get("text"), str), left_out)
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in shown]
+    for index, text in enumerate(texts):
         wanted = "a part with a type and text"
-        expect(isinstance(_text_in(part), str), f"{where}: content part {index} is", part, wanted)
-    return "".join(map(_text_in, texts))
-
-
-def _text_in(part: Any) -> Any:
-    return part.get("text") if isinstance(part, dict) else part
+        expect(isinstance(text, str), f"{where}: content part {index} is", shown[index], wanted)
+    return "".join(texts)
 
 
 def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
@@ -369,9 +364,9 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
 
     Counted as left out: further replies, and a response without one.
     """
-    bodies = (found_in(record, names)[1] for names in ("body/body request/body params/body", "body request params"))
-    body = next(filter(None, map(object_of, bodies)), dict[str, Any]())
-    expect(bool(body), f"{origin.where}: the body is", found_in(record, "body request params")[1], "that of an API")
+    _, given = found_in(record, "body/body request/body params/body body request params")
+    body = object_of(given)
+    expect(bool(body), f"{origin.where}: the body is", given, "that of an API")
     url = str(found_in(record, "request/url url")[1])
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}

@@ -7,7 +7,7 @@ sessions of agents. A JSON document ends at a syntax error.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
@@ -24,6 +24,8 @@ from runner.files import (
     input_files,
     is_jsonl,
     line_records,
+    note_id,
+    nothing_found,
     read_text,
 )
 from runner.script.conversation import Conversation, Origin, Record
@@ -107,8 +109,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
         raise bad[0]
     skipped = [str(error) for error in errors]
     if not conversations:
-        first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
-        raise InputError(f"{', '.join(map(str, paths))}: no conversation found{first}")
+        raise nothing_found(paths, "conversation", skipped)
     return ReadResult(conversations, skipped)
 
 
@@ -123,29 +124,25 @@ def not_in_logs(conversations: Iterable[Conversation]) -> list[str]:
 def _with_outputs(records: Iterable[tuple[Any, Origin]]) -> Iterator[tuple[Any, Origin]]:
     """The records. Those of batches come last, each request with its output, which is in another file."""
     requests: list[tuple[Any, Origin]] = []
-    outputs: dict[str, tuple[Any, Origin]] = {}
-    doubled: set[str] = set()
+    outputs: defaultdict[str, list[tuple[Any, Origin]]] = defaultdict(list)
     for value, origin in records:
         name = value.get("custom_id") if isinstance(value, dict) else None
         if not isinstance(name, str):
             yield value, origin
         elif value.keys() & OUTPUT_KEYS and not value.keys() & {"body", "params"}:
-            if name in outputs:
-                doubled.add(name)
-            outputs[name] = value, origin
+            outputs[name].append((value, origin))
         else:
             requests.append((value, origin))
     for value, origin in requests:
-        output, _ = outputs.pop(value["custom_id"], ({}, origin))
-        if value["custom_id"] in doubled:
+        found = outputs.get(value["custom_id"], ())
+        if len(found) > 1:
             yield InputError(f"{origin.where}: several outputs have its custom_id; wanted one batch."), origin
-            continue
-        yield {**{key: output[key] for key in OUTPUT_KEYS & output.keys()}, **value}, origin
-    for _, origin in outputs.values():
-        yield (
-            InputError(f"{origin.where}: is an output without its request; wanted both files of the batch."),
-            origin,
-        )
+        else:
+            yield {**{key: each[key] for each, _ in found for key in OUTPUT_KEYS & each.keys()}, **value}, origin
+    names = {value["custom_id"] for value, _ in requests}
+    for origin in (origin for name, found in outputs.items() if name not in names for _, origin in found):
+        lacking = "is an output without its request; wanted both files of the batch."
+        yield InputError(f"{origin.where}: {lacking}"), origin
 
 
 def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:
@@ -157,11 +154,7 @@ def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Convers
     except RecursionError:
         raise InputError(f"{origin.where}: nested too deeply; wanted a conversation.") from None
     for each in conversations:
-        earlier = sources.get(each.conversation_id)
-        if earlier is not None:
-            used = f"{origin.where}: the id {each.conversation_id!r} was already used at {earlier}"
-            raise InputError(f"{used}; wanted distinct ids.")
-        sources[each.conversation_id] = origin.where
+        note_id(each.conversation_id, origin.where, sources)
     return conversations
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, expect, read_text
+from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, expect, note_id, read_text
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
@@ -413,13 +413,10 @@ def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
             if sessions and session.block_tokens != sessions[0].block_tokens:
                 found, wanted = session.block_tokens, sessions[0].block_tokens
                 raise InputError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
-            if session.name in sources:
-                used = f"the id {session.name!r} was already used at {sources[session.name]}"
-                raise InputError(f"{session.where}: {used}; wanted distinct ids.")
+            note_id(session.name, session.where, sources)
         except InputError as error:
             reading.skip(error)
             continue
-        sources[session.name] = session.where
         requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
         sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
         start_s += reading.pace.session_gap_s(draw)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import FORMAT, block_digests
-from runner.files import BLANK_BYTES, InputError, input_files, read_beginning
+from runner.files import BLANK_BYTES, InputError, input_files, nothing_found, read_beginning
 from runner.script.conversation import Call, Conversation, json_of
 from runner.script.conversation_formats import lengths_alone
 from runner.script.conversation_reader import read_conversations
@@ -89,14 +89,12 @@ def read_trace(
             raise InputError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
     found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
-    source, skipped = ", ".join(map(str, paths)), reading.skipped
     if not traces:
-        first = f"; the first of {len(skipped)} skipped: {skipped[0]}" if skipped else "."
-        raise InputError(f"{source}: no request found{first}")
+        raise nothing_found(paths, "request", reading.skipped)
     name = name or (printable(Path(paths[0]).resolve().stem) if len(paths) == 1 else "")
     rate = next((each.sessions_per_hour for each in traces if each.sessions_per_hour), None)
-    trace = replace(join_traces(traces, name=name), source=source, sessions_per_hour=rate)
-    return replace(trace, skipped=tuple(skipped), notes=tuple(reading.notes))
+    trace = replace(join_traces(traces, name=name), source=", ".join(map(str, paths)), sessions_per_hour=rate)
+    return replace(trace, skipped=tuple(reading.skipped), notes=tuple(reading.notes))
 
 
 def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
