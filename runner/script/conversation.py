@@ -211,6 +211,10 @@ def as_tool(function: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, **as_tool({"name": name, "arguments": arguments})}
+
+
 def in_present_form(message: Any) -> Any:
     """A message of OpenAI's chat API with `tool_calls` for a `function_call`, and with refusals as texts."""
     if not isinstance(message, dict):
@@ -247,9 +251,7 @@ def reply_of(parts: Sequence[Any]) -> dict[str, Any]:
         message["reasoning_content"] = thought
     calls = [part for part in parts if hasattr(part, "arguments")]
     if calls:
-        functions = ({"name": call.name, "arguments": call.arguments} for call in calls)
-        pairs = zip(calls, functions, strict=True)
-        message["tool_calls"] = [{"id": call.call_id, **as_tool(function)} for call, function in pairs]
+        message["tool_calls"] = [tool_call(each.call_id, each.name, each.arguments) for each in calls]
     return message
 
 

@@ -24,7 +24,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from runner.script.anthropic_blocks import AnthropicChat, CacheControl, ServerBlock, Turn, foreign_tools
-from runner.script.conversation import Checked, Many
+from runner.script.conversation import Checked, Many, as_tool
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -70,7 +70,7 @@ class ToolChoice(Checked):
 
     def in_chats(self) -> Any:
         if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name or ""}}
+            return as_tool({"name": self.name or ""})
         return self.type
 
 

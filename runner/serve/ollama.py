@@ -35,7 +35,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
-from runner.script.conversation import Checked, Many
+from runner.script.conversation import Checked, Many, tool_call
 from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,
@@ -183,10 +183,8 @@ def chat_messages(messages: Iterable[OllamaMessage]) -> Iterator[dict[str, Any]]
             calls = {call.id or f"{at:09d}": call.function for at, call in enumerate(message.tool_calls, call_count)}
             call_count += len(message.tool_calls)
             open_calls = {id: function.name for id, function in calls.items()}
-            made["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": each.name, "arguments": json.dumps(each.arguments)}}
-                for id, each in calls.items()
-            ]
+            pairs = calls.items()
+            made["tool_calls"] = [tool_call(id, each.name, json.dumps(each.arguments)) for id, each in pairs]
         if message.role == "tool":
             first = next(iter(open_calls), "")
             named = next((id for id, name in open_calls.items() if name == message.tool_name), first)

@@ -25,7 +25,7 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
-from runner.script.conversation import Checked, Many
+from runner.script.conversation import Checked, Many, as_tool
 from runner.script.response_items import SEAL, CustomTool, Item, ResponseChat, as_items
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
@@ -66,7 +66,7 @@ class ChosenTool(Checked):
     name: str
 
     def in_chats(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+        return as_tool({"name": self.name})
 
 
 class ChosenTools(Checked):

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
+from runner.script.conversation import tool_call
 from runner.serve.request import (
     CLIENT,
     NOT_KEPT,
@@ -183,8 +184,7 @@ class ReplyReader:
     def _tool_calls(self, tool_text: str) -> list[dict[str, Any]]:
         try:
             found = [(str(call["id"]), call["function"]) for call in self._format_tool_calls([tool_text])]
-            functions = [(id, {"name": str(each["name"]), "arguments": each["arguments"]}) for id, each in found]
-            return [{"id": id, "type": "function", "function": function} for id, function in functions]
+            return [tool_call(id, str(each["name"]), each["arguments"]) for id, each in found]
         except Exception as error:  # Parsers may raise anything at what a model writes.
             logger.warning("a tool call that cannot be read was left out: %s: %r", type(error).__name__, str(error))
             return []
@@ -198,8 +198,7 @@ def cut_call(text: str) -> dict[str, Any] | None:
             arguments = text[found.end() :].strip()
             with suppress(ValueError):  # the arguments are whole, and the rest of the call is cut off
                 arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-            function = {"name": call["name"], "arguments": arguments}
-            return {"id": str(uuid.uuid4()), "type": "function", "function": function}
+            return tool_call(str(uuid.uuid4()), call["name"], arguments)
     return None
 
 

@@ -237,11 +237,7 @@ ROW_FORMS = {
 }
 UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
 #: Other names of keys, as in Dynamo.
-_ALIASES = {
-    "created_time": "timestamp",
-    "input_tokens": "input_length",
-    "output_tokens": "output_length",
-}
+_ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 
 def read_rows(form: RowForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
@@ -304,14 +300,9 @@ class _RowReader:
         notes = self._notes(are_sorted=requests != self._requests)
         requests = [*self._with_sessions(requests)]
         self._reading.notes += [f"{self._path}: {note}" for note in notes]
-        return Trace(
-            self._path.stem,
-            self._block_tokens,
-            requests,
-            self._is_timing_synthetic,
-            str(self._path),
-            sessions_per_hour=self._reading.pace.sessions_per_hour if self._is_timing_synthetic else None,
-        )
+        is_made_up, source = self._is_timing_synthetic, str(self._path)
+        rate = self._reading.pace.sessions_per_hour if is_made_up else None
+        return Trace(self._path.stem, self._block_tokens, requests, is_made_up, source, sessions_per_hour=rate)
 
     def _notes(self, *, are_sorted: bool) -> Iterator[str]:
         if are_sorted:
