@@ -1,7 +1,7 @@
 """A recorded conversation in OpenAI's chat form, the checks that data is one, and what makes messages of data.
 
 The server and the readers share what turns bodies of APIs into messages of OpenAI's chat API as it is now, which chat
-templates take. What a part of a message is in the other APIs, `anthropic_blocks.py` and `response_items.py` say.
+templates take. `anthropic_blocks.py` and `response_items.py` say what the parts of a message are in the other APIs.
 
 Invariants of a `Conversation` that a reader returns:
 

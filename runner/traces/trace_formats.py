@@ -92,7 +92,7 @@ class _Part:
 
 
 class _CompactReader:
-    """The requests of each part of a file so far, and the part that goes on; None: a header has to come first."""
+    """The requests of each part of a file so far, and the part that is being read; None: a header must come first."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path, self._reading = path, reading
