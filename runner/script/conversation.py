@@ -27,7 +27,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from runner.files import InputError, expect
 from runner.text import printable, shortened
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 MOST_REPEATS, FEW_MESSAGES = 100, 100_000  # how often messages of a tree may stand on its paths; fewer are always fine
 MOST_LEVELS = 100  # of a message or a tool: later code calls itself for each
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
 from runner.script.conversation import (
     ROLES,
+    SYSTEM,
     Conversation,
     Origin,
     Record,
@@ -41,6 +42,7 @@ from runner.script.conversation import (
     reasoning_arguments,
     require_unicode,
     with_text,
+    without_billing,
 )
 from runner.text import printable, shortened, shown
 
@@ -245,7 +247,7 @@ def _left_out(record: dict[str, Any]) -> Counter[str]:
 def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, Counter[str]]:
     """A turn as a message in OpenAI's form, with the keys that templates know; and what of it has no text, by type.
 
-    None: a turn of a tree without anything.
+    None: a turn of a tree without anything, or of the system with nothing but a billing line.
     """
     left_out: Counter[str] = Counter()
     names = form.role.split()[0], form.content.split()[0]
@@ -259,6 +261,8 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     named = speaker.lower() if isinstance(speaker, str) else ""
     role = form.roles.get(named)
     expect(role is not None, f"{where} has {role_name}", speaker, f"one of {', '.join(form.roles)}")
+    if role in SYSTEM and content and not (content := without_billing(content)):
+        return None, left_out
     is_object = bool(form.parent) and isinstance(content, dict)
     if isinstance(content, list) or is_object:
         content = _text_of(content if isinstance(content, list) else [content], where, left_out)

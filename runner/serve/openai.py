@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from runner.models.load import local_context_length
 from runner.script.anthropic_blocks import ThinkingChoice
 from runner.script.conversation import (
+    SYSTEM,
     Checked,
     Many,
     as_parts,
@@ -136,7 +137,6 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit fo
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
-SYSTEM = ("system", "developer")
 
 #: Parts of agents' system texts that change with the folder, the day or the model: how the first and the last line of
 #: each begin. Without a last line, the part goes to the end of the text. All are as the agents were seen to send them.

@@ -1,6 +1,7 @@
 """Bodies of APIs from logs: the reader makes the messages of the server, and asks each request once."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,18 @@ def test_conversations_in_openai_s_form_may_have_a_system_prompt_beside_them() -
     ]
     found = read_one({"system": "Be brief.", "messages": messages})
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool"]
+
+
+def test_lines_that_differ_in_every_request_are_left_out_as_by_the_server() -> None:
+    billing = "x-anthropic-billing-header: cch=1f0a9;"
+    parts = [{"type": "text", "text": text} for text in (billing, f"{billing}\nBe brief.")]
+    asked = {"role": "user", "content": billing}
+    for role, content in product(("system", "developer"), (billing, f"{billing}\nBe brief.", parts, parts[:1])):
+        body = {"model": "m", "messages": [{"role": role, "content": content}, asked]}
+        if isinstance(content, str):
+            prompts_are_equal(ChatBody.read(body, OPTIONS).request(""), read_one(body))
+        shown = [message["content"] for message in read_one(body).messages]
+        assert shown == ([billing] if content in (billing, parts[:1]) else ["Be brief.", billing])
 
 
 def write(path: Path, *records: Any) -> Path:
