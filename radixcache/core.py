@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -216,7 +215,7 @@ class Core:
         keys = self.unquarantined(keys, namespace)
         match = self._states.match(keys, namespace)
         if takes_slot and match.offset not in (0, match.node.end):
-            match = self._pager.allocating(partial(self._match_to_end, keys, namespace))
+            match = self._pager.allocating(self._match_to_end, keys, namespace)
         path = match.path
         live = self._slots.choose(path, limit) if takes_slot else None
         hidden = self._slots.hidden(path, live, evaluate=evaluate)
@@ -310,7 +309,7 @@ class Core:
         nodes = [each for each in plan.path if each.start < plan.resume]
         stored = self._states.windows.stored(nodes)
         with self._states.guarded(match.node):
-            caches = self._pager.allocating(lambda: self._pager.restored(nodes, plan, stored))
+            caches = self._pager.allocating(self._pager.restored, nodes, plan, stored)
         self._states.touch(nodes, plan.source, request.use)
         self._evictor.tidy(match.node)
         self.count_request(request, plan, "fetch")
@@ -324,8 +323,8 @@ class Core:
         counts = self._counts
         counts["requests"] += 1
         counts["off_grid_tokens"] += plan.off_grid
-        counts["miss_tokens"] += len(request.prompt)
-        self.count_more_hits(plan.resume)
+        counts["hit_tokens"] += plan.resume
+        counts["miss_tokens"] += len(request.prompt) - plan.resume
         if plan.reason is not None:
             self._short_reasons[plan.reason] += 1
         self._pins.request_passed()
@@ -494,7 +493,7 @@ class Core:
     ) -> None:
         """Take a request's checkpoint where its caches stand; `path`: what the tree has in front of its own state."""
         self.capture(own, path, caches, offset)
-        own.add_checkpoint(self._pager.allocating(lambda: self.layout.checkpoint(caches, offset, kind)))
+        own.add_checkpoint(self._pager.allocating(self.layout.checkpoint, caches, offset, kind))
         self.thin(own)
 
     def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:

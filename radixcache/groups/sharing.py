@@ -103,7 +103,7 @@ class Sharing:
             lambda more: (least + more) * token_bytes + plain_bytes, row.prompt_left
         )
         for node in long:
-            self._pager.allocating(partial(self._open, node))
+            self._pager.allocating(self._open, node)
         pieces = [spans for node in short if (spans := node.payload.spans) is not None]
         row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
         row.in_place = [(node.start, node.end) for node in long]
@@ -129,7 +129,7 @@ class Sharing:
         request, room = row.request, self._room
         plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
         stored = self._states.windows.stored(plan.path)
-        node = self._pager.allocating(lambda: self._end_of(plan))
+        node = self._pager.allocating(self._end_of, plan)
         if node is not None:
             self._states.read(node, 1)
         try:

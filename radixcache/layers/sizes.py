@@ -87,13 +87,12 @@ class SizedLayout(Layout):
         return bool(caches[0].capacity == caches[0].spans == caches[0].points == 0)
 
     def live_nbytes(self, caches: Sequence[Any]) -> int:
-        nbytes = 0
-        for cache in caches:
-            nbytes += (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
-            if cache.points and self.has_points:
-                windows = self._window_bytes.items()
-                nbytes += sum(window.count(cache.points) * each for window, each in windows)
-                nbytes += self._checkpoint_bytes
+        cache: SizedCache = caches[0]
+        nbytes = (cache.capacity if self._grow_keys else cache.spans) * self.token_bytes
+        if cache.points and self.has_points:
+            windows = self._window_bytes.items()
+            nbytes += sum(window.count(cache.points) * each for window, each in windows)
+            nbytes += self._checkpoint_bytes
         return nbytes
 
     def spare_nbytes(self, caches: Sequence[Any]) -> int:
@@ -144,12 +143,10 @@ class SizedLayout(Layout):
         caches[0].spans = caches[0].points = caches[0].capacity = 0
 
     def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        nbytes = (end - start) * self.token_bytes
-        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
+        return SizedSpans(start, end, (end - start) * self.token_bytes)
 
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        nbytes = (end - start) * self.stored_token_bytes
-        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
+        return SizedSpans(start, end, (end - start) * self.stored_token_bytes)
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
         return [self.page_out(caches, start, end) for start, end in cuts]
@@ -165,6 +162,9 @@ class SizedLayout(Layout):
         return int(max(0, target - begin) * self.token_bytes)
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
+        if isinstance(spans, SizedSpans):
+            upper_bytes = spans.nbytes * (at - spans.start) // (spans.end - spans.start)
+            return SizedSpans(spans.start, at, upper_bytes), SizedSpans(at, spans.end, spans.nbytes - upper_bytes), 0
         upper, lower = Spans(spans.start, at, [], 0), Spans(at, spans.end, [], spans.nbytes)
         for leaf in spans.leaves:
             first, second = leaf.split(at)
@@ -279,3 +279,16 @@ class SizedPiece:
 
     def merged(self, lower: SizedPiece) -> SizedPiece:
         return SizedPiece(self.start, lower.end, self.nbytes + lower.nbytes)
+
+
+class SizedSpans(Spans):
+    """The bytes of one stretch of all span layers; the leaf that says the same is made only if it is read."""
+
+    __slots__ = ()
+
+    def __init__(self, start: int, end: int, nbytes: int) -> None:
+        self.start, self.end, self.nbytes = start, end, nbytes
+
+    @property
+    def leaves(self) -> list[Any]:  # type: ignore[override]
+        return [SizedPiece(self.start, self.end, self.nbytes)]

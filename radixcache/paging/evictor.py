@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -47,6 +46,7 @@ class Evictor:
 
     def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
         self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
+        self._ledger = states.account.ledger
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self._trim_tokens = trim_tokens
         # A policy may rank the keys of one edge differently: then its tail goes one step at a time.
@@ -57,7 +57,7 @@ class Evictor:
 
     def over_bytes(self, need_bytes: int = 0) -> int:
         """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
-        ledger = self._account.ledger
+        ledger = self._ledger
         over_bytes = ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes
         return over_bytes if over_bytes > 0 else 0
 
@@ -65,14 +65,14 @@ class Evictor:
         """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
         if not self.over_bytes(need_bytes):
             return True
-        over_bytes = self._evict_while(partial(self.over_bytes, need_bytes))
+        over_bytes = self._evict_while(lambda: self.over_bytes(need_bytes))
         if over_bytes:
-            self._account.ledger.reclaim_elsewhere(self._account, over_bytes)
+            self._ledger.reclaim_elsewhere(self._account, over_bytes)
             over_bytes = self.over_bytes(need_bytes)
         return over_bytes == 0
 
     def could_fit(self, need_bytes: int) -> bool:
-        return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._account.ledger.budget_bytes
+        return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._ledger.budget_bytes
 
     def find_room(self, need_bytes: int) -> bool:
         """Make room as `make_room` does, but evict nothing if the bytes cannot fit."""
@@ -262,7 +262,7 @@ class Evictor:
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
         """Where to cut a leaf to free so many bytes, the deepest first; empty: all of it goes."""
         weight_bytes, length = leaf.payload.entry.weight_bytes, leaf.end - leaf.start
-        if self._layout.has_points or weight_bytes == 0:
+        if self._layout.has_points or weight_bytes <= (0 if self._steps_singly else want_bytes):
             return ()
         step = self._trim_tokens
         cut = (leaf.end - -(-want_bytes * length // weight_bytes)) // step * step
@@ -301,7 +301,7 @@ class Evictor:
         for path in self._idle():
             # Twice the point state: a checkpoint holds it, too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
-            if nbytes > self._account.ledger.budget_bytes and self._cut_tail(path, want_bytes):
+            if nbytes > self._ledger.budget_bytes and self._cut_tail(path, want_bytes):
                 return True
         return False
 

@@ -15,8 +15,7 @@ out of their rows' tails themselves and call `put`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.errors import SnapshotError
@@ -28,6 +27,7 @@ from radixcache.tokens import Keys
 from radixcache.tree.entries import StateNode, Use
 from radixcache.tree.state_tree import StateTree
 
+A = ParamSpec("A")
 R = TypeVar("R")
 
 #: Tokens that are copied at a time from the buffers of one slot to those of another.
@@ -47,7 +47,7 @@ class Pager:
         stored = self._states.windows.stored(plan.path) if layout.windows else []
         path = plan.path
         if path and path[-1].end > plan.resume:
-            path = self.allocating(lambda: self._split_at(plan))
+            path = self.allocating(self._split_at, plan)
         incoming = [node for node in path if node.end > shared]
         has_changed = before != shared or len(incoming) > 0
         self._evictor.spared = incoming
@@ -56,17 +56,17 @@ class Pager:
             leaving = live.leave(shared)
             capacity_tokens = self._affordable(capacity, incoming, capacity_tokens, prompt_tokens)
             for node in leaving:
-                self.allocating(partial(live.page_out, node))
+                self.allocating(live.page_out, node)
             if plan.is_live or not layout.has_points:
                 layout.rewind(live.caches, before, shared)
             else:
                 layout.rewind_spans(live.caches, shared)
             like = None
             if incoming and layout.token_bytes:
-                like = self.allocating(lambda: self.spans_at(incoming[0], shared, shared + 1))
+                like = self.allocating(self.spans_at, incoming[0], shared, shared + 1)
             # Larger buffers are shrunk only if bytes are short.
             if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
-                self.allocating(lambda: layout.reserve(live.caches, capacity_tokens, like))
+                self.allocating(layout.reserve, live.caches, capacity_tokens, like)
                 has_changed = True
                 if incoming:
                     live.measure()
@@ -75,7 +75,7 @@ class Pager:
         finally:
             self._evictor.spared = ()
         if layout.has_points and not plan.is_live:
-            self.allocating(lambda: layout.restore_points(live.caches, plan.checkpoint, plan.resume, stored))
+            self.allocating(layout.restore_points, live.caches, plan.checkpoint, plan.resume, stored)
             has_changed = True
         if has_changed:
             live.measure()
@@ -84,7 +84,7 @@ class Pager:
         """Give a node that only live buffers hold a snapshot; buffers that no session uses are given up with it."""
         source = self._slots.source(node)
         if source.is_open:
-            copied = self.allocating(lambda: self._layout.page_out(source.caches, node.start, node.end))
+            copied = self.allocating(self._layout.page_out, source.caches, node.start, node.end)
             self._states.set_spans(node, copied)
         else:
             self._evictor.empty_slot(source, self._evictor.over_bytes)
@@ -94,7 +94,7 @@ class Pager:
         leaving = live.leave(end)
         self._evictor.make_room()
         for node in leaving:
-            self.allocating(partial(live.page_out, node))
+            self.allocating(live.page_out, node)
 
     def restored(self, nodes: list[StateNode], plan: ResumePlan, stored: Sequence[Spans]) -> list[Any]:
         """Fresh caches at `plan.resume`, from the state of `nodes`, and what windows need there."""
@@ -120,7 +120,7 @@ class Pager:
     def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
         """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
         windows = self.captured(caches, node.path(), node.end)
-        checkpoint = self.allocating(lambda: self._layout.checkpoint(caches, node.end, kind))
+        checkpoint = self.allocating(self._layout.checkpoint, caches, node.end, kind)
         # Nothing is evicted from here on: what no checkpoint needs yet would go first.
         if windows is not None:
             self._states.windows.store(node, windows)
@@ -135,7 +135,7 @@ class Pager:
         if not lacking:
             return None
         start = min(low for ranges in lacking.values() for low, _ in ranges)
-        windows = self.allocating(lambda: self._layout.capture(caches, start, offset, lacking))
+        windows = self.allocating(self._layout.capture, caches, start, offset, lacking)
         self._states.copied_window_bytes += windows.nbytes
         return windows
 
@@ -158,19 +158,19 @@ class Pager:
         if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
             wanted = max(prompt_tokens + 1, capacity)
         if wait:
-            self.allocating(lambda: self._layout.reserve(live.caches, wanted))
+            self.allocating(self._layout.reserve, live.caches, wanted)
         else:
             self._layout.reserve(live.caches, wanted, wait=False)
         live.measure()
 
-    def allocating(self, make: Callable[[], R]) -> R:
+    def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
         """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
         try:
-            return make()
+            return make(*args, **options)
         except NATIVE_ERRORS:
             self._evictor.halve()
             self._layout.release()
-            return make()
+            return make(*args, **options)
 
     # Storing
 
@@ -206,8 +206,7 @@ class Pager:
                     # Span layers alone: store as much as fits.
                     end = max(start, end - -(-self._evictor.over_bytes(need) // token_bytes))
                 points = caches if self._layout.has_points else None
-                copy = partial(self._layout.page_out, caches, start, end)
-                spans = self.allocating(copy) if end > start else None
+                spans = self.allocating(self._layout.page_out, caches, start, end) if end > start else None
                 self.put(keys[:end], namespace, spans, points, use)
         finally:
             self._evictor.tidy(match.node)
@@ -253,11 +252,11 @@ class Pager:
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
         offset = node.start
         while offset < node.end and self._layout.token_bytes:
-            spans = self.allocating(partial(self.spans_at, node, offset, node.end))
+            spans = self.allocating(self.spans_at, node, offset, node.end)
             # A copy out of another slot is held until it is written; what the tree has is written all at once.
             wait = is_last or spans is not node.payload.spans
-            write = partial(self._layout.page_in, live.caches, spans, spans.end, wait=wait)
-            self._states.paged_in_bytes += self.allocating(write)
+            copied_bytes = self.allocating(self._layout.page_in, live.caches, spans, spans.end, wait=wait)
+            self._states.paged_in_bytes += copied_bytes
             offset = spans.end
         live.advance(node)
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)

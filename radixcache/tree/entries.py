@@ -177,16 +177,16 @@ class Entries:
         """Bring a node's entries up to date with the tree and tell the policy what may go now."""
         if node.parent is None:
             return
-        state = node.payload
-        state.entry.children = len(node.children)
-        state.entry.has_checkpoint = state.checkpoint is not None
+        state, children = node.payload, len(node.children)
+        entry = state.entry
+        entry.children, entry.has_checkpoint = children, state.checkpoint is not None
         # Called some ten times a request: no properties, and no call if nothing changes.
-        free = not (node.children or state.live_mask or state.guards or state.pins or state.readers)
-        if free != (state.entry.entry_id in self._evictable):
-            self._set_evictable(state.entry, free)
-        entry = state.checkpoint_entry
-        if entry is not None and state.checkpoint is not None:
-            entry.children, entry.has_checkpoint = len(node.children), True
+        free = not (children or state.live_mask or state.guards or state.pins or state.readers)
+        if free != (entry.entry_id in self._evictable):
+            self._set_evictable(entry, free)
+        if state.checkpoint is not None and state.checkpoint_entry is not None:
+            entry = state.checkpoint_entry
+            entry.children, entry.has_checkpoint = children, True
             free = len(node.children) == 1 and not state.is_kept
             self._set_evictable(entry, free)
             self.thinning.file(entry, node, state.checkpoint.kind if free else "")

@@ -169,7 +169,7 @@ class RadixTree(Generic[P]):
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
-        edge, first = np.array(keys, dtype=np.int64), int(keys[0])
+        edge, first = np.array(keys, np.int64), int(keys[0])
         assert first not in parent.children, (parent, first)
         leaf: Node[P] = Node(edge, parent.end, parent, parent.namespace)
         parent.children[first] = leaf

@@ -134,7 +134,7 @@ class StateTree:
         self._set(node, lower_spans, lower_windows)  # first: bytes are never counted twice
         self._set(upper, upper_spans, upper_windows)
         self.entries.mirror(node)
-        self.entries.mirror(upper)
+        upper.payload.reweigh()
         self.policy.split(entry, old)
         self._refresh(node)
         self._refresh(upper)
@@ -230,7 +230,8 @@ class StateTree:
         state.spans = spans
         if more_bytes:
             self.account.add("span_bytes", more_bytes)
-            self.duplicate_bytes += more_bytes if state.live_mask else 0
+            if state.live_mask:
+                self.duplicate_bytes += more_bytes
         state.reweigh()
 
     def set_live(self, node: StateNode, slot: int, live: bool) -> None:
@@ -306,11 +307,10 @@ class StateTree:
         each = node
         while each.parent is not None:
             state = each.payload
-            was_guarded = state.guards > 0
             state.guards += change
             assert state.guards >= 0, each
-            # Else its entry could not go anyway.
-            if (state.guards > 0) != was_guarded and (not each.children or state.checkpoint is not None):
+            # It is the first guard, or the last one has gone, and no child keeps the entry.
+            if state.guards == (change > 0) and (not each.children or state.checkpoint is not None):
                 self._refresh(each)
             each = each.parent
 
@@ -425,17 +425,17 @@ class StateTree:
         Evicts nothing for the second try, as this runs in the middle of evictions.
         """
         try:
-            *results, copied_bytes = copy(*args)
+            results = copy(*args)
         except NATIVE_ERRORS:
             self.layout.release()
             try:
-                *results, copied_bytes = copy(*args)
+                results = copy(*args)
             except NATIVE_ERRORS:
                 if is_spare:
                     return None
                 raise
-        self.cut_bytes += copied_bytes
-        return tuple(results)
+        self.cut_bytes += results[-1]
+        return tuple(results[:-1])
 
     def _mergeable(self, node: StateNode) -> StateNode | None:
         """A node's only child, if no state is lost when the two are merged."""
