@@ -18,7 +18,7 @@ server has requests at any time. In "decode", servers take turns by request.
     evaluated tokens  prompt tokens minus cached tokens, as the server reports them; empty: the server does not report
                       them
     TTFT ms           from the request to the first piece of text
-    decode ms         from the first piece of text to the last one, by the tokens of the reply after the first, median
+    decode ms         from the first piece of text to the end of the reply, by its tokens after the first, median
     tokens/s          generated tokens by the seconds of the whole scenario
     peak MB           peak resident memory of the process tree during the scenario, including the model
     equal             answers that equal those of a cold run: the last request of two users, sent to the same server

@@ -20,7 +20,7 @@ class Answer:
 
     Attributes:
         ttft_s: seconds to the first piece of text; the total if there was none.
-        decode_s: seconds from the first piece of text to the last one.
+        decode_s: seconds from the first piece of text to the end of the reply: some servers keep its last words back.
         text: content and reasoning together.
         prompt_tokens, cached_tokens, completion_tokens: as the server reports them; None: not reported.
         error: one line if the request failed.
@@ -80,8 +80,9 @@ def read_stream(lines: Iterable[bytes], began_s: float) -> Answer:
             delta = choice.get("delta") or {}
             said = "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))
             said = said or delta.get("reasoning") or ""
-            if said:
+            if said or choice.get("finish_reason"):
                 last_s = time.perf_counter()
+            if said:
                 first_s = first_s or last_s
                 parts.append(said)
     now_s = time.perf_counter()

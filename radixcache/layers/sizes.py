@@ -143,10 +143,12 @@ class SizedLayout(Layout):
         caches[0].spans = caches[0].points = caches[0].capacity = 0
 
     def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        return SizedSpans(start, end, (end - start) * self.token_bytes)
+        nbytes = (end - start) * self.token_bytes
+        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
 
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        return SizedSpans(start, end, (end - start) * self.stored_token_bytes)
+        nbytes = (end - start) * self.stored_token_bytes
+        return Spans(start, end, [SizedPiece(start, end, nbytes)], nbytes)
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
         return [self.page_out(caches, start, end) for start, end in cuts]
@@ -162,9 +164,6 @@ class SizedLayout(Layout):
         return int(max(0, target - begin) * self.token_bytes)
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
-        if isinstance(spans, SizedSpans):
-            upper_bytes = spans.nbytes * (at - spans.start) // (spans.end - spans.start)
-            return SizedSpans(spans.start, at, upper_bytes), SizedSpans(at, spans.end, spans.nbytes - upper_bytes), 0
         upper, lower = Spans(spans.start, at, [], 0), Spans(at, spans.end, [], spans.nbytes)
         for leaf in spans.leaves:
             first, second = leaf.split(at)
@@ -279,16 +278,3 @@ class SizedPiece:
 
     def merged(self, lower: SizedPiece) -> SizedPiece:
         return SizedPiece(self.start, lower.end, self.nbytes + lower.nbytes)
-
-
-class SizedSpans(Spans):
-    """The bytes of one stretch of all span layers; the leaf that says the same is made only if it is read."""
-
-    __slots__ = ()
-
-    def __init__(self, start: int, end: int, nbytes: int) -> None:
-        self.start, self.end, self.nbytes = start, end, nbytes
-
-    @property
-    def leaves(self) -> list[Any]:  # type: ignore[override]
-        return [SizedPiece(self.start, self.end, self.nbytes)]

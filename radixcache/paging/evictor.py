@@ -262,7 +262,7 @@ class Evictor:
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
         """Where to cut a leaf to free so many bytes, the deepest first; empty: all of it goes."""
         weight_bytes, length = leaf.payload.entry.weight_bytes, leaf.end - leaf.start
-        if self._layout.has_points or weight_bytes <= (0 if self._steps_singly else want_bytes):
+        if self._layout.has_points or weight_bytes == 0:
             return ()
         step = self._trim_tokens
         cut = (leaf.end - -(-want_bytes * length // weight_bytes)) // step * step

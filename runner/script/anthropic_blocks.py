@@ -233,10 +233,9 @@ def foreign_tools(tools: Any) -> list[str]:
 
 
 def _own_tools(tools: Any) -> Any:
-    foreign = foreign_tools(tools)
-    return (
-        [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") not in foreign] if foreign else tools
-    )
+    if not (foreign := foreign_tools(tools)):
+        return tools
+    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") not in foreign]
 
 
 class ThinkingChoice(Checked):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import bench_peers
 from benchmarks.bench_peers import OURS, THEIRS, Bench, Run, conclusion, row_of, scenarios
+from benchmarks.harness import chat_stream
 from benchmarks.harness.chat_stream import Answer, ask_stream, read_stream
 from benchmarks.harness.peer_servers import PEERS, PeerError, PeerProcess
 
@@ -25,6 +27,20 @@ def test_a_stream_gives_its_text_and_what_the_server_reports(usage: dict[str, An
     answer = read_stream(lines, 0.0)
     assert (answer.text, answer.cached_tokens, answer.error) == ("ab", cached, None)
     assert 0 < answer.ttft_s <= answer.total_s
+
+
+def test_a_reply_lasts_until_its_end_even_if_its_last_tokens_have_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(chat_stream.time, "perf_counter", lambda: now_s)
+
+    def lines() -> Iterator[bytes]:
+        nonlocal now_s
+        for at_s, delta, reason in ((1.0, "a", None), (2.0, "b", None), (5.0, None, "length"), (6.0, None, None)):
+            now_s = at_s
+            yield b"data: " + json.dumps({"choices": [{"delta": {"content": delta}, "finish_reason": reason}]}).encode()
+
+    answer = read_stream(lines(), 0.0)
+    assert (answer.ttft_s, answer.decode_s, answer.total_s) == (1.0, 4.0, 6.0)
 
 
 def test_failures_are_answers_with_an_error() -> None:
