@@ -167,7 +167,7 @@ def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
     return [each if each.replies_recorded else answered(each) for each in conversations]
 
 
-def unwritten_parts(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
+def unwritten_parts(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
     """The kinds of parts that the conversations have and the chat template never writes."""
     names = {"tool_calls": "tool calls", "reasoning_content": "reasoning"}
     asked, found = {"role": "user", "content": "?"}, dict[str, dict[str, Any]]()
@@ -176,12 +176,17 @@ def unwritten_parts(tokenizer: Any, conversations: Iterable[Conversation]) -> li
         if len(found) == len(names):
             break
     plain = {"role": "assistant", "content": ""}
-    return [names[key] for key in sorted(found) if _is_same_text(tokenizer, [asked, found[key]], [asked, plain])]
+    tools = next((each.tools for each in conversations if each.tools), None)
+    unwritten = ["tools"] if tools and _is_same_text(tokenizer, [asked], [asked], tools) else []
+    return unwritten + [
+        names[key] for key in sorted(found) if _is_same_text(tokenizer, [asked, found[key]], [asked, plain])
+    ]
 
 
-def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
+def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]], tools: Any = None) -> bool:
+    """Whether the template writes the same for both; the left one has the tools."""
     try:
-        return np.array_equal(chat_tokens(tokenizer, left), chat_tokens(tokenizer, right))
+        return np.array_equal(chat_tokens(tokenizer, left, tools), chat_tokens(tokenizer, right))
     except ValueError:  # the template refuses one of them
         return False
 

@@ -347,6 +347,17 @@ def test_reasoning_of_earlier_turns_that_the_template_leaves_out_is_named(tmp_pa
     assert unwritten_parts(OUTLINE.tokenizer, read_conversations(tmp_path).conversations) == ["reasoning"]
 
 
+def test_tools_that_the_template_never_writes_are_named() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asked = {"role": "user", "content": "Go"}
+    conversations = [Conversation("a", "u", (asked,)), Conversation("b", "u", (asked,), (tool,))]
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
+    assert unwritten_parts(outline.tokenizer, conversations) == ["tools"]
+    assert unwritten_parts(outline.tokenizer, conversations[:1]) == []
+    assert unwritten_parts(OUTLINE.tokenizer, conversations) == []
+
+
 def test_a_folder_or_a_date_in_the_first_message_of_each_session_is_named(tmp_path: Path) -> None:
     logs = []
     for index, day in enumerate(("24", "25", "26")):
