@@ -218,14 +218,15 @@ def checkpoint_stops(
 ) -> dict[int, str]:
     """Offsets up to `last` at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
 
-    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well. The budget
-    can keep `kept` tokens of the prompt; 0: all.
+    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well. A few
+    tokens behind a mark, such a checkpoint would save less than its forward pass takes. The budget can keep `kept`
+    tokens of the prompt; 0: all.
     """
     stops = dict.fromkeys(marks, "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
     if not any(tail <= mark < prompt_tokens for mark in stops):  # A template rewrites what is behind the last message.
         stops[tail] = "tail"
-    if matched > resumed:
+    if matched - resumed >= (settings.tail_tokens if resumed in stops else 1):
         stops[min(matched, last)] = "branch"
     if 0 < kept <= last:
         stops[kept] = "branch"  # not thinned: the next turn resumes there

@@ -181,6 +181,17 @@ def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any) -> 
         assert session.cached_tokens >= resumed
 
 
+@pytest.mark.parametrize(("behind", "kinds"), [(3, ["tail"]), (15, ["tail"]), (16, ["branch", "tail"])])
+def test_a_few_tokens_behind_a_mark_are_not_worth_a_checkpoint(behind: int, kinds: list[str]) -> None:
+    cache, trunk = sized_cache(SizedLayout(1, 10), budget_bytes=1 << 20), list(range(200))
+    for prompt in (trunk, [*trunk[: 50 + behind], *range(200, 300)]):
+        with cache.begin(prompt, marks=[50]) as session:
+            session.prefill(SizedModel())
+            found = [each.kind for each in session.checkpoints]
+    assert (session.matched_tokens, session.cached_tokens) == (50 + behind, 50)
+    assert found == kinds
+
+
 def test_the_cap_on_checkpoints_takes_those_of_the_interval_and_keeps_branches_marks_and_the_newest(
     model: Any,
 ) -> None:
