@@ -29,7 +29,7 @@ from radixcache.errors import CacheClosedError, NoRoomError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
 from radixcache.layers.layout import Layout
-from radixcache.layers.stored import state_identity
+from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
 from radixcache.ledger import Ledger
 from radixcache.lock import FORKED
@@ -213,8 +213,8 @@ class PrefixCache:
         disk = None
         if store is not None:
             leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
-            about = state_identity(leaves, model, identity, exact=exact, stored_bits=stored_bits)
-            disk = Disk(joined(store), about, step_size if exact else 0, takes=store_if)
+            own, *finer = state_identities(leaves, model, identity, exact=exact, stored_bits=stored_bits)
+            disk = Disk(joined(store), own, step_size if exact else 0, takes=store_if, finer=finer)
         self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
     def __repr__(self) -> str:

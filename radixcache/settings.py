@@ -15,8 +15,8 @@ MOST_LIVE_SLOTS = 4096
 NEVER_S = 1e12
 #: The suffix index of a cache takes at most so many bytes by default: 1.7 million tokens.
 SUFFIX_INDEX_BYTES = 64 << 20
-#: Bits of keys and values in snapshots; None: those of the live ones.
-STORED_BITS: tuple[int | None, ...] = (None, 4, 8)
+#: Bits of keys and values in snapshots, the fewest first; None: those of the live ones.
+STORED_BITS: tuple[int | None, ...] = (4, 8, None)
 #: A leaf of a pure span model loses its tail in steps of this many tokens.
 TRIM_TOKENS = 256
 

@@ -30,6 +30,7 @@ from mlx.utils import tree_flatten
 from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
 from radixcache.adapters.span import Forms, Segment, SpanSnapshot, StoredForm
+from radixcache.settings import STORED_BITS
 from radixcache.stores.block import DTYPES, Buffer, Identity
 
 #: Format of the buffers. With another number, all stored state is a miss.
@@ -58,15 +59,17 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
     return Identity(digest.digest(), name or next(types, ""))
 
 
-def state_identity(
+def state_identities(
     leaves: Iterable[Any],
     model: Any,
     given: Identity | bytes | str | None,
     *,
     exact: bool = False,
     stored_bits: int | None = None,
-) -> Identity:
+) -> list[Identity]:
     """The identity of a cache's state: its empty leaves, with the `given` identity or that of the model's weights.
+
+    Behind it come those of the same state in more bits, which the cache may read and round.
 
     `exact`: state must be equal to the bit, so MLX's version and the device count too.
     """
@@ -80,15 +83,18 @@ def state_identity(
         given = Identity(given, "") if isinstance(given, bytes) else Identity(given.encode(), given)
     # The adapters fit one minor version of mlx-lm: the next may give fields another meaning.
     versions: list[Any] = [STATE_VERSION, version("mlx-lm").split(".")[:2]]
-    versions += [] if stored_bits is None else [f"stored in {stored_bits} bits"]
     versions += [version("mlx"), str(mx.default_device()), mx.device_info()["device_name"]] if exact else []
     caches = []
     for cache in leaves:
         plain = {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, (bool, int, float, str))}
         caches.append([type(cache).__qualname__, dict(sorted(plain.items()))])
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc state")
-    _update(digest, json.dumps([versions, caches]).encode(), given.digest)
-    return Identity(digest.digest(), given.model)
+    found = []
+    for bits in STORED_BITS[STORED_BITS.index(stored_bits) :]:
+        digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc state")
+        form = [] if bits is None else [f"stored in {bits} bits"]
+        _update(digest, json.dumps([versions + form, caches]).encode(), given.digest)
+        found.append(Identity(digest.digest(), given.model))
+    return found
 
 
 def _update(digest: Any, *parts: bytes) -> None:

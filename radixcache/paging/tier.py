@@ -55,6 +55,7 @@ class Disk(NamedTuple):
         clock: seconds; times prefill and reading.
         block_tokens: the most tokens of a block; None: those of a segment of the tree.
         takes: which namespaces may be written; None: all.
+        finer: identities of state in more bits than this cache stores, which it may read too.
     """
 
     store: Store
@@ -63,6 +64,7 @@ class Disk(NamedTuple):
     clock: Callable[[], float] = time.perf_counter
     block_tokens: int | None = None
     takes: Callable[[str], bool] | None = None
+    finer: Sequence[Identity] = ()
 
 
 class Foreseen(NamedTuple):
@@ -140,7 +142,8 @@ class Tier:
 
         def delete() -> None:
             self.store.flush()
-            self.store.remove(each.key for each in self._reader.match(keys, namespace) if each.end > start)
+            chains = self._reader.matches(keys, namespace)
+            self.store.remove(each.key for chain in chains for each in chain if each.end > start)
 
         self._safely(delete)
 
@@ -216,12 +219,12 @@ class StoreReader:
 
     def _asked(self, keys: Keys, namespace: str) -> list[Link]:
         with self._lock.released():
-            return self.match(keys, namespace, at_checkpoints=self._layout.has_states)
+            return max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
 
-    def match(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[Link]:
-        """As `Store.match`, of this cache's state."""
-        disk = self._disk
-        return self._store.match(disk.identity, namespace, keys, grid=disk.grid, at_checkpoints=at_checkpoints)
+    def matches(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[list[Link]]:
+        """As `Store.match`, of this cache's state, and then of the same in more bits."""
+        disk, match = self._disk, partial(self._store.match, grid=self._disk.grid, at_checkpoints=at_checkpoints)
+        return [match(identity, namespace, keys) for identity in (disk.identity, *disk.finer)]
 
     def _missing(self, keys: Keys, namespace: str, chain: Sequence[Link]) -> tuple[Match[NodeState], int, list[Link]]:
         """The match in memory, where a request would resume on it, and the blocks that would take it further."""
@@ -335,9 +338,8 @@ class StoreReader:
                 return None
             about = (block.buffers, link.start, link.block_end)
             spans = [its and its.split(link.end)[0] for its in layout.spans_in(*about)]
-            leaves = layout.windows_in(*about)
-            nbytes = sum(its.nbytes for its in leaves if its)
-            blocks.append(ReadBlock(link, spans, Spans(link.start, link.block_end, leaves, nbytes)))
+            windows = layout.spans_of(layout.windows_in(*about), link.start, link.block_end)
+            blocks.append(ReadBlock(link, spans, windows))
             seconds[link.tier] += clock() - began
             began = clock()
         if layout.has_states:

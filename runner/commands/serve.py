@@ -122,7 +122,7 @@ def _require_compatible(options: ServeOptions) -> None:
     listed: tuple[tuple[str, int | None, tuple[int | None, ...]], ...] = (
         ("--kv-bits", options.kv_bits, KV_BITS),
         ("--kv-group-size", options.kv_group_size, KV_GROUP_SIZES),
-        ("--stored-bits", options.stored_bits, STORED_BITS[1:]),
+        ("--stored-bits", options.stored_bits, STORED_BITS[:-1]),
     )
     for option, number, known in listed:
         is_known = number is None or number in known

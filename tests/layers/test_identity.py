@@ -12,7 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache.layers import stored
 from radixcache.layers.layout import Layout
-from radixcache.layers.stored import state_identity, weights_identity
+from radixcache.layers.stored import state_identities, weights_identity
+from radixcache.settings import STORED_BITS
 from radixcache.stores.block import Identity
 from runner.models.tiny import tiny_model
 
@@ -60,8 +61,10 @@ def test_caches_quantization_versions_and_exactness_count(monkeypatch: pytest.Mo
     def found() -> list[bytes]:
         given = [(layout(llama), "a"), (layout(llama, 8), "a"), (layout(llama, 4), "a"), (layout(llama, 8, 64), "a")]
         given += [(layout(tiny_model("mamba2")), "a"), (layout(llama), "b")]
-        exact = state_identity(layout(llama), None, "a", exact=True)
-        return [exact.digest, *(state_identity(each, None, name).digest for each, name in given)]
+        exact, *_ = state_identities(layout(llama), None, "a", exact=True)
+        rounded = state_identities(layout(llama), None, "a", stored_bits=4)[:2]
+        others = [state_identities(each, None, name)[0] for each, name in given]
+        return [its.digest for its in (exact, *rounded, *others)]
 
     before = found()
     assert before == found()
@@ -73,8 +76,14 @@ def test_caches_quantization_versions_and_exactness_count(monkeypatch: pytest.Mo
 
 
 def test_what_is_given_stands_for_the_model(llama: Any) -> None:
-    own = state_identity(layout(llama), llama, None)
-    assert own == state_identity(layout(llama), None, weights_identity(llama))
-    assert own.digest != state_identity(layout(llama), llama, "mine").digest
-    assert state_identity(layout(llama), None, "mine").model == "mine"
-    assert state_identity(layout(llama), None, b"mine") == state_identity(layout(llama), None, Identity(b"mine"))
+    (own,) = state_identities(layout(llama), llama, None)
+    (mine,) = state_identities(layout(llama), llama, "mine")
+    assert [own] == state_identities(layout(llama), None, weights_identity(llama))
+    assert own.digest != mine.digest
+    assert mine.model == "mine"
+    assert state_identities(layout(llama), None, b"mine") == state_identities(layout(llama), None, Identity(b"mine"))
+
+
+def test_state_in_more_bits_may_be_read_and_state_in_fewer_may_not(llama: Any) -> None:
+    four, eight, all_of_them = (state_identities(layout(llama), None, "a", stored_bits=bits) for bits in STORED_BITS)
+    assert (four[1:], eight[1:], len(all_of_them)) == (eight, all_of_them, 1)

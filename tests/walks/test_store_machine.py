@@ -90,10 +90,14 @@ class StoreMachine(PrefixCacheMachine):
 
 
 class StoredBitsMachine(StoreMachine):
-    """The same in fewer bits, which spell as before."""
+    """The same with 8 bits or all of them, which spell as before, by the restart."""
 
     more: Any = {"stored_bits": 8}  # noqa: RUF012
     width = 32
+
+    def opened_anew(self) -> PrefixCache:
+        self.arguments["stored_bits"] = self.random.choice([8, None])
+        return super().opened_anew()
 
 
 TestStores = StoreMachine.TestCase

@@ -131,9 +131,9 @@ def test_stats_and_the_view_count_the_bytes_that_are_held(exact_allocations: Non
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
-def test_a_store_has_the_same_form_and_another_setting_is_a_miss(opened: Open, kind: str) -> None:
+def test_a_store_has_the_same_form_and_state_in_fewer_bits_is_a_miss(opened: Open, kind: str) -> None:
     model, sizes = shared_model(kind), {}
-    for bits in (None, 8, 4):
+    for bits in (4, 8, None):
         for cached in (0, 100):
             with opened() as store, PrefixCache(model, store=store, stored_bits=bits) as cache:
                 before = store.stats.stored_bytes
@@ -144,6 +144,37 @@ def test_a_store_has_the_same_form_and_another_setting_is_a_miss(opened: Open, k
                 cache.flush()
                 sizes.setdefault(bits, store.stats.stored_bytes - before)
     assert sizes[None] > 2.5 * sizes[8] > 3.5 * sizes[4]  # each file has a head besides
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
+@pytest.mark.parametrize("before", [None, 8])
+def test_after_a_change_to_fewer_bits_stored_state_is_read_rounded_and_written_again(
+    opened: Open, kind: str, before: int | None
+) -> None:
+    model, read_bytes = shared_model(kind), []
+    with opened() as store, PrefixCache(model, store=store, stored_bits=before) as cache:
+        serve(cache, model, OTHER)
+    for _ in range(2):
+        with opened() as store, PrefixCache(model, store=store, stored_bits=4) as cache:
+            found, logits = serve(cache, model, [*OTHER, 5])
+            assert found == 100
+            assert error(logits, cold(model, [*OTHER, 5])) < STORED_TOLERANCES[4]
+            read_bytes.append(store.stats.read_bytes)
+            serve(cache, model, FIRST)
+            assert forms_held(cache) == {4}
+    assert read_bytes[1] < read_bytes[0]
+
+
+def test_wrong_state_is_removed_from_a_store_in_each_form(opened: Open) -> None:
+    model = shared_model("llama")
+    for bits in (None, 8):
+        with opened() as store, PrefixCache(model, store=store, stored_bits=bits) as cache:
+            serve(cache, model, OTHER)
+            cache.flush()
+            assert store.stats.blocks == (2 if bits is None else 4)
+            if bits:
+                inside.expel_tokens(cache, OTHER, 0)
+                assert store.stats.blocks == 0
 
 
 def test_after_a_change_of_setting_a_tree_holds_both_forms() -> None:
