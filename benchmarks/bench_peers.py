@@ -1,8 +1,8 @@
 """Compare the prefix caches of MLX servers: send the same requests to radixcache serve and to five other servers.
 
 Every server runs in its own environment (`--venvs`), on the same model folder, with a prefix cache of 2 GiB. All
-servers of a model run at the same time. They take turns by scenario, and the first server changes each time. Only one
-server has requests at any time. In "decode", servers take turns by request.
+servers of a model run at the same time. They take turns by request, and the first server changes each time. Only one
+server has requests at any time, and all requests of "at once" and "restart" are one turn.
 
     shared      8 users with one system prompt, one after the other
     at once     8 users with another system prompt, at the same time
@@ -72,7 +72,6 @@ class Scenario:
     Attributes:
         kind: the model: main, window or hybrid.
         before: requests before a restart, which do not count; empty: no restart.
-        by_request: whether the servers take turns by request, which compares short times on a noisy machine.
     """
 
     name: str
@@ -80,8 +79,18 @@ class Scenario:
     kind: str = "main"
     at_once: bool = False
     before: Sequence[Prompt] = ()
-    by_request: bool = False
     reply_tokens: int = REPLY_TOKENS
+
+    def parts(self) -> list[Scenario]:
+        """Its requests one by one, or all that come at once."""
+        if self.at_once:
+            return [self]
+        return [
+            replace(self, users=[each[turn : turn + 1] if each is user else [] for each in self.users])
+            for turn in range(max(map(len, self.users)))
+            for user in self.users
+            if turn < len(user)
+        ]
 
 
 def scenarios(scale: float = 1.0) -> list[Scenario]:
@@ -115,7 +124,7 @@ def scenarios(scale: float = 1.0) -> list[Scenario]:
         Scenario("growing", [turns("growing", user, 4, 100, 100) for user in range(2)]),
         Scenario("edit", [[behind("edit", 200, *long, words=150), *edited]]),
         Scenario("regenerate", [[behind("regenerate", 600, "question")] * 3]),
-        Scenario("decode", [[behind("decode", 300, "question")] * 9], by_request=True, reply_tokens=96),
+        Scenario("decode", [[behind("decode", 300, "question")] * 9], reply_tokens=96),
         Scenario("restart", [[again[0]], [again[2]]], before=again[:2]),
         Scenario("window", mixed("window"), kind="window"),
         Scenario("hybrid", mixed("hybrid"), kind="hybrid"),
@@ -228,12 +237,9 @@ class Bench:
                 except PeerError as error:
                     self._leave_out(name, f"all on the {kind} model", error)
             for index, scenario in enumerate(wanted):
-                turns = max(map(len, scenario.users)) if scenario.by_request else 1
-                for turn in range(turns):
-                    users = [user[turn : turn + 1] for user in scenario.users]
-                    part = replace(scenario, users=users) if scenario.by_request else scenario
-                    for name in rotated(list(up), index + turn) if up else ():
-                        say(f"{scenario.name}: {name}")
+                say(scenario.name)
+                for number, part in enumerate(scenario.parts()):
+                    for name in rotated(list(up), index + number) if up else ():
                         self._record(part, name, up[name], ask_all(up[name], part, str(model)))
                         if up[name].has_ended:
                             self._leave_out(name, f"what follows {scenario.name}", PeerError("the server crashed"))
