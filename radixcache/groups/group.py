@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import add
@@ -257,8 +257,7 @@ class Group:
         ends = {}
         for row in rows:
             ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
-            is_long = len(rows) * (ends[row] - row.position) > LOGITS_TOKENS
-            ends[row] -= leaves_last and is_long and ends[row] - row.position == row.prompt_left
+            ends[row] -= leaves_last and self._parts_with_last(row, ends[row], len(rows))
         self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
         if not self._layout.is_known:
             row = rows[0]
@@ -613,12 +612,16 @@ class Group:
 
     def _cut(self, row: Row, end: int, rows: int) -> int:
         """Where the next pass of a row ends, on its way to `end` together with so many rows."""
-        position = row.position
-        stops = row.stops if self._layout.has_states else ()  # windows are copied after the pass
-        last = max([position, *(at for at in stops if at < end)])
-        is_long = end - position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
-        cuts = {end, *stops} | ({end - 1} if is_long else set())
-        return min(at for at in cuts if at > position)
+        cuts = {end, *self._stops(row)} | ({end - 1} if self._parts_with_last(row, end, rows) else set())
+        return min(at for at in cuts if at > row.position)
+
+    def _parts_with_last(self, row: Row, end: int, rows: int) -> bool:
+        """Whether `end` is that of a prompt, and the last token has a pass of its own: logits of all take too long."""
+        last = max([row.position, *(at for at in self._stops(row) if at < end)])
+        return end - row.position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
+
+    def _stops(self, row: Row) -> Collection[int]:
+        return row.stops if self._layout.has_states else ()  # windows are copied after the pass
 
     def _begin_alike(self, rows: Sequence[Row]) -> bool:
         """Whether rows may share a pass: recurrent layers begin a text in another way than they go on with one."""

@@ -103,9 +103,8 @@ def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_last_tokens_are_left_to_the_step_that_others_take(kind: str) -> None:
-    model = shared_model(kind)
+def test_last_tokens_are_left_to_the_step_that_others_take() -> None:
+    model = shared_model("llama")
     counting = Counting(model)
     prompts = [tokens(index, 60) for index in (2, 3)]
     cache = PrefixCache(model)
@@ -124,6 +123,17 @@ def test_last_tokens_are_left_to_the_step_that_others_take(kind: str) -> None:
             assert error(logits[at, 0], cold(model, prompt)) < ROUNDING
         group.check()
     cache.check()
+
+
+def test_a_few_tokens_behind_a_checkpoint_take_one_pass_with_the_last_one() -> None:
+    model, prompt = shared_model("qwen3_next"), tokens(2, 60)
+    counting = Counting(model)
+    with PrefixCache(model).begin_many(capacity=600) as group:
+        row = group.admit(prompt, marks=[55])
+        list(group.prefill_many(model, [row], 1))  # a cache's first pass is short
+        found = dict(group.prefill_many(counting, [row], leaves_last=True))
+        assert counting.shapes == [(1, 54), (1, 5)]
+        assert error(found[row][0, 0], cold(model, prompt)) < ROUNDING
 
 
 #: Kinds with recurrent layers; RecurrentGemma's first token has a rule of its own.
