@@ -103,23 +103,24 @@ def test_a_row_that_does_not_fit_beside_others_is_prefilled_alone() -> None:
         cache.check()
 
 
-def test_last_tokens_are_left_to_the_step_that_others_take() -> None:
-    model = shared_model("llama")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_last_tokens_are_left_to_the_step_that_others_take(kind: str) -> None:
+    model = shared_model(kind)
     counting = Counting(model)
-    prompts = [tokens(index, 60) for index in (2, 3)]
+    prompts = [tokens(index, 60) for index in (2, 3, 4)]
     cache = PrefixCache(model)
-    with cache.begin_many([tokens(4, 20), *prompts, tokens(5, 20)], capacity=600) as group:
+    with cache.begin_many([tokens(5, 20), *prompts, tokens(6, 20)], capacity=600) as group:
         first, *rows, last = group.rows
         found = through(group, model, [first])
         counting.shapes.clear()
         assert list(group.prefill_many(counting, rows, leaves_last=True)) == []
-        assert [row.prompt_left for row in rows] == [1, 1]
+        assert [row.prompt_left for row in rows] == [1, 1, 1]
         assert 1 not in [count for _, count in counting.shapes]
         # A pass over few tokens has room for the last one's logits.
         assert [row for row, _ in group.prefill_many(model, [last], leaves_last=True)] == [last]
         said = int(mx.argmax(found[first][0, 0]))
         logits = group.step(model, [first, *rows], [said, *(prompt[-1] for prompt in prompts)])
-        for at, prompt in enumerate([[*tokens(4, 20), said], *prompts]):
+        for at, prompt in enumerate([[*tokens(5, 20), said], *prompts]):
             assert error(logits[at, 0], cold(model, prompt)) < ROUNDING
         group.check()
     cache.check()
