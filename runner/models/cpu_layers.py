@@ -1,8 +1,9 @@
 """Layers that are faster on MLX's CPU back end, with the results of mlx.nn's layers.
 
-Products. OpenBLAS copies a large weight before it multiplies it, even by one row, and the copy takes longer than the
-product. On CPUs with AVX-512, it has kernels for small products, which copy nothing. A decode step multiplies by one
-row for each user, so a weight (O, I) is multiplied in blocks, up to rounding with the same result:
+Products. OpenBLAS copies a weight before it multiplies it, even by one row, and the copy takes longer than the product.
+The copy of a block is cheaper, because it stays in the CPU's cache. On CPUs with AVX-512, OpenBLAS has kernels for
+small products, which copy nothing. A decode step multiplies by one row for each user, so a weight (O, I) is multiplied
+in blocks, up to rounding with the same result:
 
     (M, I) @ (O, I).T     ->     (blocks, O / blocks, I) @ (1, I, M)
 
@@ -34,8 +35,10 @@ from runner.blas import blas_kernel
 
 #: The CPUs for which OpenBLAS has kernels for small products.
 SMALL_KERNELS = frozenset(("SkylakeX", "Cooperlake", "SapphireRapids"))
-#: The largest product of one block, in multiplications: half of what OpenBLAS takes as small.
+#: On these CPUs, the largest product of one block, in multiplications: half of what OpenBLAS takes as small.
 BLOCK_PRODUCT = 500_000
+#: On the others, the most numbers of one block of a weight, which is 4 MB.
+BLOCK_WEIGHT = 1_000_000
 #: Products with more rows are as fast in one piece.
 MOST_ROWS = 8
 #: Positions with cosines and sines. Behind them, mlx.nn's layer computes its own.
@@ -86,7 +89,7 @@ def use_cpu_layers(model: nn.Module) -> None:
         return
     if has_slow_exp():
         replace_attention(model, with_powers, "has_powers")
-    has_small_kernels = blas_kernel() in SMALL_KERNELS
+    has_openblas = blas_kernel() != ""
     angles: dict[tuple[int, float, float], Angles] = {}
     for module in model.modules():
         kind = type(module)
@@ -94,7 +97,7 @@ def use_cpu_layers(model: nn.Module) -> None:
             module.__class__ = SharedRoPE
             key = module.dims, module.base, module.scale
             module.angles = angles[key] = angles.get(key) or Angles(*key)
-        elif has_small_kernels and kind in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
+        elif has_openblas and kind in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
             module.__class__ = BlockLinear if kind is nn.Linear else BlockEmbedding
 
 
@@ -138,5 +141,6 @@ def block_count(outputs: int, inputs: int, rows: int) -> int:
     """Return how many equal blocks of a weight to multiply; 1: all of it at once."""
     if not 1 <= rows <= MOST_ROWS:
         return 1
+    largest = BLOCK_PRODUCT // rows if blas_kernel() in SMALL_KERNELS else BLOCK_WEIGHT
     counts = (count for count in range(1, outputs + 1) if outputs % count == 0)
-    return next((count for count in counts if outputs // count * inputs * rows <= BLOCK_PRODUCT), 1)
+    return next((count for count in counts if outputs // count * inputs <= largest), 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -10,7 +12,15 @@ from mlx_lm.models import base, llama
 from radixcache.groups.attention import BLOCK_TOKENS, NAME, handed_out, serve
 from radixcache.layers.shift import rotation_of
 from runner.models import cpu_layers
-from runner.models.cpu_layers import BLOCK_PRODUCT, MOST_ROWS, POSITIONS, BlockEmbedding, BlockLinear, block_count
+from runner.models.cpu_layers import (
+    BLOCK_PRODUCT,
+    BLOCK_WEIGHT,
+    MOST_ROWS,
+    POSITIONS,
+    BlockEmbedding,
+    BlockLinear,
+    block_count,
+)
 from runner.models.load import load_model
 from tests.whole.test_bytes import active_bytes
 
@@ -32,7 +42,20 @@ def test_a_product_in_blocks_is_the_product(rows: int, outputs: int, inputs: int
     assert mx.allclose(table.as_linear(x[:, 0]), wanted, atol=1e-4)
 
 
-def test_blocks_are_equal_and_small_and_no_more_than_needed() -> None:
+@pytest.fixture
+def on_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Let OpenBLAS state another kernel."""
+
+    def choose(kernel: str) -> None:
+        monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: kernel)
+        block_count.cache_clear()
+
+    yield choose
+    block_count.cache_clear()
+
+
+def test_blocks_are_equal_and_small_and_no_more_than_needed(on_kernel: Callable[[str], None]) -> None:
+    on_kernel("SkylakeX")
     assert block_count(49_152, 576, 1) == 64
     for rows in range(1, MOST_ROWS + 1):
         count = block_count(1536, 576, rows)
@@ -42,21 +65,27 @@ def test_blocks_are_equal_and_small_and_no_more_than_needed() -> None:
     assert block_count(3, BLOCK_PRODUCT + 1, 1) == 1, "no block is small"
 
 
-@pytest.mark.parametrize(("kernel", "is_used"), [("SkylakeX", True), ("Zen", False), ("", False)])
-def test_a_model_uses_blocks_where_openblas_has_kernels_for_them(
-    monkeypatch: pytest.MonkeyPatch, kernel: str, is_used: bool
+def test_without_kernels_for_small_products_only_large_weights_have_blocks(on_kernel: Callable[[str], None]) -> None:
+    on_kernel("Zen")
+    assert [block_count(49_152, 384, rows) for rows in (1, MOST_ROWS, MOST_ROWS + 1)] == [24, 24, 1]
+    assert BLOCK_WEIGHT >= 49_152 // 24 * 384
+    assert block_count(1536, 576, 1) == 1
+
+
+@pytest.mark.parametrize(("kernel", "is_used"), [("SkylakeX", True), ("Zen", True), ("", False)])
+def test_a_model_uses_blocks_if_it_multiplies_with_openblas(
+    monkeypatch: pytest.MonkeyPatch, on_kernel: Callable[[str], None], kernel: str, is_used: bool
 ) -> None:
-    monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: "")
+    on_kernel("")
     plain = load_model("tiny").model
-    monkeypatch.setattr(cpu_layers, "blas_kernel", lambda: kernel)
+    on_kernel(kernel)
     monkeypatch.setattr(cpu_layers, "BLOCK_PRODUCT", 512)
+    monkeypatch.setattr(cpu_layers, "BLOCK_WEIGHT", 512)
     model = load_model("tiny").model
     kinds = {type(module) for module in model.modules()}
     assert (BlockLinear in kinds, BlockEmbedding in kinds, nn.Linear in kinds) == (is_used, is_used, not is_used)
     ids = mx.array([[5, 3, 7]])
-    block_count.cache_clear()
     assert mx.allclose(model(ids), plain(ids), atol=1e-4)
-    block_count.cache_clear()
 
 
 def test_weights_that_are_not_float32_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
