@@ -379,8 +379,7 @@ def test_the_first_tokens_of_many_replies_of_several_rows_have_the_distribution_
     assert found[:, 2].sum(axis=1).min() > draws / 100
     for which in range(2):
         for at in range(3):
-            # What is drawn depends on which requests share a pass. By chance, one of 3,000 runs is above 8.
-            assert chi_square_excess(found[which, at], chances[which][at]) < 8
+            assert chi_square_excess(found[which, at], chances[which][at]) < 4
 
 
 def chances_of(loaded: LoadedModel, prompt: Any, allowed: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
