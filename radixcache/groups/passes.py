@@ -234,7 +234,7 @@ class Passes:
             if other not in rows and id(other.batch) in left:
                 other.leave_others()
         # Rows that share a path are neighbours: a slice of the batch reads it, without a copy.
-        side_by_side = sorted(rows, key=lambda row: [id(node) for node in row.path()])
+        side_by_side = sorted(rows, key=lambda row: [node.payload.entry.entry_id for node in row.path()])
         together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
         together.take_over()
         room.book()

@@ -382,6 +382,19 @@ def test_the_first_tokens_of_many_replies_of_several_rows_have_the_distribution_
             assert chi_square_excess(found[which, at], chances[which][at]) < 4
 
 
+def test_the_same_requests_with_the_same_seed_draw_the_same_replies() -> None:
+    """Which row of a batch a request gets does not depend on where objects are in memory."""
+    loaded, drawn = load("llama"), []
+    for _ in range(3):
+        mx.random.seed(3)
+        with new_generator(loaded, free_cache(loaded), capacity=1 << 16) as generator:
+            sampler = mx.random.categorical
+            tickets = [submit(generator, PROMPTS[number % 2], 3, sampler=sampler) for number in range(40)]
+            list(generator)
+            drawn.append([tokens_of(ticket) for ticket in tickets])
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 def chances_of(loaded: LoadedModel, prompt: Any, allowed: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
     """The chances of each of three tokens behind the likeliest ones, and these."""
     found, text = [], [*map(int, prompt)]
