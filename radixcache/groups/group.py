@@ -46,7 +46,7 @@ from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
 from radixcache.layers.trials import BothModels
 from radixcache.lock import FORKED
-from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops
+from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops, distant_marks
 from radixcache.settings import require_count
 from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace, token_ids
 
@@ -164,6 +164,7 @@ class Group:
         *,
         namespace: str | None = None,
         chat: Chat | None = None,
+        mark_tokens: int = 1,
     ) -> Row:
         """Open a row on a prompt, at the end of the prefix that is stored.
 
@@ -175,6 +176,8 @@ class Group:
             marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share only forward passes.
             chat: as in PrefixCache.begin().
+            mark_tokens: the least that a checkpoint at a mark must save: it cuts a forward pass in two. The first and
+                the last mark get one in any case.
 
         Raises:
             ValueError: an argument out of its range.
@@ -204,7 +207,8 @@ class Group:
             if self._layout.has_points:
                 length, limit = len(prompt), request.limit
                 found, kept = (row.matched_tokens, row.position, limit), core.kept_tokens(length)
-                stops = checkpoint_stops(core.settings, length, request.marks, *found, kept)
+                marks = distant_marks(request.marks, row.position, mark_tokens)
+                stops = checkpoint_stops(core.settings, length, marks, *found, kept)
                 row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
             room.rows[row.id] = row
             room.book()

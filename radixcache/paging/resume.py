@@ -213,6 +213,20 @@ def floor(offset: int, step_size: int) -> int:
     return offset - offset % step_size
 
 
+def distant_marks(marks: Iterable[int], resumed: int, least_tokens: int) -> list[int]:
+    """The marks without those behind `resumed` that are less than `least_tokens` behind it, or behind another mark.
+
+    The first and the last stay: other conversations part at the first, and the next turn resumes at the last.
+    """
+    ordered = sorted(marks)
+    kept: list[int] = []
+    for mark in ordered:
+        before = max([resumed, *kept[-1:]])
+        if mark in (ordered[0], ordered[-1]) or mark <= resumed or mark - before >= least_tokens:
+            kept.append(mark)
+    return kept
+
+
 def checkpoint_stops(
     settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int, kept: int = 0
 ) -> dict[int, str]:

@@ -66,6 +66,8 @@ from runner.engine.sequence import (
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
+#: Where it saves less, a checkpoint at the end of a message is worth no forward pass of its own.
+MARK_TOKENS = 128
 #: Steps until the draft model is asked again, after there was no room for its state.
 ROOMLESS_STEPS = 64
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
@@ -265,7 +267,9 @@ class Engine:
                 self.fail(sequence, refusal)
         while each := self._queue.next(self.group):
             try:
-                row = self.group.admit(each.tokens, keys=each.keys, marks=each.marks, namespace=each.namespace)
+                row = self.group.admit(
+                    each.tokens, each.keys, each.marks, namespace=each.namespace, mark_tokens=MARK_TOKENS
+                )
                 self._queue.start(each, row)
             except NO_ROOM as error:
                 if self._queue.running:

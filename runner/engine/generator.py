@@ -139,7 +139,8 @@ class ParallelGenerator:
             tokens: ids of the whole prompt.
             keys: as in `PrefixCache.begin`.
             max_tokens: most tokens to sample, at least 1.
-            marks: as from `render_chat`: where the system prompt and each message end.
+            marks: as from `render_chat`: where the system prompt and each message end. With recurrent layers, a message
+                of less than 128 tokens has no checkpoint at its end, unless it is the first or the last.
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
                 the system prompt if there is one.
             sampler: mlx-lm's, or None for the most likely token.

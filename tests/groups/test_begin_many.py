@@ -154,6 +154,20 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
         assert resumed(cache, model, [*prompt[:mark], 9, 9]) == mark
 
 
+def test_marks_between_the_first_and_the_last_get_a_checkpoint_where_it_saves_enough() -> None:
+    prompt = tokens(1, 270)
+    with grouped("mamba2", capacity=512, interval=4096) as (model, cache, group):
+        for length, marks in ((180, [20, 60, 100, 160, 170]), (270, [20, 200, 260])):
+            row = group.admit(prompt[:length], marks=marks, mark_tokens=64)
+            prefilled(group, model, row)
+            row.close()
+            checked(cache, group)
+    # 60 is 40 behind 20, and 160 is 60 behind 100. The second prompt resumed at 180, where the first ended.
+    for asked, found in ((20, 20), (60, 20), (100, 100), (160, 100), (170, 170), (200, 180), (260, 260)):
+        assert resumed(cache, model, [*prompt[:asked], 9, 9]) == found, asked
+    cache.check()
+
+
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
     prompt = tokens(1, 40)
     image = np.array(prompt, dtype=np.int64)
