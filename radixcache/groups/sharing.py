@@ -78,7 +78,8 @@ class Sharing:
         offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
         if other is not None and offered > plan.resume:
             start, has_room = min(match.offset, offered), self._evictor.could_fit
-            end = self._end_with_room(other, start, offered, has_room, plain=self._goes_on_in_place(other, offered))
+            plain = self._in_place_from(other, keys[:offered]) is not None
+            end = self._end_with_room(other, start, offered, has_room, plain=plain)
             if end is not None:
                 return min(end, limit)
         # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
@@ -249,22 +250,29 @@ class Sharing:
         # Other checkpoints stay with the row, which can drop them; those of windows alone cost nothing.
         offsets = (end,) if self._layout.has_states else range(end + 1)
         given = [each for each in row.own.checkpoints if each.offset in offsets]
-        plain = self._goes_on_in_place(row, end)  # with its own values, not with rounded ones
+        first = self._in_place_from(row, known)
+        plain = first is not None  # with its own values, not with rounded ones
         if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch", plain=plain):
             return
         ids = set(map(id, given))
         row.own.drop(lambda each: id(each) in ids)
         row.own.cut(end, row.position)
-        start = row.path_end
-        if end <= start:
+        if end <= row.path_end:
             return
         self._room.stand(row, self._states.match(known, row.request.namespace).node)
-        if row.in_segments and self.is_long(row.path_end - start) and not row.orphans:
-            self._leave_in_place(row, start, row.path_end)
+        if first is not None and self.is_long(row.path_end - first):
+            self._leave_in_place(row, first, row.path_end)
 
-    def _goes_on_in_place(self, row: Row, end: int) -> bool:
-        """Whether a row that gives the tree its tokens up to `end` then reads them in place."""
-        return row.in_segments and self.is_long(end - row.path_end) and not row.orphans
+    def _in_place_from(self, row: Row, keys: Keys) -> int | None:
+        """From where on a row that gives these keys to the tree then reads them in place; None: it keeps them.
+
+        It keeps what the tree has of others only in live buffers, where they may be overwritten, or rounded.
+        """
+        match = self._states.match(keys, row.request.namespace)
+        behind = (node for node in match.path if node.end > row.path_end)
+        others = (node for node in behind if not self._layout.is_plain(node.payload.spans))
+        first = max((min(node.end, match.offset) for node in others), default=row.path_end)
+        return first if row.in_segments and self.is_long(len(keys) - first) and not row.orphans else None
 
     def _put(
         self,

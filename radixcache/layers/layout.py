@@ -429,6 +429,10 @@ class Layout:
         found = [each.without_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
         return _spans(found, spans.start, spans.end) if any(map(is_not, found, spans.leaves)) else spans
 
+    def is_plain(self, spans: Spans | None) -> bool:
+        """Whether these are spans with the values that a model evaluated."""
+        return spans is not None and not any(isinstance(each, SpanSnapshot) and each.forms for each in spans.leaves)
+
     def with_plain(self, spans: Spans) -> Spans:
         """Spans that can be read in place, evaluated a leaf at a time."""
         found = [each.with_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]

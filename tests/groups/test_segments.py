@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache, Row
+from radixcache import PrefixCache, Row, ShortReason
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
@@ -51,6 +52,25 @@ def test_rows_that_share_at_several_levels_answer_as_cold_runs_do(kind: str, seg
         assert back.cached_tokens >= 100
         logits = prefilled(group, model, back)
         decoded(group, model, [running[3][0], back], [running[3][1], logits], 2)
+
+
+def test_a_row_keeps_what_the_tree_has_only_in_the_buffers_of_a_session_in_another_thread() -> None:
+    prompt = tokens(1, 90)
+    with grouped("llama", [[*prompt, 1, 2, 3]], capacity=400, segment_bytes=0) as (model, cache, group):
+        (row,) = group.rows
+        prefilled(group, model, row)
+        stored(cache, model, [*prompt, 7])
+        with ThreadPoolExecutor(1) as other:
+            session = other.submit(cache.begin, [*prompt, 8]).result()
+            try:
+                new = group.admit([*prompt, 1, 2, 9])
+                assert new.reason == ShortReason.LIVE_ELSEWHERE
+                checked(cache, group)
+                assert in_place(row) == 2
+                assert error(group.step(model, [row], [4])[0, -1], cold(model, [*prompt, 1, 2, 3, 4])) < ROUNDING
+            finally:
+                other.submit(session.close).result()
+        assert error(prefilled(group, model, new), cold(model, [*prompt, 1, 2, 9])) < ROUNDING
 
 
 def test_nothing_takes_away_what_rows_read() -> None:

@@ -19,7 +19,7 @@ from radixcache import PrefixCache
 from radixcache.layers.trials import STORED_TOLERANCES
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
-from tests.groups.cold import cold, error, shared_model
+from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
 from tests.sessions.test_failures import FailingCopies
@@ -237,6 +237,25 @@ def test_a_row_that_gives_its_prefix_away_goes_on_with_its_own_values() -> None:
             answers.append(np.array(logits))
         assert forms_held(cache) == {bits}
     assert np.array_equal(*answers)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_row_goes_on_with_its_own_values_where_a_session_stored_the_same(is_paged: bool) -> None:
+    model = shared_model("llama")
+    cache = PrefixCache(model, stored_bits=4)
+    with cache.begin_many(capacity=1000, segment_bytes=0) as group:
+        one = group.admit([*FIRST, 9, 10, 11])
+        while one.prompt_left:
+            group.prefill(model, one)
+        for prompt in [FIRST, OTHER] if is_paged else [FIRST]:
+            serve(cache, model, prompt)
+        two = group.admit([*FIRST, 9, 10, 12])
+        while two.prompt_left:
+            group.prefill(model, two)
+        assert two.cached_tokens == 122
+        group.check()
+        assert error(group.step(model, [one], [3])[0, -1], cold(model, [*FIRST, 9, 10, 11, 3])) < ROUNDING
+    cache.check()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma4_text"])
