@@ -27,7 +27,7 @@ from radixcache.chat import RenderedChat, chat_tokens
 from radixcache.chat_template import ChatTemplate, Message, Rendering, common_rendering, plain
 from radixcache.tokens import Keys, common_length
 
-KEPT_CHATS = 16  # recent chats with which a chat is compared
+KEPT_CHATS, KEPT_KEYS = 16, 1 << 25  # most recent chats with which a chat is compared, and most keys of all of these
 TRIED_CHANGES, TRIED_MESSAGES = 32, 8  # most differing parts that are tried one by one, and most messages of these
 SHOWN_NAMES, NAME_CHARS = 4, 64  # names of tools in a sentence, and characters of a name
 
@@ -86,6 +86,11 @@ _MESSAGE_HINT = "Put text that changes behind the text that does not."
 _REMOVED_HINT = "Shorten the history in large steps instead of a little in every request."
 
 
+_MOVED_TOOLS = Change(
+    TOOL_LIST,
+    "the template writes it in front of the last messages, so it moves in every turn",
+    "Use a chat template that writes the tools in front of all messages.",
+)
 _REWRITTEN = Change(
     "the chat template",
     "it writes another text for the same messages and tools, such as the date",
@@ -112,19 +117,25 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
             at = fork if rendering is None else common_rendering(before, rendering)
             found.append((at, rendering is None, change))
     at, _, first = min(found, key=lambda each: each[:2], default=(fork, False, None))
-    # Later messages can make a template write earlier ones differently.
-    return None if at > fork and len(asked.messages) > len(stored.messages) else first
+    if (found and at <= fork) or len(asked.messages) <= len(stored.messages):
+        return first
+    # Later messages can make a template write earlier ones, or the tools, in another place.
+    old, new = (chat._replace(tools=None).rendering(tokenizer) for chat in (stored, asked))
+    is_moved = stored.tools and old is not None and new is not None and common_rendering(old, new) > fork
+    return _MOVED_TOOLS if is_moved else None
 
 
 class ChatLog:
-    """The last chats and their keys. Each method may be called by any thread."""
+    """The last `most` chats and their keys; fewer, if they are long. Each method may be called by any thread."""
 
-    def __init__(self) -> None:
-        self._kept: deque[tuple[str, Keys, Chat]] = deque(maxlen=KEPT_CHATS)
+    def __init__(self, most: int = KEPT_CHATS) -> None:
+        self._kept: deque[tuple[str, Keys, Chat]] = deque(maxlen=most)
 
     def add(self, keys: Keys, chat: Chat, namespace: str = "") -> None:
         """Keep a chat, which must not be changed afterwards, and its keys."""
         self._kept.append((namespace, keys, chat))
+        if sum(len(each) for _, each, _ in list(self._kept)) > KEPT_KEYS:
+            self._kept.popleft()
 
     def add_copy(self, keys: Keys, chat: Chat | None, namespace: str) -> None:
         """Keep a copy of a chat, if there is one, and its keys."""
@@ -144,22 +155,28 @@ class ChatLog:
     ) -> tuple[Change, Keys] | None:
         """The first change from the nearest earlier chat, and the keys of that chat.
 
-        None: no kept chat has the same keys up to `start`, or no part of the nearest one differs.
+        None: no kept chat parts from these keys at `start`, or no part of the nearest one differs.
         """
-        others = [(each, other) for name, each, other in list(self._kept) if name == namespace and other is not chat]
-        kept = [(common_length(keys, each), each, other) for each, other in others]
-        longest = max((common for common, _, _ in kept), default=-1)
-        if longest < start:
+        kept = [(each, other) for name, each, other in list(self._kept) if name == namespace and other is not chat]
+        # Of those that are equally near, the one with the fewest differences; the newest of these. State of a chat with
+        # more in common is gone, and not remembered.
+        near = [(other, each) for each, other in reversed(kept) if _part_at(start, keys, each)]
+        if not near:
             return None
-        # Of those that are equally near, the one with the fewest differences; the newest of these.
-        near = [(other, each) for common, each, other in reversed(kept) if common == longest]
         if len(near) > 1:
             near.sort(key=lambda each: sum(1 for _ in islice(_changes(each[0], chat), TRIED_CHANGES)))
         stored, stored_keys = near[0]
         change = first_change(tokenizer, stored, chat)
-        if change is None and longest < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, longest):
+        if change is None and start < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, start):
             change = _REWRITTEN
         return None if change is None else (change, stored_keys)
+
+
+def _part_at(start: int, left: Keys, right: Keys) -> bool:
+    """Whether two prompts have exactly the first `start` keys in common."""
+    if min(len(left), len(right)) > start and left[start] == right[start]:
+        return False
+    return common_length(left[:start], right) == start
 
 
 def _is_rewritten(tokenizer: Any, stored: Chat, keys: Keys, fork: int) -> bool:

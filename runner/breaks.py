@@ -47,6 +47,7 @@ from runner.text import plural, shortened
 
 OPENING = "the opening of the reply"  # role of the text behind the last message
 BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters of text shown before a divergence, and after it of either prompt
+FOLLOWED_CHATS = 1024  # a log may have the requests of many conversations in turns
 NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
 #: Reasons for which a stored token is lost.
 MEMORY_REASONS = {
@@ -271,7 +272,7 @@ class _Search:
         self._tokenizer, self._cache, self._has_marks, self._model = tokenizer, cache, has_marks, SizedModel()
         self.breaks: dict[tuple[Any, ...], Break] = {}
         self._models: dict[bytes, set[str]] = {}  # the models that have had these first messages
-        self._chats = ChatLog()
+        self._chats = ChatLog(FOLLOWED_CHATS)
         self._reported: dict[str, int] = {}  # the prompt tokens of the last request of each conversation
 
     def add(self, request: ScheduledRequest) -> None:

@@ -89,13 +89,19 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
     names: dict[str | None, str] = {}  # the node of a message, by the uuid of its record
     answers: dict[str, str] = {}  # the node of the results of a reply, by the ids of the reply's calls
     kept: dict[str, list[Any]] = {}
+    replaced: dict[str, Any] = {}  # what the prompts had in place of long results, by the ids of calls
     left_out: Counter[str] = Counter()
     for record in records:
         value = record.value
         uuid, kind, message = value.get("uuid"), value.get("type"), object_of(value.get("message"))
-        preserved = object_of(found_in(value, "compactMetadata/preservedMessages")[1])
-        if isinstance(preserved.get("uuids"), list):
-            kept[str(preserved.get("anchorUuid"))] = preserved["uuids"]
+        name, preserved = found_in(value, "compactMetadata/preservedMessages compactMetadata/preservedSegment")
+        if isinstance(preserved, dict):
+            uuids = preserved.get("uuids") or _segment(above, preserved.get("headUuid"), preserved.get("tailUuid"))
+            kept[str(preserved.get("anchorUuid"))] = uuids if isinstance(uuids, list) else []
+        for each in dicts_in(value.get("replacements")):
+            replaced[str(each.get("toolUseId"))] = each.get("replacement")
+        cleared = found_in(value, "microcompactMetadata/compactedToolIds")[1]
+        left_out["cleared tool result"] += len(cleared) if isinstance(cleared, list) else 0
         if not isinstance(uuid, str) or uuid in above:
             continue
         is_summary, parent, name = bool(value.get("isCompactSummary")), value.get("parentUuid"), uuid
@@ -125,6 +131,10 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
             prompt = cached + sum(others)
             node.call = _call(name, node.record, model)._replace(prompt_tokens=prompt or None, cached_tokens=cached)
     for node in nodes.values():
+        node.turn["content"] = [
+            {**block, "content": replaced[id]} if (id := str(block.get("tool_use_id"))) in replaced else block
+            for block in node.turn["content"]
+        ]
         seen = set[str | None]()
         while node.above in above and node.above not in names and node.above not in seen:
             seen.add(node.above)
@@ -135,6 +145,15 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
         nodes[names[anchor]].kept = [names[uuid] for uuid in uuids]
     user = str(records[0].value.get("sessionId") or records[0].origin.default_id)
     yield from _bodies(nodes, "messages", left_out, user=user)
+
+
+def _segment(above: Mapping[str | None, str | None], head: Any, tail: Any) -> list[str]:
+    """The messages from `head` to `tail`, each of which stands above the next."""
+    found: dict[str, None] = {}
+    while isinstance(tail, str) and tail in above and tail not in found and head not in found:
+        found[tail] = None
+        tail = above[tail]
+    return [*reversed(found)]
 
 
 def codex(records: Sequence[Record]) -> Iterator[Record]:
@@ -178,7 +197,8 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
             node = nodes[name] = _Node(item, record, last, _is_of_reply(item), opening)
             if kind == "response_item" and node.is_reply and not (before and before.is_reply):
                 asked = node
-                node.call = _call(str(item.get("id") or item.get("call_id") or record.origin.where), record, model)
+                ids = filter(None, map(item.get, ("id", "call_id", "encrypted_content")))
+                node.call = _call(str(next(ids, record.origin.where)), record, model)
             last = name
         if kind == "compacted":
             starts = [last]

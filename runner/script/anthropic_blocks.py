@@ -296,15 +296,19 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
 def _has_text(block: Mapping[str, Any]) -> bool:
     kind, source = block.get("type", "text"), block.get("source")
     is_file = kind == "document" and isinstance(source, dict) and source.get("type") not in ("text", "content")
-    return kind in _TEXT_BLOCKS and not is_file
+    return kind in _TEXT_BLOCKS and not is_file and block.get("thinking") != ""
 
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:
-    """Whether a body has what only Anthropic's API has. Any other body makes the same prompt in both APIs."""
+    """Whether a body has what only Anthropic's API has, or asks for one of its models as its clients do."""
     turns = dicts_in(body["messages"])
     if any(turn.get("role") in _OPENAI_ROLES or not _OPENAI_FIELDS.isdisjoint(turn) for turn in turns):
         return False
     kinds = {str(block.get("type")) for turn in turns for block in dicts_in(turn.get("content"))}
-    tools = [tool for tool in dicts_in(body.get("tools")) if "function" not in tool]
+    tools = [tool for tool in dicts_in(body.get("tools")) if "function" not in tool and "custom" not in tool]
     has_tools = any("input_schema" in tool or tool.get("type", "function") != "function" for tool in tools)
-    return has_tools or not _FIELDS.isdisjoint(body) or not _BLOCKS.isdisjoint(kinds)
+    if has_tools or not _FIELDS.isdisjoint(body) or not _BLOCKS.isdisjoint(kinds):
+        return True
+    # Its clients must send `max_tokens`. What else is here is the same in both APIs, but texts are joined otherwise.
+    is_claude = "max_tokens" in body and str(body.get("model")).startswith("claude") and not body.get("tools")
+    return is_claude and kinds <= {"text"} and not any(turn.get("role") == "system" for turn in turns)

@@ -152,7 +152,7 @@ def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
 
 def lengths_alone(keys: Iterable[str]) -> str:
     """The name of a form that has lengths and no text, by its keys or columns; '': it is none."""
-    found = {*keys}
+    found = {key.strip('"') for key in keys}
     return next((name for name, needed in _LENGTHS_ALONE.items() if needed <= found), "")
 
 
@@ -203,7 +203,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
     whole = Conversation(
         conversation_id=base,
         # The requests of one log keep their order.
-        user=_name(record, form.user, origin) or (printable(origin.path.stem) if is_request else base),
+        user=printable(origin.path.stem) if is_request else _name(record, form.user, origin) or base,
         messages=(),
         tools=checked_tools(tools, where),
         first_turn=first_turn,
@@ -238,9 +238,10 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
 
 
 def _left_out(record: dict[str, Any]) -> Counter[str]:
-    """What a reader has left out of a record. Documents beside messages are left out, as the server leaves them out."""
+    """What a reader has left out of a record, and what stands beside the messages; the server leaves that out, too."""
     left_out, documents = record.get("left_out"), record.get("documents")
     counted = Counter(left_out) if isinstance(left_out, Counter) else Counter[str]()  # JSON has no counters
+    counted.update(f"{key} beside messages" for key in ("choices", "output", "response") if record.get(key))
     return counted + Counter({"document beside messages": len(documents) if isinstance(documents, list) else 0})
 
 
@@ -270,6 +271,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         return None, left_out
     if isinstance(turn.get("audio"), dict):
         left_out["audio"] += 1
+        content = content or ""
     if isinstance(images := turn.get("images"), list):
         left_out["image"] += len(images)
     message = {"role": role, "content": content, **{key: turn.get(key) for key in _MESSAGE_KEYS}}
@@ -375,7 +377,8 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
     expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
     named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
     name = named.pop("custom_id", None)
-    response = object_of(found_in(record, "response/body response result/message result error")[1])
+    given = found_in(record, "response/body response result/message result error")[1]
+    response = object_of(given)
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
     left_out: Counter[str] = Counter()
@@ -388,7 +391,7 @@ def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, A
         replied = {"input": [*items, *output]}
     elif isinstance(reply, dict) and isinstance(messages, list):
         replied = {"messages": [*messages, reply], "left_out": left_out}
-    elif response:
+    elif given:
         replied = {"left_out": Counter({"response": 1})}
     yield {"id": name, **named, "is_request": True, **body, **replied}
 
@@ -466,7 +469,7 @@ _TREE = "a message with `replies`; each path of the tree is a conversation"
 _TURNS = "turns with `speaker` and `utterance`; or the user's texts alone"
 _anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(response_items.chat_of_log)
 _SPEECH: Any = {"role": "role from", "content": "content value text", "roles": _SPEAKERS}
-_ROW = {**_SPEECH, "id": "conversation_id conversation_hash id", "user": "hashed_ip user"}
+_ROW = {**_SPEECH, "id": "conversation_id id", "user": "hashed_ip user"}
 _NODES: Any = {
     "role": "message/author/role role",
     "content": "message/content/parts message/content/text message/content text",

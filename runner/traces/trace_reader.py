@@ -74,6 +74,7 @@ def read_trace(
         raise ValueError(f"the time unit is {time_unit!r}; wanted one of {', '.join(UNITS_MS)}.")
     reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
     files: dict[str, list[Path]] = {}
+    unknown: dict[Path, InputError] = {}
     for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace")):
         if path.exists() and not path.is_file():
             raise InputError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
@@ -81,7 +82,12 @@ def read_trace(
         try:
             files.setdefault(_format_of(path, beginning), []).append(path)
         except InputError as error:
-            reading.skip(error)
+            unknown[path] = error
+    if "conversations" in files:
+        files["conversations"] += unknown  # their reader skips what is beside sessions of agents
+    else:
+        for refused in unknown.values():
+            reading.skip(refused)
     for kind, (path, *_) in [*files.items()][:1]:
         if block_tokens is not None and files.keys().isdisjoint(("conversations", *ROW_FORMS)):
             raise InputError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
@@ -104,8 +110,9 @@ def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Tra
     """
     if reading.tokenizer is None:
         raise InputError(
-            f"{paths[0]}:1: these are conversations, not a trace. Give --model to cut them into blocks with the "
-            "tokenizer of that model, or use radixcache replay, tree or explain."
+            f"{paths[0]}:1: no known form of trace ({', '.join([*READERS][:-1])}), so perhaps conversations. "
+            "Give --model to cut them into blocks with the tokenizer of that model, or use radixcache replay, tree or "
+            "explain."
         )
     read = read_conversations(*paths, skip_bad=reading.skip_bad)
     reading.skipped += read.skipped

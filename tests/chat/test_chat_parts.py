@@ -360,3 +360,25 @@ def test_of_equally_near_chats_the_one_with_the_fewest_differences_is_compared()
     assert found is not None
     assert found[0].part == "the list of tools"
     assert log.first_change(tokenizer, keys, asked, 4) is None, "something nearer was stored"
+    assert log.first_change(tokenizer, keys, asked, 2) is None, "state of what they share more was dropped"
+
+
+def test_tools_that_the_template_writes_in_front_of_the_last_message_are_named_in_each_turn() -> None:
+    tokenizer = tokenizer_of("in the last turn, before")
+    turns = [{"role": role, "content": f"message {role}"} for role in ("system", "user", "assistant", "user")]
+    first, second = Chat(turns[:2], [Editor(1).tool()]), Chat(turns, [Editor(1).tool()])
+    change = first_change(tokenizer, first, second)
+    assert change is not None
+    assert (change.part, change.message) == ("the list of tools", None)
+    assert "so it moves in every turn" in change.detail
+    assert first_change(tokenizer, Chat(turns[:2]), Chat(turns)) is None
+
+
+def test_a_log_keeps_as_many_chats_as_it_is_told_and_no_more_keys_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat([{"role": "user", "content": "Go"}])
+    for most, keys, kept in ((3, 10, 3), (3, 2, 2), (100, 10, 10)):
+        monkeypatch.setattr("radixcache.chat_parts.KEPT_KEYS", keys)
+        log = ChatLog(most)
+        for _ in range(50):
+            log.add(np.arange(1), chat)
+        assert len(log.prompts()) == kept

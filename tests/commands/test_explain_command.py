@@ -146,6 +146,17 @@ def test_tools_in_another_order_and_a_number_in_a_tool_are_named_with_what_they_
         assert worst.change.hint in text
 
 
+def test_the_tools_are_named_where_many_conversations_take_turns() -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = TEMPLATES["inside the system turn, behind the tools"]
+    talks = []
+    for contents, tools in ((["Go"], TOOLS), (["Go", "Gone.", "Go on"], TOOLS[::-1])):
+        about = {"tools": tuple(tools), "is_request": True, "asked_messages": len(contents) - 1}
+        talks += [conversation(f"{len(talks)}", *contents, system=f"{user} {SYSTEM}", **about) for user in range(40)]
+    (worst,) = [each for each in broken(talks, outline).breaks if each.role == "the list of tools"]
+    assert worst.requests == 40
+
+
 def test_an_argument_of_the_template_is_read_from_a_record_and_named(tmp_path: Path, command: Any) -> None:
     outline = load_outline("tiny")
     outline.tokenizer._tokenizer.chat_template = TEMPLATES["before the system text, first of all"]

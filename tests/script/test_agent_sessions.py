@@ -221,6 +221,52 @@ def test_a_session_that_was_copied_into_another_file_is_asked_once(tmp_path: Pat
     assert [outline(each) for each in requests] == [["u:One."], ["u:One.", "a:First.", "u:Two."]]
 
 
+def test_messages_that_a_compaction_keeps_stand_behind_the_summary(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("First.")
+    head = log.ask("Two.")
+    tail = log.reply("Second.")
+    segment = {"headUuid": head, "tailUuid": tail, "anchorUuid": "s-5"}
+    log.add("system", after=None, compactMetadata={"preservedSegment": segment})
+    assert log.add("user", "Summary.", isCompactSummary=True) == "s-5"
+    log.ask("Three.")
+    log.reply("Third.")
+    *_, last = requests_of_log(written(tmp_path, log.records))
+    assert outline(last) == ["u:Summary.", "u:Two.", "a:Second.", "u:Three."]
+
+
+def test_results_that_were_shortened_are_read_as_the_model_saw_them_and_cleared_ones_are_counted(
+    tmp_path: Path,
+) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply(call("c"))
+    log.result("c", "A long result.")
+    log.records.append({"type": "content-replacement", "sessionId": "s", "uuid": "r", "replacements": [
+        {"kind": "tool-result", "toolUseId": "c", "replacement": "Too long."}, {"toolUseId": "d", "replacement": "No."},
+    ]})  # fmt: skip
+    log.reply("First.", after="s-2")
+    log.add("system", microcompactMetadata={"compactedToolIds": ["c"]})
+    log.ask("Two.")
+    log.reply("Second.")
+    path = written(tmp_path, log.records)
+    *_, last = requests_of_log(path)
+    assert outline(last) == ["u:One.", "a:(Read)", "t:Too long.", "a:First.", "u:Two."]
+    assert read_conversations(path).conversations[0].left_out == {"cleared tool result": 1}
+
+
+def test_a_session_of_codex_that_was_forked_is_asked_once_also_without_ids(tmp_path: Path) -> None:
+    reasoning = ("response_item", {"type": "reasoning", "summary": [], "encrypted_content": "secret"})
+    log = codex_log(item("user", "One."), reasoning, item("assistant", "First."))
+    written(tmp_path, log, "a.jsonl")
+    fork = codex_log(*((each["type"], each["payload"]) for each in log[1:]), item("user", "Two."), session="fork")
+    more = codex_log(item("assistant", "Second."))[1:]
+    written(tmp_path, [*fork, *more], "b.jsonl")
+    found = sorted((outline(each)[1:] for each in requests_of_log(tmp_path)), key=len)
+    assert found == [["u:One."], ["u:One.", "a:First.", "u:Two."]]
+
+
 def codex_log(*payloads: tuple[str, dict[str, Any]], session: str = "thread") -> list[dict[str, Any]]:
     meta = ("session_meta", {"id": session, "base_instructions": {"text": "Be kind."}})
     return [

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.files import InputError
+from runner.script.anthropic_blocks import is_anthropic
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import parse_record
 from runner.script.conversation_reader import Origin, read_conversations
-from runner.script.schedule import requests_of
+from runner.script.schedule import requests_of, schedule
 from runner.serve.anthropic import MessagesBody
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
@@ -49,15 +50,17 @@ replies = st.builds(
 anthropic_tools = st.builds(lambda name: {"name": name, "description": "d", "input_schema": {"type": "object"}}, names)
 anthropic_bodies = st.fixed_dictionaries(
     {
-        "model": st.just("m"),
+        "model": st.just("claude"),
         "max_tokens": st.just(9),
-        "system": texts | st.lists(text_blocks, max_size=2),
         "messages": st.lists(user_turns | replies, max_size=4).flatmap(
             lambda turns: user_turns.map(lambda turn: [turn, *turns])
         ),
         "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 99}, {"type": "disabled"}, None]),
     },
-    optional={"tools": st.lists(anthropic_tools, max_size=2)},
+    optional={
+        "system": texts | st.lists(text_blocks, max_size=2),
+        "tools": st.lists(anthropic_tools, max_size=2),
+    },
 )
 
 
@@ -84,6 +87,21 @@ def test_a_body_of_anthropic_s_api_is_read_as_the_server_reads_it(body: dict[str
     request = MessagesBody.read(body).request(OPTIONS, "")
     if has_user_turn(request):
         prompts_are_equal(request, read_one(body))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "m"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Go"}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    ],
+)
+def test_a_body_for_a_model_of_anthropic_s_may_be_openai_s(more: dict[str, Any]) -> None:
+    given = {"model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": "Go"}]}
+    assert is_anthropic(given)
+    assert not is_anthropic({**given, **more})
 
 
 items = st.lists(
@@ -225,6 +243,9 @@ def test_each_request_of_a_log_is_asked_once_and_in_its_order(tmp_path: Path) ->
             "messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)],
         }
 
+    by_users = [{**body(text), "user": user} for text, user in zip("abcd", "xyyx", strict=True)]
+    order = schedule(read_conversations(write(tmp_path / "users.jsonl", *by_users)).conversations)
+    assert [each.messages[-1]["content"] for each in order] == [*"abcd"]
     path = write(
         tmp_path / "log.jsonl",
         body("a", "b", "c"),  # begins in the middle of a conversation: its first turn was never asked
@@ -296,6 +317,8 @@ def test_what_a_response_has_beyond_its_first_reply_is_counted() -> None:
     unknown = read_one({"id": "a", "body": BODY, "response": {"error": "overloaded"}})
     assert unknown.left_out == {"response": 1}
     assert [message["role"] for message in unknown.messages] == ["user"]
+    assert read_one({"body": BODY, "response": {"body": "data: {}\n\ndata: [DONE]"}}).left_out == {"response": 1}
+    assert read_one({**BODY, "response": {"choices": []}}).left_out == {"response beside messages": 1}
 
 
 @pytest.mark.parametrize(

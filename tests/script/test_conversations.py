@@ -359,11 +359,12 @@ def test_speakers_and_texts_are_found_by_each_of_their_names(
     assert list(found.messages) == messages
 
 
-def test_rows_of_lmsys_and_wildchat_bring_their_ids_and_users(tmp_path: Path) -> None:
+def test_rows_of_lmsys_bring_their_ids_and_those_of_wildchat_their_users(tmp_path: Path) -> None:
+    """WildChat's hash is no id: equal conversations have the same."""
     lmsys = {"conversation_id": "a1", "model": "vicuna-13b", "conversation": [HELLO, REPLY], "turn": 1}
     wildchat = {"conversation_hash": "b2", "hashed_ip": "c3", "conversation": [HELLO, REPLY], "turn": 1}
-    found = read_conversations(write(tmp_path / "c.jsonl", lmsys, wildchat)).conversations
-    assert [(each.conversation_id, each.user) for each in found] == [("a1", "a1"), ("b2", "c3")]
+    found = read_conversations(write(tmp_path / "c.jsonl", lmsys, wildchat, wildchat)).conversations
+    assert [(each.conversation_id, each.user) for each in found] == [("a1", "a1"), ("c#1", "c3"), ("c#2", "c3")]
 
 
 def test_older_functions_are_tools_and_their_calls(tmp_path: Path) -> None:
@@ -394,6 +395,13 @@ def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> 
     assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
     assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1, "audio": 1}]
     assert result.notes == ["left out of the prompts, as they are no text of a message: 3 image_url, 1 audio."]
+
+
+def test_a_spoken_reply_without_text_is_left_out_and_counted(tmp_path: Path) -> None:
+    spoken = {"role": "assistant", "content": None, "audio": {"id": "a"}}
+    (found,) = read_conversations(write(tmp_path / "c.jsonl", {"messages": [HELLO, spoken, HELLO]})).conversations
+    assert found.left_out == {"audio": 1}
+    assert [message["content"] for message in found.messages] == [HELLO["content"], "", HELLO["content"]]
 
 
 def test_packed_files_are_read_alone_and_in_folders_of_several_forms(tmp_path: Path) -> None:

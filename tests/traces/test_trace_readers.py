@@ -573,6 +573,25 @@ def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> N
     assert_invariants(trace)
 
 
+def test_what_is_no_trace_beside_sessions_of_an_agent_is_skipped(tmp_path) -> None:
+    from runner.models.tiny import tiny_tokenizer
+    from tests.script.test_agent_sessions import ClaudeLog, written
+
+    log = ClaudeLog()
+    log.ask("Hello? " * 20)
+    log.reply("Hello.")
+    written(tmp_path, log.records)
+    (tmp_path / "empty.jsonl").touch()
+    trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
+    assert len(trace.requests) == 1
+    assert [line.partition(": ")[2] for line in trace.skipped] == [
+        "the file is empty; wanted conversations as JSON or JSONL."
+    ]
+    (tmp_path / "log.jsonl").unlink()
+    with pytest.raises(InputError, match=r"empty\.jsonl: the file is empty"):
+        read_trace(tmp_path, tokenizer=tiny_tokenizer())
+
+
 def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -> None:
     from runner.models.tiny import tiny_tokenizer
 
