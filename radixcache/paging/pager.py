@@ -83,7 +83,8 @@ class Pager:
     def page_out_live(self, node: StateNode) -> None:
         """Give a node that only live buffers hold a snapshot; buffers that no session uses are given up with it."""
         source = self._slots.source(node)
-        if source.is_open:
+        # If another slot is to keep the node live, a slot that is emptied pages out nothing of it.
+        if source.is_open or node.payload.live_mask != 1 << source.slot:
             copied = self.allocating(self._layout.page_out, source.caches, node.start, node.end)
             self._states.set_spans(node, copied)
         else:

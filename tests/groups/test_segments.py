@@ -73,6 +73,26 @@ def test_a_row_keeps_what_the_tree_has_only_in_the_buffers_of_a_session_in_anoth
         assert error(prefilled(group, model, new), cold(model, [*prompt, 1, 2, 9])) < ROUNDING
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_what_is_live_in_an_idle_slot_and_in_a_session_of_another_thread_gets_a_snapshot_for_a_row(kind: str) -> None:
+    model, cache = opened(kind, live_slots=2)
+    prompt = tokens(1, 90)
+    stored(cache, model, prompt)
+    with cache.begin([*prompt, 8]):
+        stored(cache, model, prompt)
+    assert cache.stats.paged_bytes == cache.stats.checkpoint_bytes, "both slots have it live"
+    with ThreadPoolExecutor(1) as other:
+        session = other.submit(cache.begin, [*prompt, 9]).result()
+        try:
+            with cache.begin_many([[*prompt, 7]], capacity=400, segment_bytes=0) as group:
+                assert group.rows[0].cached_tokens == 90
+                assert error(prefilled(group, model, group.rows[0]), cold(model, [*prompt, 7])) < ROUNDING
+                checked(cache, group)
+        finally:
+            other.submit(session.close).result()
+    cache.check()
+
+
 def test_nothing_takes_away_what_rows_read() -> None:
     """Neither the budget, nor a session that has the same live, nor one that parts in the middle of it."""
     prompt = tokens(1, 90)
