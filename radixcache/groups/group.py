@@ -190,6 +190,7 @@ class Group:
         prompt, prompt_keys = checked_prompt(tokens, keys, marks, core.settings.vocab_size)
         namespace = self.namespace if namespace is None else namespace
         require_namespace(namespace)
+        mark_tokens = require_count("mark_tokens", mark_tokens, "tokens")
         with self._lock:
             core.reclaim_vanished()
             room.require_row(len(prompt))

@@ -308,7 +308,8 @@ class Pager:
                 live.advance(node)
             slot = None if live is None else live.slot
             node = self._states.add_leaf(node, keys[match.offset :], use, slot)
-            self._states.events.stored(node, match.offset, self._layout.token_bytes * (len(keys) - match.offset))
+            token_bytes = self._layout.stored_token_bytes if live is None else self._layout.token_bytes
+            self._states.events.stored(node, match.offset, token_bytes * (len(keys) - match.offset))
         return node
 
     def _add(self, tip: StateNode, windows: Sequence[Spans], checkpoints: Sequence[Checkpoint], use: Use) -> None:

@@ -807,6 +807,7 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
             ("marks is a NoneType", lambda: group.admit(prompt, marks=None)),  # type: ignore[arg-type]
             ("mark 1.5 is a float; wanted an int", lambda: group.admit(prompt, marks=[1.5])),  # type: ignore[list-item]
             ("namespace is", lambda: group.admit(prompt, namespace="\ud800")),
+            *(("mark_tokens is", partial(group.admit, prompt, mark_tokens=each)) for each in (0, -5, 1.5, "8", None)),
             ("tokens is", lambda: group.prefill(model, row, 0)),
             ("tokens is", lambda: group.prefill(model, row, -3)),
             ("another group", lambda: group.prefill(model, foreign)),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -237,6 +238,18 @@ def test_a_row_that_gives_its_prefix_away_goes_on_with_its_own_values() -> None:
             answers.append(np.array(logits))
         assert forms_held(cache) == {bits}
     assert np.array_equal(*answers)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_events_tell_the_bytes_that_are_stored(bits: int | None) -> None:
+    model, told = shared_model("llama"), Counter[str]()
+    cache = PrefixCache(model, stored_bits=bits, on_event=lambda event: told.update({event.kind: event.nbytes}))
+    caches = make_prompt_cache(model)
+    model(mx.array([FIRST]), cache=caches)
+    cache.insert(FIRST, caches)
+    assert told["stored"] == cache.stats.paged_bytes > 0
+    cache.clear()
+    assert told["evicted"] == told["stored"]
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
