@@ -303,7 +303,9 @@ class Sharing:
             end = fits
             stored = [*checkpoints]
             if self._takes_checkpoint(row, end):
-                core.capture(row.own, match.path, self._room.points_of(row), end)
+                # Behind the match, a node has the windows of another prompt.
+                path = [each for each in match.path if each.end <= start]
+                core.capture(row.own, path, self._room.points_of(row), end)
                 leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)

@@ -168,6 +168,26 @@ def test_marks_between_the_first_and_the_last_get_a_checkpoint_where_it_saves_en
     cache.check()
 
 
+def test_checkpoints_that_cut_no_pass_are_taken_at_each_mark() -> None:
+    with grouped("gemma3_text", capacity=512) as (_, _, group):
+        row = group.admit(tokens(1, 200), marks=[20, 60, 100], mark_tokens=64)
+        assert {20, 60, 100} <= row.stops.keys()
+
+
+@pytest.mark.parametrize("kind", ["baichuan_m1", "recurrent_gemma"])
+def test_the_end_of_a_reply_is_stored_where_another_prompt_has_windows_at_the_same_offsets(kind: str) -> None:
+    model, cache = opened(kind)
+    first, second = [*SYSTEM, *tokens(5, 60)], [*SYSTEM, *tokens(6, 30)]
+    with cache.begin_many(capacity=512) as group:
+        for prompt in (first, second):
+            row = group.admit(prompt)
+            prefilled(group, model, row)
+            row.close()
+            checked(cache, group)
+    assert resumed(cache, model, [*second, 7]) == len(second)
+    cache.check()
+
+
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
     prompt = tokens(1, 40)
     image = np.array(prompt, dtype=np.int64)
