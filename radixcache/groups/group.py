@@ -208,10 +208,9 @@ class Group:
             if self._layout.has_points:
                 length, limit = len(prompt), request.limit
                 found, kept = (row.matched_tokens, row.position, limit), core.kept_tokens(length)
-                marks: Sequence[int] = request.marks
-                if self._layout.has_states:  # else a checkpoint cuts no pass
-                    marks = distant_marks(marks, row.position, mark_tokens)
-                stops = checkpoint_stops(core.settings, length, marks, *found, kept)
+                least = mark_tokens if self._layout.has_states else 1  # with windows, a checkpoint cuts no pass
+                distant = distant_marks(request.marks, row.position, least)
+                stops = checkpoint_stops(core.settings, length, distant, *found, kept)
                 row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
             room.rows[row.id] = row
             room.book()
