@@ -28,7 +28,8 @@ class Walk:
     def __init__(self, kind: str, seed: int) -> None:
         draw = self.draw = random.Random(seed)
         self.model = shared_model(kind)
-        self.bits = draw.choice([None, None, 8])
+        bits = draw.choice([None, None, 8])
+        self.bits = None if kind == "qwen3_next" else bits  # rounding can change its choice of experts
         budget_bytes, slots = draw.choice([1 << 30, 600_000, 300_000]), draw.randint(1, 3)
         interval = draw.choice([40, 2048])
         self.cache = PrefixCache(
