@@ -133,6 +133,9 @@ class Group:
             # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
             nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
             nbytes += room.bytes_of(1, more, more) if more else 0
+            nbytes += self._sharing.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
+            if self._layout.stored_bits:
+                nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
             return room.evictor.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:

@@ -86,6 +86,13 @@ class Sharing:
         guarded = {id(node) for row in rows for node in row.path()}
         return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
 
+    def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
+        """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""
+        nodes = {id(node): node for path in paths for node in path if node.payload.readers}
+        lengths = ((node.payload.spans, node.end - node.start) for node in nodes.values())
+        plain = ((spans, tokens * self._layout.token_bytes) for spans, tokens in lengths if self.is_long(tokens))
+        return sum(nbytes for spans, nbytes in plain if spans is not None and spans.nbytes < nbytes)
+
     def place(self, row: Row, in_segments: bool) -> None:
         """Copy a row's spans into its tails, except (`in_segments`) long ones. RequestTooLargeError: no memory."""
         row.in_segments = in_segments

@@ -18,8 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache
 from radixcache.layers.trials import STORED_TOLERANCES
+from runner.engine.generator import ParallelGenerator
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
+from tests.engine.test_parallel_generate import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
@@ -238,6 +240,19 @@ def test_a_row_that_gives_its_prefix_away_goes_on_with_its_own_values() -> None:
             answers.append(np.array(logits))
         assert forms_held(cache) == {bits}
     assert np.array_equal(*answers)
+
+
+def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
+    loaded, prefix = load("llama"), tokens(1, 900)
+    cache = PrefixCache(loaded.model, budget_bytes=3_900_000, stored_bits=8)
+    serve(cache, loaded.model, prefix)
+    with ParallelGenerator(cache, loaded.model, loaded.tokenizer, capacity=1 << 20, step_size=256) as generator:
+        for number in range(5):
+            generator.submit([*prefix, *tokens(2 + number, 20 + 10 * number)], max_tokens=30, stop_tokens=[])
+        for _ in generator:
+            assert cache.stats.over_budget_bytes == 0
+    assert cache.stats.requests == 6, "nobody was sent back"
+    cache.check()
 
 
 @pytest.mark.parametrize("bits", [None, 8])
