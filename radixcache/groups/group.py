@@ -179,8 +179,8 @@ class Group:
             marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share only forward passes.
             chat: as in PrefixCache.begin().
-            mark_tokens: the least that a checkpoint at a mark must save: it cuts a forward pass in two. The first and
-                the last mark get one in any case.
+            mark_tokens: with recurrent layers, the least that a checkpoint at a mark must save: it cuts a forward pass
+                in two. The first and the last mark get one in any case.
 
         Raises:
             ValueError: an argument out of its range.
