@@ -89,9 +89,12 @@ class Sharing:
     def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
         """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""
         nodes = {id(node): node for path in paths for node in path if node.payload.readers}
-        lengths = ((node.payload.spans, node.end - node.start) for node in nodes.values())
-        plain = ((spans, tokens * self._layout.token_bytes) for spans, tokens in lengths if self.is_long(tokens))
-        return sum(nbytes for spans, nbytes in plain if spans is not None and spans.nbytes < nbytes)
+        return sum(self._plain_bytes(node) for node in nodes.values() if self.is_long(node.end - node.start))
+
+    def _plain_bytes(self, node: StateNode) -> int:
+        """The bytes of the copy that the first reader makes of a node's spans; 0: it reads them as they are."""
+        spans, nbytes = node.payload.spans, (node.end - node.start) * self._layout.token_bytes
+        return nbytes if spans is not None and spans.nbytes < nbytes else 0
 
     def place(self, row: Row, in_segments: bool) -> None:
         """Copy a row's spans into its tails, except (`in_segments`) long ones. RequestTooLargeError: no memory."""
@@ -105,12 +108,13 @@ class Sharing:
         columns = Columns([row.position - away], [away])
         token_bytes = self._layout.token_bytes
         least = columns.end + 1
-        plain = [(spans, (node.end - node.start) * token_bytes) for node in long if (spans := node.payload.spans)]
-        plain_bytes = sum(nbytes for spans, nbytes in plain if spans.nbytes < nbytes)
+        plain_bytes = sum(map(self._plain_bytes, long))
         columns.capacity = least + self._room.ask(
             lambda more: (least + more) * token_bytes + plain_bytes, row.prompt_left
         )
+        booking = self._room.booking
         for node in long:
+            booking.book_live(booking.live_bytes - self._plain_bytes(node))  # from here on it counts as the tree's
             self._pager.allocating(self._open, node)
         pieces = [spans for node in short if (spans := node.payload.spans) is not None]
         row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))

@@ -182,7 +182,10 @@ class Layout:
             warnings.warn(f"stored_bits={self.stored_bits} changes nothing: {why}.", RuntimeWarning, stacklevel=2)
 
     def take_over(self, shapes: Sequence[Any]) -> None:
-        """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already."""
+        """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already.
+
+        As `learn`, it is called with the cache's lock held.
+        """
         if not self.is_known and len(shapes) == len(self.shapes):
             self.shapes = list(shapes)
             self._in_use = [its is not None for its in shapes]
@@ -429,6 +432,11 @@ class Layout:
         found = [each.without_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
         return _spans(found, spans.start, spans.end) if any(map(is_not, found, spans.leaves)) else spans
 
+    @property
+    def is_smaller_at_rest(self) -> bool:
+        """Whether tokens take fewer bytes in the tree than in live buffers."""
+        return self.stored_token_bytes < self.token_bytes
+
     def is_plain(self, spans: Spans | None) -> bool:
         """Whether these are spans with the values that a model evaluated."""
         return spans is not None and not any(isinstance(each, SpanSnapshot) and each.forms for each in spans.leaves)
@@ -567,9 +575,7 @@ class Layout:
         return stored.point_buffers(checkpoint)
 
     def spans_in(self, buffers: Buffers, start: int, end: int) -> list[Any]:
-        """The span leaves' snapshots of [start, end) in a block, not evaluated. Learns the block's shapes."""
-        if "shapes" in buffers:
-            self.take_over(stored.shapes_in(buffers["shapes"]))
+        """The span leaves' snapshots of [start, end) in a block, not evaluated."""
         return stored.spans_in(buffers, start, end, self.leaf_count)
 
     def windows_in(self, buffers: Buffers, start: int, end: int) -> list[Any]:

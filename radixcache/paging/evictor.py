@@ -4,10 +4,11 @@
     2  spare capacity of live buffers  room for tokens that did not come
     3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
                                        that were taken for the distance alone and are not worth their bytes
-    4  the end of too long a path      back to a checkpoint, if an idle live path alone is over the budget
+    4  too long a path                 if an idle live path alone is over the budget, it is paged out, if that takes
+                                       fewer bytes, or cut back to a checkpoint
     5  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
     6  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
-    7  the tail of an idle live path   its nodes are cut, its buffers shrink
+    7  the tail of an idle live path   its nodes are cut, its buffers shrink; or it is paged out, as in 4
     8  other caches on the same ledger
 
 An idle slot that was used less recently than the policy's victim goes before that victim: slots must not shield unused
@@ -182,15 +183,15 @@ class Evictor:
 
     def _give_way(self, over: Callable[[], int], over_bytes: int) -> bool:
         """Take the next step of 3 to 7 to free `over_bytes`, as `over` says now; False: there is none."""
-        has_points = self._layout.has_points
+        has_points, is_smaller = self._layout.has_points, self._layout.is_smaller_at_rest
         return (
             (has_points and self._states.windows.drop_unneeded(over))
             or (has_points and self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes)))
             or (len(self._slots.paths) > 1 and self.empty_slot(self._stale_path(), over))
-            or (has_points and self._cut_too_long(over_bytes))
+            or ((has_points or is_smaller) and self._shorten(over, over_bytes))
             or self.evict_one(over_bytes)
             or self.empty_slot(self._sharing_path(), over)
-            or self._cut_idle_tail(over_bytes)
+            or self._cut_idle_tail(over, over_bytes)
         )
 
     def _stale_path(self) -> LivePath | None:
@@ -296,23 +297,24 @@ class Evictor:
             if self._layout.spare_nbytes(path.caches) > self._layout.token_bytes or path.tip is None:
                 path.shrink(path.offset)
 
-    def _cut_too_long(self, want_bytes: int) -> bool:
-        """Cut an idle live path back to a checkpoint if it alone is over the budget: nothing else would help."""
+    def _shorten(self, over: Callable[[], int], want_bytes: int) -> bool:
+        """Page out an idle live path that alone is over the budget, or cut it back: nothing else would help."""
         for path in self._idle():
             # Twice the point state: a checkpoint holds it, too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
-            if nbytes > self._ledger.budget_bytes and self._cut_tail(path, want_bytes):
+            if nbytes > self._ledger.budget_bytes and self._page_out_or_cut(path, over, want_bytes):
                 return True
         return False
 
-    def _cut_idle_tail(self, want_bytes: int) -> bool:
-        """Cut one node, or its tail, off an idle live path; False: none can be cut."""
-        for path in self._idle():
-            if path.tip is not None and path.tip.payload.readers:
-                return self.empty_slot(path, self.over_bytes)  # Rows read a copy in the tree.
-            if self._cut_tail(path, want_bytes):
-                return True
-        return False
+    def _cut_idle_tail(self, over: Callable[[], int], want_bytes: int) -> bool:
+        """Cut one node, or its tail, off an idle live path, or page it out; False: there is none."""
+        return any(self._page_out_or_cut(path, over, want_bytes) for path in self._idle())
+
+    def _page_out_or_cut(self, path: LivePath, over: Callable[[], int], want_bytes: int) -> bool:
+        """Page an idle live path out if that takes fewer bytes or rows read a copy in the tree; else cut its tail."""
+        if path.tip is not None and (self._layout.is_smaller_at_rest or path.tip.payload.readers):
+            return self.empty_slot(path, over)
+        return self._cut_tail(path, want_bytes)
 
     def _cut_tail(self, path: LivePath, want_bytes: int) -> bool:
         tip = path.tip

@@ -25,7 +25,7 @@ import numpy as np
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
 from radixcache.layers.layout import Layout
-from radixcache.layers.stored import Buffers
+from radixcache.layers.stored import Buffers, shapes_in
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import Slots
 from radixcache.paging.pager import Pager
@@ -82,9 +82,13 @@ class Foreseen(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """A block that was read: the snapshots of its span layers up to the end of its link, and of all of its windows."""
+    """A block that was read: the snapshots of its span layers up to the end of its link, and of all of its windows.
+
+    The first block of a path has the shapes of all leaves, too.
+    """
 
     link: Link
+    shapes: Sequence[Any]
     spans: list[Any]
     windows: Spans
 
@@ -293,6 +297,8 @@ class StoreReader:
         if found is None:
             return "damaged"
         blocks, leaves, seconds = found
+        if blocks[0].shapes:
+            layout.take_over(blocks[0].shapes)
         now, use = asked()
         match = states.match(now, namespace)
         held, more = match.offset, [each for each in blocks if each.link.end > match.offset]
@@ -329,9 +335,10 @@ class StoreReader:
         None: a block is gone or damaged. Called without the lock.
         """
         layout, clock, began = self._layout, self._rates.clock, self._rates.clock()
+        has_states = layout.has_states  # another thread may learn meanwhile
         seconds: defaultdict[int, float] = defaultdict(float)
         wanted: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
-        files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if layout.has_states else wanted)
+        files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if has_states else wanted)
         blocks, points = [], [None] * layout.leaf_count
         for link, block in zip(links, files, strict=False):
             if block is None:
@@ -339,10 +346,11 @@ class StoreReader:
             about = (block.buffers, link.start, link.block_end)
             spans = [its and its.split(link.end)[0] for its in layout.spans_in(*about)]
             windows = layout.spans_of(layout.windows_in(*about), link.start, link.block_end)
-            blocks.append(ReadBlock(link, spans, windows))
+            shapes = shapes_in(block.buffers["shapes"]) if "shapes" in block.buffers else ()
+            blocks.append(ReadBlock(link, shapes, spans, windows))
             seconds[link.tier] += clock() - began
             began = clock()
-        if layout.has_states:
+        if has_states:
             if (block := next(files)) is None:
                 return None
             points = layout.points_in(block.buffers, links[-1].end)

@@ -8,6 +8,7 @@ Nothing here depends on how fast anything is: what the store has is read, unless
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from radixcache import DiskStore, PrefixCache
+from radixcache.layers.layout import Layout
 from radixcache.paging.rates import StoreRates
 from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
@@ -47,6 +49,44 @@ def test_a_restart_before_each_turn_costs_no_cached_token(opened: Open, kind: st
             assert (found, cache.stats.brought_tokens) == (wanted, wanted)
             assert "failed" not in cache.stats.store_decisions
         assert is_close(logits, cold(model, prompt, kv_bits), kv_bits)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("llama", 600), ("falcon_h1", 584)])  # the latter at its checkpoint
+def test_two_first_requests_after_a_restart_find_what_is_stored(
+    opened: Open, kind: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes while the first learns the shapes from its block."""
+    model, prompts = tiny_model(kind), [tokens(number, 600, first=number) for number in (1, 2)]
+    with opened() as store, PrefixCache(model, store=store) as cache:
+        for prompt in prompts:
+            serve(cache, model, prompt)
+    again, is_learning, is_second_done = tiny_model(kind), threading.Event(), threading.Event()
+    cached: list[int] = []
+    with opened() as store, PrefixCache(again, store=store, live_slots=2) as cache:
+        learn = Layout._note_use
+
+        def interrupted(layout: Layout, in_use: Sequence[bool]) -> None:
+            is_learning.set()
+            is_second_done.wait(0.5)  # it is not, where learning holds the lock
+            learn(layout, in_use)
+
+        monkeypatch.setattr(Layout, "_note_use", interrupted)
+
+        def ask(prompt: Sequence[int]) -> None:
+            with cache.begin([*prompt, 5]) as session:
+                cached.append(session.cached_tokens)
+
+        first = threading.Thread(target=ask, args=prompts[:1])
+        first.start()
+        assert is_learning.wait(60)
+        second = threading.Thread(target=ask, args=prompts[1:])
+        second.start()
+        second.join(2)
+        is_second_done.set()
+        first.join()
+        second.join()
+        cache.check()
+    assert cached == [wanted, wanted]
 
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "lfm2"])

@@ -242,6 +242,18 @@ def test_a_row_that_gives_its_prefix_away_goes_on_with_its_own_values() -> None:
     assert np.array_equal(*answers)
 
 
+def test_a_copy_to_read_in_place_is_counted_once() -> None:
+    model, prompt = shared_model("llama"), tokens(1, 1000)
+    cache = PrefixCache(model, stored_bits=8)
+    with cache.begin_many([prompt], capacity=2000) as group:
+        group.prefill(model, group.rows[0])
+    with cache.begin_many([[*prompt, 5]], capacity=2000, segment_bytes=0) as group:
+        group.prefill(model, group.rows[0])
+        stats = cache.stats
+        assert stats.paged_bytes > 1000 * inside.layout(cache).token_bytes
+        assert stats.peak_bytes == stats.paged_bytes + stats.live_bytes
+
+
 def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
     loaded, prefix = load("llama"), tokens(1, 900)
     cache = PrefixCache(loaded.model, budget_bytes=3_900_000, stored_bits=8)
@@ -327,6 +339,28 @@ def test_many_switches_do_not_add_up() -> None:
             prompts[name] = [*prompts[name], *tokens(100 * turn + seed, 3)]
     assert cache.stats.paged_in_bytes > 30 * 100 * inside.layout(cache).token_bytes
     assert max(errors[-8:]) < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_too_long_for_live_buffers_is_kept_as_it_is_stored(kind: str) -> None:
+    model, prompt, cached = shared_model(kind), tokens(1, 1000), {}
+    budget_bytes = 1 << 30
+    for name in ("all", "less"):
+        cache = PrefixCache(model, budget_bytes=budget_bytes, stored_bits=4)
+        with cache.begin(prompt, reserve=0) as session:
+            session.prefill(model)
+            session.step(model, prompt[-1:])
+        cache.check()
+        held = cache.stats.live_bytes + cache.stats.paged_bytes
+        assert held <= budget_bytes
+        if name == "all":
+            serve(cache, model, OTHER)
+            stored = cache.stats.paged_bytes
+            if stored > 0.8 * held:
+                pytest.skip("hardly smaller at rest")
+            budget_bytes = (held + stored) // 2
+        cached[name], _ = serve(cache, model, [*prompt, 5])
+    assert cached["all"] == cached["less"] == 1000
 
 
 def test_moving_away_evicts_no_more_than_the_pages_take() -> None:
