@@ -16,8 +16,9 @@ prefill() or step(). If a loop takes over after prefill(), the state is compared
 `compare_states` compares span layers row by row over [0, end), windows by the rows that they read, in order of time,
 and other point layers as a whole. An error is the largest difference over the largest magnitude in the same cold array;
 different offsets or shapes are an infinite error. Small errors are rounding, since restored and cold state come from
-forward passes of different lengths. Not compared: integer arrays of unknown classes, and leaves that the model does not
-write. Everything is reduced on the device, a number of rows at a time, without handles on live buffers.
+forward passes of different lengths. With `stored_bits`, a model with experts picks others for some tokens: a few wrong
+rows are no mismatch then. Not compared: integer arrays of unknown classes, and leaves that the model does not write.
+Everything is reduced on the device, a number of rows at a time, without handles on live buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from radixcache.adapters.contract import Adapter
 from radixcache.adapters.window import WindowAdapter
 from radixcache.errors import described
 from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, Layout
-from radixcache.layers.trials import tolerance_of
+from radixcache.layers.trials import PICKED_ROWS, PICKED_TOLERANCE, has_experts, tolerance_of
 from radixcache.lock import Lock
 from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.history import QUARANTINED, Events
@@ -330,6 +331,7 @@ class Check:
         self.verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
         self._offsets = self._leaf_offsets(caches)
         self._step_size, self._tolerance = 0, 0.0
+        self._has_experts = False
         self._was_made = False
         self._cold_logits: mx.array | None = None
         self.is_pending = True
@@ -344,6 +346,7 @@ class Check:
         """
         self.is_pending = False
         self._step_size = step_size
+        self._has_experts = self._layout.stored_bits is not None and has_experts(model)
         if (keys != self._prompt).any() or not is_untouched or not self._is_comparable(caches):
             return None
         differences: list[Difference] = []
@@ -357,7 +360,7 @@ class Check:
         finally:
             book(0)
             self._layout.release()
-        return self._finding([each for each in differences if each.error > self._tolerance])
+        return self._finding([each for each in differences if self._is_wrong(each)])
 
     def compare_last(self, logits: mx.array, start: int) -> Finding | None:
         """Compare the logits at the prompt's last token; waits for them.
@@ -371,7 +374,7 @@ class Check:
         cold, self._cold_logits = self._cold_logits, None
         difference = compare_logits(logits[0, index], cold)
         self.verifier.count([difference], is_state=False)
-        return None if difference.error <= self._tolerance else self._finding([difference])
+        return self._finding([difference]) if self._is_wrong(difference) else None
 
     def close(self) -> None:
         """Count a check that was not made as skipped."""
@@ -398,7 +401,7 @@ class Check:
                     differences = compare_states(self._layout, restored, caches, position, self._offsets)
                     self._was_made = True
                     self.verifier.count(differences, is_state=True)
-                    if any(each.error > self._tolerance for each in differences):
+                    if any(map(self._is_wrong, differences)):
                         return differences
                 self._layout.release()
             self._cold_logits = mx.contiguous(logits[0, -1])
@@ -406,6 +409,16 @@ class Check:
         finally:
             caches.clear()
         return differences
+
+    def _is_wrong(self, difference: Difference) -> bool:
+        """Whether an error is more than rounding explains, and other experts because of it."""
+        errors = difference.row_errors
+        if not self._has_experts or difference.error <= self._tolerance:
+            return difference.error > self._tolerance
+        if errors is None:
+            return difference.error > max(self._tolerance, PICKED_TOLERANCE)
+        compared = len(errors) if difference.part is Part.ROWS else np.count_nonzero(errors)
+        return np.count_nonzero(errors > self._tolerance) > max(1, compared * PICKED_ROWS)
 
     def _next_stop(self, position: int) -> int:
         length = len(self._prompt)

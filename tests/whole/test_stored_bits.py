@@ -325,6 +325,35 @@ def test_wrong_state_in_few_bits_is_found() -> None:
     assert cache.mismatches[0].row == 40
 
 
+@pytest.mark.parametrize(("kind", "seeds"), [("gpt_oss", (0, 5, 8)), ("deepseek_v3", (5, 11)), ("qwen3_next", (2,))])
+def test_other_experts_after_rounding_are_no_wrong_state(kind: str, seeds: Sequence[int]) -> None:
+    """With these seeds a few tokens get other experts, on one machine at least."""
+    model = shared_model(kind)
+    for seed in seeds:
+        cache = PrefixCache(model, stored_bits=8, verify=1.0)
+        chats = [tokens(1000 * seed + number, 150, first=number) for number in range(2)]
+        for turn in range(3):
+            for number in range(2):
+                chats[number] = [*chats[number], *tokens(1000 * seed + 10 * turn + number, 30)]
+                serve(cache, model, chats[number])
+        assert cache.stats.verified_requests == 4
+        assert cache.mismatches == ()
+
+
+@pytest.mark.parametrize("wrong_rows", [1, 30])
+def test_of_a_model_with_experts_many_wrong_rows_are_found(wrong_rows: int) -> None:
+    model = shared_model("deepseek_v3")
+    cache = PrefixCache(model, stored_bits=8, verify=1.0)
+    for prompt in (FIRST, OTHER):
+        serve(cache, model, prompt)
+    node = inside.nodes(cache)[0]
+    codes = node.payload.spans.leaves[1].segments[0][0]
+    codes[..., 40 : 40 + wrong_rows, :] = mx.bitwise_invert(codes[..., 40 : 40 + wrong_rows, :])
+    with warnings.catch_warnings(record=True):
+        serve(cache, model, [*FIRST, 3])
+    assert [each.row for each in cache.mismatches] == ([40] if wrong_rows == 30 else [])
+
+
 def test_many_switches_do_not_add_up() -> None:
     """Two conversations take turns in one slot under a budget without room for duplicates."""
     model = in_bfloat16("llama")
