@@ -418,7 +418,7 @@ class Check:
         if errors is None:
             return difference.error > max(self._tolerance, PICKED_TOLERANCE)
         compared = len(errors) if difference.part is Part.ROWS else np.count_nonzero(errors)
-        return np.count_nonzero(errors > self._tolerance) > max(1, compared * PICKED_ROWS)
+        return int(np.count_nonzero(errors > self._tolerance)) > max(1, compared * PICKED_ROWS)
 
     def _next_stop(self, position: int) -> int:
         length = len(self._prompt)
