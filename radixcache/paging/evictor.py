@@ -162,14 +162,17 @@ class Evictor:
     def fixed_bytes(self) -> int:
         """Bytes that eviction cannot free: what open sessions, groups and pins hold. O(nodes)."""
         nbytes = self._account.second_bytes + self._account.booked_checkpoint_bytes
-        nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in self._idle())
+        idle = self._idle()
+        nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in idle)
+        in_idle = sum(1 << path.slot for path in idle)
         for node in self._states.tree.nodes():
             state = node.payload
             if state.is_kept:
                 nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
                 nbytes += self._states.windows.needed_bytes(node)
-                is_duplicate = state.live and not state.readers
-                nbytes += 0 if state.spans is None or is_duplicate else state.spans.nbytes
+                if state.readers or not state.live_mask & ~in_idle:  # else it is in the buffers of an open session
+                    stored_bytes = (node.end - node.start) * self._layout.stored_token_bytes
+                    nbytes += stored_bytes if state.spans is None else state.spans.nbytes
         return nbytes
 
     def _evict_while(self, over: Callable[[], int]) -> int:

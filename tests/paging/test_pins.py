@@ -213,3 +213,16 @@ def test_one_namespace_is_dropped_with_its_pins_and_the_others_stay_as_they_are(
     assert list(cache.names("bob")) == ["system"]
     cache.clear("nobody")
     cache.check()
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_no_room_is_promised_that_pinned_state_takes(llama: Any, is_live: bool) -> None:
+    pinned, other = tokens(1, 250), tokens(2, 400, first=7)
+    cache = PrefixCache(llama, budget_bytes=600 * TOKEN_BYTES_OF_LLAMA)
+    serve(cache, llama, pinned)
+    cache.pin(pinned)
+    if not is_live:
+        serve(cache, llama, tokens(3, 20, first=9))
+    with cache.begin_many(capacity=1000) as group:
+        assert group.has_bytes_for({}, np.array(other[:300]), 300)
+        assert not group.has_bytes_for({}, np.array(other), 400)
