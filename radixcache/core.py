@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from radixcache.adapters.contract import Checkpoint
-from radixcache.errors import RequestTooLargeError, SessionClosedError
+from radixcache.errors import CacheClosedError, RequestTooLargeError, SessionClosedError
 from radixcache.layers.layout import NATIVE_ERRORS
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
@@ -124,13 +124,20 @@ class Core:
         #: The booking of each open group.
         self._bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
         self._tick = 0
+        self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._short_reasons: Counter[str] = Counter()
 
     # Before a request
 
+    def require_open(self) -> None:
+        """Raise CacheClosedError if the cache was closed while a call waited for the lock, or had given it up."""
+        if self._is_closed:
+            raise CacheClosedError
+
     def next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
         """Start a tick, later than the last one, and return the use of state by the request that comes with it."""
+        self.require_open()
         clock = self.settings.clock
         self._pins.end_expired()
         self._tick = max(self._tick + 1, 0 if clock is None else clock())
@@ -151,6 +158,7 @@ class Core:
 
     def open_booking(self, group: Owner) -> Booking:
         """Return a booking for a new group, which is told of wrong state and of the cache's end."""
+        self.require_open()
         booking = Booking(self._account)
         self._bookings.append((booking, weakref.ref(group)))
         return booking
@@ -191,6 +199,7 @@ class Core:
 
         start = self._said_from(request.keys, request.namespace)
         is_read = tier.read(request.namespace, asked)
+        self.require_open()
         if is_read:
             self._say_stored(request.keys, start, request.namespace)
         asked()
@@ -774,6 +783,7 @@ class Core:
             if self._tier is not None:
                 self._tier.write_all()
             self.clear()
+            self._is_closed = True
             self._ledger.close_account(self._account)
             if self._trace is not None and self._owns_trace:
                 self._trace.close()

@@ -51,6 +51,9 @@ class CacheFullError(RadixCacheError):
 class CacheClosedError(RadixCacheError):
     """The cache was closed."""
 
+    def __init__(self, message: str = "the cache is closed; make another PrefixCache.") -> None:
+        super().__init__(message)
+
 
 class NoRoomError(RadixCacheError, ValueError):
     """A prefix cannot be stored beside the open sessions and the pins. It may fit later."""

@@ -26,6 +26,7 @@ from radixcache.settings import is_whole, require_count
 from radixcache.speculate.drafting import Drafted, Drafting
 from radixcache.speculate.pace import MODEL, MOST_PROPOSED, Proposal
 from radixcache.speculate.suffix_index import TAIL_TOKENS
+from radixcache.tokens import token_ids
 
 #: Further arguments of mlx_lm.stream_generate.
 OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"}
@@ -88,7 +89,8 @@ def stream_generate(
         priority: as in PrefixCache.begin().
         keys: as in PrefixCache.begin().
         embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
-            gets as `input_embeddings` beside the tokens. `keys` must differ where embeddings do.
+            gets as `input_embeddings` beside the tokens; also with 0 if the request is verified. `keys` must differ
+            where embeddings do.
         chat: as in PrefixCache.begin().
         speculate: as in PrefixCache.drafting(): "tree" or "prompt". The tokens are those of a reply without drafts, and
             with a seed the same are drawn; up to rounding, as passes over several tokens add up in another order.
@@ -120,6 +122,7 @@ def stream_generate(
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    prompt = token_ids(prompt, name="prompt")
     if isinstance(prediction, str):
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
     drafting = cache.drafting(prompt, namespace, speculate=speculate, prediction=prediction)
@@ -190,7 +193,7 @@ def _tokens(
             drafting.model = DraftModel(session, model, num_draft_tokens, stream)
     with mx.stream(stream):
         if embed is not None:
-            model = _fed_with(embed(session.position), model)
+            model = _fed_with(embed, session, model)
         session.prefill(model, step_size=prefill_step_size, on_progress=prompt_progress_callback)
     choose, last = _chooser(session.prompt, **sampling), session.prompt[-1:]
     drafts = None if drafting.is_empty else drafting
@@ -201,17 +204,27 @@ def _tokens(
         yield token
 
 
-def _fed_with(embeddings: mx.array, model: Any) -> Callable[..., Any]:
-    """The model, called with these embeddings (T, D) of its next tokens, and as usual behind them."""
-    rest: mx.array | None = embeddings
+def _fed_with(embed: Callable[[int], mx.array], session: Session, model: Any) -> Callable[..., Any]:
+    """The model, called with the embeddings of a session's prompt, and behind it as usual.
+
+    A cold run that verifies the session, and a session that starts over, begin at offset 0.
+    """
+    first, rows = session.position, embed(session.position)
+    others, others_position = None, 0
 
     def fed(tokens: mx.array, cache: list[Any]) -> Any:
-        nonlocal rest
-        if rest is None:
-            return model(tokens, cache=cache)
+        nonlocal first, rows, others, others_position
         count = tokens.shape[1]
-        rows, rest = rest[None, :count], rest[count:] if count < len(rest) else None
-        return model(tokens, cache=cache, input_embeddings=rows)
+        if cache is session.caches:
+            position = session.position
+        else:
+            position = others_position if cache is others else 0
+            others, others_position = cache, position + count
+        if position >= len(session.prompt):
+            return model(tokens, cache=cache)
+        if position < first:
+            first, rows = position, embed(position)
+        return model(tokens, cache=cache, input_embeddings=rows[None, position - first : position - first + count])
 
     return fed
 

@@ -75,9 +75,10 @@ class Ledger:
         return account
 
     def close_account(self, account: Account) -> None:
-        """Remove an account that holds nothing."""
+        """Remove an account that holds nothing. What a call that was under way still books counts nowhere."""
         assert account.total_bytes == 0, account
         self._accounts.remove(account)
+        account.ledger = Ledger(self.budget_bytes)
 
     @property
     def pinned_bytes(self) -> int:

@@ -59,7 +59,16 @@ from radixcache.settings import (
 from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, Source
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
-from radixcache.tokens import Keys, Quarantine, TokenIds, checked_prompt, require_namespace, token_ids, vocabulary_size
+from radixcache.tokens import (
+    Keys,
+    Quarantine,
+    TokenIds,
+    arguments_of,
+    checked_prompt,
+    require_namespace,
+    token_ids,
+    vocabulary_size,
+)
 from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
 from radixcache.tree.state_tree import StateTree
@@ -616,7 +625,7 @@ class PrefixCache:
     @property
     def _open(self) -> Parts:
         if self._parts is None:
-            raise CacheClosedError("the cache is closed; make another PrefixCache.")
+            raise CacheClosedError
         if self._parts.core.lock.is_foreign:
             raise CacheClosedError(FORKED)
         return self._parts
@@ -645,7 +654,7 @@ def default_budget_bytes(model: Any) -> tuple[int, str]:
 
 def analytic_cost(model: Any) -> CostModel:
     """Prefill cost in FLOPs if the model states its size, else in tokens."""
-    args = getattr(model, "args", None)
+    args = arguments_of(model)
     layers, width = getattr(args, "num_hidden_layers", None), getattr(args, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(width, int):
         return CostModel()

@@ -73,9 +73,14 @@ def require_namespace(namespace: Any) -> None:
         raise ValueError(f"namespace is {namespace!r}; wanted text without surrogates.") from error
 
 
+def arguments_of(model: Any) -> Any:
+    """A model's own arguments; mlx-lm's models have them as `args`, some as `config`. None: it has none."""
+    return getattr(model, "args", None) or getattr(model, "config", None)
+
+
 def vocabulary_size(model: Any) -> int | None:
     """Number of token ids that the model's own arguments state; None: they state none."""
-    args = getattr(model, "args", None)
+    args = arguments_of(model)
     size = getattr(args, "vocab_size", None)
     if size is None:
         text = getattr(args, "text_config", None)

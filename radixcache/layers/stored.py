@@ -9,9 +9,10 @@
 A store holds arrays that are contiguous in memory without a copy. The thread that reads a block makes its arrays,
 unevaluated.
 
-An identity names the weights, cache classes, versions and bits that state depends on. A digest of weights covers names,
-shapes, dtypes and `SAMPLES` elements spread over each array. Fine-tuning, merging, quantization and LoRA adapters
-change it; reading all bytes would take seconds.
+An identity names the weights, settings, cache classes, versions and bits that state depends on. A digest of weights
+covers names, shapes, dtypes, the sum of each row as integers and `SAMPLES` elements spread over each array. Fine-tuning
+of one row, merging, quantization and LoRA adapters change it, and so do the arguments of the model and the settings of
+its modules, such as an adapter's scale.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any, cast
@@ -32,11 +34,14 @@ from radixcache.adapters.point import PointSnapshot
 from radixcache.adapters.span import Forms, Segment, SpanSnapshot, StoredForm
 from radixcache.settings import STORED_BITS
 from radixcache.stores.block import DTYPES, Buffer, Identity
+from radixcache.tokens import arguments_of
 
 #: Format of the buffers. With another number, all stored state is a miss.
 STATE_VERSION = 1
 #: Elements of each array of weights in the digest.
 SAMPLES = 64
+#: Integers by bytes.
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 DIGEST_BYTES = 32
 
 Buffers = Mapping[str, Buffer]
@@ -48,15 +53,31 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
     """The identity of models that make state together. `name` is for people; by default the first model's type."""
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc weights")
     for model in models:
-        arguments = getattr(model, "args", None)
-        _update(digest, f"{type(model).__module__}.{type(model).__qualname__} {arguments!r}".encode())
+        _update(digest, f"{type(model).__module__}.{type(model).__qualname__}".encode())
+        for label, module in sorted(model.named_modules()):
+            _update(digest, f"{label} {sorted(_settings_of(module).items())}".encode())
         weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-        samples = [array.reshape(-1)[:: max(1, array.size // SAMPLES)].view(mx.uint8) for _, array in weights]
-        mx.eval(samples)
-        for (label, array), sample in zip(weights, samples, strict=True):
-            _update(digest, f"{label} {array.shape} {array.dtype}".encode(), np.array(sample).tobytes())
-    types = (getattr(getattr(model, "args", None), "model_type", type(model).__name__) for model in models)
+        found = [_digested(array) for _, array in weights]
+        mx.eval(found)
+        for (label, array), its in zip(weights, found, strict=True):
+            its_bytes = (np.array(each).tobytes() for each in its)
+            _update(digest, f"{label} {array.shape} {array.dtype}".encode(), *its_bytes)
+    types = (getattr(arguments_of(model), "model_type", type(model).__name__) for model in models)
     return Identity(digest.digest(), name or next(types, ""))
+
+
+def _settings_of(module: Any) -> dict[str, str]:
+    """The plain attributes of a module of a model, and its arguments."""
+    given = {key: value for key, value in vars(module).items() if key not in ("_training", "_no_grad")}
+    return {k: repr(v) for k, v in given.items() if isinstance(v, (bool, int, float, str)) or is_dataclass(v)}
+
+
+def _digested(array: mx.array) -> tuple[mx.array, mx.array]:
+    """The sums of an array's rows, and samples of it; both of its bits, not evaluated."""
+    flat = array.reshape(-1)
+    bits = flat.view(UNSIGNED[array.dtype.size])
+    sums = bits.reshape(array.shape).sum(axis=-1) if array.ndim else bits
+    return sums, flat[:: max(1, array.size // SAMPLES) | 1].view(mx.uint8)
 
 
 def state_identities(

@@ -368,7 +368,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
         id = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", id)
         caches = dict(scheduler.caches())
         for time_s, record in watch.ended():
-            if record.id.startswith(id):
+            if id and record.id.startswith(id):
                 path: Sequence[int] = ()
                 if record.keys is not None and record.names in caches:
                     with suppress(CacheClosedError, ValueError):  # keys of images are no tokens

@@ -415,6 +415,9 @@ class ResponseMemory:
         """A body with the whole conversation as its input, whoever owns that. ApiError: a part of it is not here."""
         if (id := body.get("previous_response_id")) is None:
             return body
+        if not isinstance(id, str):
+            what = f"previous_response_id is {shortened(repr(id), 80)}; wanted a string."
+            raise ApiError(400, what, param="previous_response_id")
         owner = next((each for each, its in self._conversations if its == id), owner)
         past = [item for piece in self.get(owner, id) for item in json.loads(piece)]
         own = self.resolved(owner, as_items(body.get("input")), lambda more_bytes: None)

@@ -40,13 +40,37 @@ def other_arguments(model: Any) -> None:
     model.args.rope_theta = 5.0
 
 
-@pytest.mark.parametrize("change", [scale_one, add_an_adapter, half, nn.quantize, other_arguments])
+def one_row(model: Any) -> None:
+    model.model.embed_tokens.weight[37] += 1.0
+
+
+def other_setting(model: Any) -> None:
+    model.layers[1].self_attn.rope.base *= 2
+
+
+@pytest.mark.parametrize(
+    "change", [scale_one, one_row, add_an_adapter, half, nn.quantize, other_arguments, other_setting]
+)
 def test_what_changes_a_model_changes_its_identity(change: Callable[[Any], object]) -> None:
     model = tiny_model("llama")
     before = weights_identity(model)
     assert before == weights_identity(tiny_model("llama"))
     assert before.model == "llama"
     change(model)
+    assert weights_identity(model).digest != before.digest
+
+
+def test_the_scale_of_an_adapter_counts_and_arguments_by_the_name_of_config_and_a_pass_does_not() -> None:
+    adapted = tiny_model("llama")
+    add_an_adapter(adapted)
+    before = weights_identity(adapted)
+    adapted.layers[0].self_attn.q_proj.scale *= 2
+    assert weights_identity(adapted).digest != before.digest
+    model = tiny_model("plamo2")
+    before = weights_identity(model)
+    model(mx.array([[1, 2, 3]]))
+    assert weights_identity(model) == before
+    model.config.rms_norm_eps = 0.5
     assert weights_identity(model).digest != before.digest
 
 

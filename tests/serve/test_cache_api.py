@@ -176,6 +176,8 @@ def test_explain_goes_on_with_the_conversation_that_a_body_names(server: Server)
     used = server.post("/v1/responses", **second).json()["usage"]
     assert found["prompt_tokens"] == used["input_tokens"]
     assert found["resumable_tokens"] == used["input_tokens_details"]["cached_tokens"] > len(first["instructions"])
+    for wrong in (0, 1.5, ["x"], {}):
+        assert server.post("/cache/explain", **{**second, "previous_response_id": wrong}).status_code == 400
     unknown = server.post("/cache/explain", **{**second, "previous_response_id": "resp_none"})
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "previous_response_id")
 
@@ -210,7 +212,8 @@ def test_a_request_is_explained_as_it_was_when_it_came(server, caplog):
     wait_until(lambda: told in caplog.text)
     assert server.get(f"/cache/requests/{before['id']}")["fork"] is None
     assert server.get(f"/cache/requests/{reply['id']}") == came
-    assert server.client.get("/cache/requests/unknown").status_code == 404
+    for unknown in ("unknown", "resp_"):
+        assert server.client.get(f"/cache/requests/{unknown}").status_code == 404
     messages = [SYSTEM, {"role": "user", "content": "What about zebras?"}]
     found = server.post("/cache/explain", messages=messages).json()
     del came["path_now"]

@@ -14,6 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import CacheBusyError, PrefixCache, render_chat, stream_generate
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from tests import inside
+from tests.prompts import tokens
 
 KINDS = ["llama", "llama_sliding", "nemotron_h"]
 
@@ -235,6 +237,26 @@ def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any)
 # Embeddings
 
 
+@pytest.mark.filterwarnings("ignore:state restored up to")
+def test_a_verified_prompt_of_embeddings_is_compared_with_a_cold_run_of_them(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    rows = mx.array(np.random.default_rng(5).standard_normal((90, 64)), mx.float32)
+    cache = PrefixCache(model, verify=1.0)
+    prompt = tokens(8, 90)
+    for length, cached_tokens in ((50, 0), (90, 50), (90, 89), (90, 0)):
+        given = prompt[:length]
+        if not cached_tokens and length == 90:  # wrong state: the request starts over
+            inside.nodes(cache)[0].payload.spans.leaves[1].segments[0][0][..., 20:40, :] += 1.0
+        expected = list(plain_stream_generate(model, tokenizer, mx.array(given), 8, input_embeddings=rows[:length]))
+        about = {"keys": given, "embed": lambda at, end=length: rows[at:end], "prefill_step_size": 16}
+        found = list(stream_generate(model, tokenizer, given, 8, cache=cache, **about))
+        assert [each.token for each in found] == [each.token for each in expected]
+        assert found[0].cached_tokens == cached_tokens
+        assert len(cache.mismatches) == (length == 90 and not cached_tokens)
+        list(stream_generate(model, tokenizer, tokens(9, 20, first=7), 1, cache=cache))  # the prompt is paged out
+    assert cache.stats.verify_skipped == 0
+
+
 def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed(tokenizer: Any) -> None:
     model = tiny_model("gemma3_text")
     rows = mx.array(np.random.default_rng(5).standard_normal((50, 64)), mx.float32)
@@ -290,6 +312,14 @@ def test_a_wrong_argument_is_refused_by_name_before_anything_runs(
     with pytest.raises((ValueError, TypeError), match=message):
         stream_generate(llama, tokenizer, PROMPT, cache=cache, **arguments)
     assert cache.stats.requests == 0
+
+
+@pytest.mark.parametrize("prompt", [iter([5, 6]), [5.0, 6.0], 5, None, [[5, 6]], []])
+@pytest.mark.parametrize("speculate", [None, "prompt", "tree"])
+def test_a_wrong_prompt_is_refused_by_name(tokenizer: Any, prompt: Any, speculate: str | None) -> None:
+    llama = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"^prompt\b"):
+        stream_generate(llama, tokenizer, prompt, cache=PrefixCache(llama), speculate=speculate)
 
 
 # Speculative decoding
