@@ -226,7 +226,7 @@ class _Prompt:
     def __init__(self, tokenizer: Any, request: ScheduledRequest) -> None:
         """ValueError: the template refuses the request."""
         is_reply = request.messages[-1]["role"] == "assistant"
-        template = ChatTemplate(tokenizer, request.tools, dict(request.arguments))
+        template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
         self._chat = RenderedChat(template, request.messages, "message" if is_reply else "reply")
         self.count = len(request.messages)
         self.tokens = self._chat.tokens
@@ -370,7 +370,7 @@ class _Search:
             return False
         messages = [dict(each) for each in request.messages]
         del messages[index]["reasoning_content"]
-        tokens = chat_tokens(self._tokenizer, messages, request.tools, **request.arguments)
+        tokens = chat_tokens(self._tokenizer, messages, request.conversation.tools, **request.conversation.arguments)
         return np.array_equal(tokens, prompt.tokens)
 
     def _note_call(self, request: ScheduledRequest, new_tokens: int) -> None:
@@ -387,12 +387,12 @@ class _Search:
         report.reported_requests += 1
         report.reported_prompt_tokens += call.prompt_tokens
         report.reported_cached_tokens += call.cached_tokens
-        before = 0 if call.opening else self._reported.get(request.conversation_id, 0)
+        before = 0 if call.opening else self._reported.get(request.conversation.conversation_id, 0)
         missed = min(before, call.prompt_tokens) - call.cached_tokens
         if missed >= MIN_MISSED:
             report.reported_missed_requests += 1
             report.reported_missed_tokens += missed
-        self._reported[request.conversation_id] = call.prompt_tokens
+        self._reported[request.conversation.conversation_id] = call.prompt_tokens
 
     def _parted(self, span: Parting, tokens: Any, other: Any) -> Gap:
         """What parts a prompt from an earlier one, with a few tokens of both."""
@@ -425,7 +425,7 @@ class _Search:
         self.report.lost_tokens += lost
         if lost > each.example_lost_tokens:
             each.example, each.example_lost_tokens = at, lost
-            each.conversation_id, each.turn = request.conversation_id, request.turn
+            each.conversation_id, each.turn = request.conversation.conversation_id, request.turn
         return each
 
     def _note_hints(self, found: Explanation, prompt: _Prompt) -> None:
@@ -445,7 +445,7 @@ class _Search:
 
 
 def _chat(request: ScheduledRequest) -> Chat:
-    return Chat(request.messages, request.tools, request.arguments)
+    return Chat(request.messages, request.conversation.tools, request.conversation.arguments)
 
 
 def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:

@@ -81,7 +81,7 @@ class Replay:
         """Prepare a replay. `users_at_a_time` None: one request at a time, and the caches take turns."""
         self._loaded, self._script, self._options, self._observer = loaded, script, options, observer
         self._caches = tuple(caches)
-        users = len({request.user for request in script.requests})
+        users = len({request.conversation.user for request in script.requests})
         self._users = None if users_at_a_time is None else min(users_at_a_time, users)
         self._together: list[_Run] = []
         self._alone: list[_Run] = []
@@ -240,7 +240,7 @@ class _Run:
         for index in list(self._left):
             if len(self._busy) == self.users:
                 break
-            user = self.script.requests[index].user
+            user = self.script.requests[index].conversation.user
             if user not in self._busy:
                 self._busy.add(user)
                 self._left.remove(index)

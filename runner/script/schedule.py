@@ -12,11 +12,10 @@ Requests of agents' logs come in the order of their times; there is nothing to d
 import hashlib
 import json
 import random
-from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 from runner.script.conversation import Call, Conversation
@@ -24,30 +23,27 @@ from runner.script.conversation import Call, Conversation
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request for one reply. The model answers the message before position `end` of its conversation.
+    """A request for one reply. The model answers the message before position `end` of the conversation.
 
-    `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests.
-    `conversation_messages` and `conversation_slots` are shared by all requests of a conversation. `call`: what the log
-    of an agent says.
+    `turn` is the number of the latest user message, from 0; a turn that calls tools makes several requests. `call`:
+    what the log of an agent says.
     """
 
     index: int
-    user: str
-    conversation_id: str
+    conversation: Conversation
     turn: int
-    conversation_messages: tuple[dict[str, Any], ...]
     end: int
-    tools: tuple[dict[str, Any], ...] | None
-    recorded_reply: dict[str, Any] | None
-    conversation_slots: tuple[int, ...] = ()
-    source: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     call: Call | None = None
 
     @property
     def messages(self) -> tuple[dict[str, Any], ...]:
         """The conversation up to the message that the model answers."""
-        return self.conversation_messages[: self.end]
+        return self.conversation.messages[: self.end]
+
+    @property
+    def recorded_reply(self) -> dict[str, Any] | None:
+        has_reply = self.conversation.replies_recorded and self.end < len(self.conversation.messages)
+        return self.conversation.messages[self.end] if has_reply else None
 
     @property
     def reply_slots(self) -> tuple[int, ...]:
@@ -55,7 +51,9 @@ class ScheduledRequest:
 
         A position has the recorded reply; if none is recorded, it has the user's next message.
         """
-        return self.conversation_slots[: bisect_left(self.conversation_slots, self.end)]
+        messages = self.messages
+        earlier = takewhile(lambda end: end < self.end, _reply_ends(self.conversation))
+        return tuple(end for end in earlier if not messages[end].get("tool_calls"))
 
     @property
     def model(self) -> str:
@@ -64,8 +62,8 @@ class ScheduledRequest:
 
     @property
     def where(self) -> str:
-        file = f"{self.source}: " if self.source else ""
-        return f"{file}conversation {self.conversation_id}, turn {self.turn}"
+        file = f"{self.conversation.source}: " if self.conversation.source else ""
+        return f"{file}conversation {self.conversation.conversation_id}, turn {self.turn}"
 
 
 class GeneratedReplies:
@@ -93,9 +91,10 @@ class GeneratedReplies:
             recorded = message if message["role"] == "assistant" else None
             text = self._texts.get(_extended(digests[position], recorded or {}))
             if text is None and recorded is None:
+                where = f"conversation {request.conversation.conversation_id!r}"
                 raise ValueError(
-                    f"conversation {request.conversation_id!r}: the reply before message {position} was neither"
-                    " recorded nor generated. Replay the turns in order, with generated replies."
+                    f"{where}: the reply before message {position} was neither recorded nor generated. Replay the turns"
+                    " in order, with generated replies."
                 )
             filled.append(message if text is None else {"role": "assistant", "content": text})
             if recorded is None:
@@ -138,41 +137,24 @@ def schedule(
 
 def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     """The requests of one conversation, in order, numbered from 0."""
-    turn, index = -1, 0
-    messages, of_log = conversation.messages, bool(conversation.calls)
-    pairs = list(zip(messages, (*messages[1:], None), strict=True))
-    due = [at for at, pair in enumerate(pairs) if _is_reply_due(*pair, conversation.replies_recorded)]
-    replies = ((at + 1, pairs[at][1]) for at in due)
-    slots = tuple(at for at, reply in replies if reply is not None and not reply.get("tool_calls"))
-    calls = dict(zip(reversed(due), reversed(conversation.calls), strict=False))
-    awaited = set(due)
-    for position, (message, following) in enumerate(pairs):
-        turn += message["role"] == "user"
-        if position not in awaited:
-            continue
-        call, is_known = calls.get(position), position < conversation.asked_messages
+    ends, of_log = [*_reply_ends(conversation)], bool(conversation.calls)
+    calls = dict(zip(reversed(ends), reversed(conversation.calls), strict=False))
+    users = [*accumulate(message["role"] == "user" for message in conversation.messages)]
+    index = 0
+    for end in ends:
+        turn, call, is_known = users[end - 1] - 1, calls.get(end), end <= conversation.asked_messages
         if turn >= conversation.first_turn and not is_known and (call is not None or not of_log):
-            yield ScheduledRequest(
-                index=index,
-                user=conversation.user,
-                conversation_id=conversation.conversation_id,
-                turn=turn,
-                conversation_messages=messages,
-                end=position + 1,
-                tools=conversation.tools,
-                recorded_reply=following if conversation.replies_recorded else None,
-                conversation_slots=slots,
-                source=conversation.source,
-                arguments=conversation.arguments,
-                call=call,
-            )
+            yield ScheduledRequest(index, conversation, turn, end, call)
             index += 1
 
 
-def _is_reply_due(message: Mapping[str, Any], following: Mapping[str, Any] | None, replies_recorded: bool) -> bool:
-    if message["role"] not in ("user", "tool"):
-        return False
-    return following is None or not replies_recorded or following["role"] == "assistant"
+def _reply_ends(conversation: Conversation) -> Iterator[int]:
+    """The positions behind the messages that the model answers."""
+    following = chain(conversation.messages[1:], (None,))
+    for end, (message, reply) in enumerate(zip(conversation.messages, following, strict=True), 1):
+        is_answered = reply is None or not conversation.replies_recorded or reply["role"] == "assistant"
+        if message["role"] in ("user", "tool") and is_answered:
+            yield end
 
 
 def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:

@@ -23,6 +23,7 @@ from radixcache.chat import RenderedChat
 from radixcache.chat_template import ChatTemplate
 from radixcache.tokens import common_length
 from runner.models.load import LoadedModel, ModelOutline
+from runner.script.conversation import Conversation
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
 
 AWAITED_REPLY = "..."  # stands for a reply that is not generated yet
@@ -134,9 +135,10 @@ class Script:
 
     def _render(self, request: ScheduledRequest, messages: Messages, awaited_tokens: int = 0) -> RenderedRequest:
         self._require_length(request, messages)
+        conversation = request.conversation
         try:
-            tokens, marks = render_chat(self._loaded.tokenizer, messages, request.tools, **request.arguments)
-            system_end = self._system_end(request, messages, tokens)
+            tokens, marks = render_chat(self._loaded.tokenizer, messages, conversation.tools, **conversation.arguments)
+            system_end = self._system_end(conversation, messages, tokens)
             reply = recorded_reply(self._loaded.tokenizer, request, tokens) if self._recorded else np.empty(0, np.int32)
         except ValueError as error:
             raise ScriptError(f"{request.where}: {error}") from error
@@ -146,17 +148,16 @@ class Script:
         limit = self._loaded.context_length
         self.longest_tokens = max(self.longest_tokens, longest if limit is None else min(longest, limit))
         prompt = Prompt(tokens, marks, system_end, messages[-1]["role"] == "user", reply_tokens)
-        return RenderedRequest(request.user, request.conversation_id, request.turn, prompt, reply)
+        return RenderedRequest(conversation.user, conversation.conversation_id, request.turn, prompt, reply)
 
-    def _system_end(self, request: ScheduledRequest, messages: Messages, tokens: NDArray[np.int32]) -> int:
+    def _system_end(self, conversation: Conversation, messages: Messages, tokens: NDArray[np.int32]) -> int:
         """The end of the system prompt, as mlx-lm's server finds it: the start of an empty first question."""
         system = list(takewhile(lambda message: message["role"] == "system", messages))
         if not system:
             return 0
         probe = [*system, {"role": "user", "content": ""}]
-        shared, _ = render_chat(
-            self._loaded.tokenizer, probe, request.tools, add_generation_prompt=False, **request.arguments
-        )
+        arguments = {**conversation.arguments, "add_generation_prompt": False}
+        shared, _ = render_chat(self._loaded.tokenizer, probe, conversation.tools, **arguments)
         end = common_length(shared, tokens)
         return end if end < len(shared) else 0
 
@@ -191,7 +192,8 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
     if request.recorded_reply is None:
         return np.empty(0, np.int32)
     messages = [*request.messages, request.recorded_reply]
-    chat = RenderedChat(ChatTemplate(tokenizer, request.tools, dict(request.arguments)), messages, "message")
+    template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
+    chat = RenderedChat(template, messages, "message")
     if len(prompt) == common_length(chat.tokens, prompt) and (end := chat.end(len(messages))) > len(prompt):
         return chat.tokens[len(prompt) : end]
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.

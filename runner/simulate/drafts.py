@@ -160,7 +160,7 @@ def recorded_turns(
             spelled = replace(conversation, messages=tuple(map(_with_calls_as_text, conversation.messages)))
         for request in requests_of(spelled):
             try:
-                prompt = chat_tokens(tokenizer, request.messages, request.tools, **request.arguments)
+                prompt = chat_tokens(tokenizer, request.messages, conversation.tools, **conversation.arguments)
                 reply = recorded_reply(tokenizer, request, prompt).tolist()
             except ValueError as error:
                 where = f"{conversation.source}: conversation {conversation.conversation_id}"

@@ -341,6 +341,7 @@ def grow_tree(
 
 def _rendered(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
     """Tokens, and marks for layers that resume only at checkpoints: each costs some renderings."""
+    tools, arguments = request.conversation.tools, request.conversation.arguments
     if with_marks:
-        return render_chat(tokenizer, request.messages, request.tools, **request.arguments)
-    return chat_tokens(tokenizer, request.messages, request.tools, **request.arguments), ()
+        return render_chat(tokenizer, request.messages, tools, **arguments)
+    return chat_tokens(tokenizer, request.messages, tools, **arguments), ()

@@ -164,7 +164,7 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Schedule
     rendered = []
     for request in requests_of(conversation):
         try:
-            prompt = chat_tokens(tokenizer, request.messages, request.tools, **request.arguments)
+            prompt = chat_tokens(tokenizer, request.messages, conversation.tools, **conversation.arguments)
         except ValueError as error:
             raise InputError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
         reply = request.recorded_reply or {}

@@ -489,7 +489,8 @@ def read_or_refused(text: str) -> None:
             assert re.match(rf"{re.escape(str(path))}:(\d+: | no conversation found\.| the file is empty)", line), line
         else:
             for request in schedule(conversations):
-                given = [request.messages, request.tools, dict(request.arguments), request.user, request.source]
+                talk = request.conversation
+                given = [request.messages, talk.tools, dict(talk.arguments), talk.user, talk.source]
                 assert json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -32,10 +32,10 @@ def test_each_user_turn_is_a_request_with_the_conversation_up_to_it() -> None:
     conversation = talk("a", "ann", 2, tools=(TOOL,))
     first, second = schedule([conversation])
     shared = turns(2, "a")
-    assert first == ScheduledRequest(0, "ann", "a", 0, shared, 2, (TOOL,), said("assistant", "a 0."), (2, 4))
-    assert second == ScheduledRequest(1, "ann", "a", 1, shared, 4, (TOOL,), said("assistant", "a 1."), (2, 4))
-    assert (first.messages, first.reply_slots) == (shared[:2], ())
-    assert (second.messages, second.reply_slots) == (shared[:4], (2,))
+    assert first == ScheduledRequest(0, conversation, 0, 2)
+    assert second == ScheduledRequest(1, conversation, 1, 4)
+    assert (first.messages, first.recorded_reply, first.reply_slots) == (shared[:2], said("assistant", "a 0."), ())
+    assert (second.messages, second.recorded_reply, second.reply_slots) == (shared[:4], said("assistant", "a 1."), (2,))
 
 
 def test_the_requests_of_a_long_conversation_share_its_messages() -> None:
@@ -62,7 +62,12 @@ def test_only_what_ends_with_the_user_or_comes_before_a_reply_is_asked() -> None
     (request,) = schedule([Conversation("a", "ann", (said("user", "one"), said("user", "two")))])
     assert (request.turn, len(request.messages), request.recorded_reply) == (1, 2, None)
     requests = schedule([talk("a", "ann", 3), talk("b", "ann", 3, first_turn=2)])
-    assert [(each.conversation_id, each.turn) for each in requests] == [("a", 0), ("a", 1), ("a", 2), ("b", 2)]
+    assert [(each.conversation.conversation_id, each.turn) for each in requests] == [
+        ("a", 0),
+        ("a", 1),
+        ("a", 2),
+        ("b", 2),
+    ]
 
 
 def test_users_are_interleaved_and_the_requests_of_each_stay_in_order() -> None:
@@ -70,22 +75,22 @@ def test_users_are_interleaved_and_the_requests_of_each_stay_in_order() -> None:
     requests = schedule(conversations, seed=3)
     assert [request.index for request in requests] == list(range(18))
     for user in ("ann", "bob", "cyd"):
-        own = [(request.conversation_id, request.turn) for request in requests if request.user == user]
+        own = [(each.conversation.conversation_id, each.turn) for each in requests if each.conversation.user == user]
         assert own == [(f"{user}{number}", turn) for number in (1, 2) for turn in range(3)]
-    switches = sum(before.user != after.user for before, after in pairwise(requests))
+    switches = sum(before.conversation.user != after.conversation.user for before, after in pairwise(requests))
     assert switches > 5, "18 requests of three users in a random order"
 
 
 def test_schedule_is_a_function_of_its_seed() -> None:
     conversations = [talk(user, user, 5) for user in ("ann", "bob", "cyd")]
     assert schedule(conversations, seed=1) == schedule(conversations, seed=1)
-    orders = {tuple(request.user for request in schedule(conversations, seed=seed)) for seed in range(5)}
+    orders = {tuple(request.conversation.user for request in schedule(conversations, seed=seed)) for seed in range(5)}
     assert len(orders) == 5
 
 
 def test_users_takes_the_first_ones_and_max_requests_the_beginning() -> None:
     conversations = [talk(f"{user}{number}", user, 2) for number in (1, 2) for user in ("ann", "bob", "cyd")]
-    assert {request.user for request in schedule(conversations, users=2)} == {"ann", "bob"}
+    assert {request.conversation.user for request in schedule(conversations, users=2)} == {"ann", "bob"}
     assert schedule(conversations, max_requests=5) == schedule(conversations)[:5]
     assert schedule(conversations, max_requests=500) == schedule(conversations)
 
