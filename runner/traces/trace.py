@@ -162,50 +162,44 @@ _NO_PARENT = -1
 class KeyTable:
     """Turns the block ids of one file into keys, numbered from 0 in the order of first use. O(1) per id.
 
-    Without `are_prefix_ids`, a key stands for an id and all ids before it, so no id is in conflict.
+    A key stands for an id and all ids before it.
     """
 
-    def __init__(self, *, are_prefix_ids: bool = True) -> None:
-        self._are_prefix_ids = are_prefix_ids
-        self._numbers: dict[Any, int] = {}
-        self._parents: list[int] = []
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int | None, Hashable], int] = {}
+        self._parents: dict[Hashable, int] = {}  # the key in front of each id where it was first used
+        self._count = 0
 
     @property
     def has_prefix_ids(self) -> bool:
-        """Without `are_prefix_ids`: whether each id was seen after one prefix only."""
-        return len({block_id for _, block_id in self._numbers}) == len(self._numbers)
+        """Whether each id was seen after one prefix only."""
+        return len(self._parents) == len(self._numbers)
 
     def conflict(self, ids: Sequence[Hashable]) -> int | None:
         """Index of the first id that was seen behind another prefix; None: all agree."""
-        if not self._are_prefix_ids:
-            return None
         before = set[Hashable]()
-        previous: int | None = _NO_PARENT
+        previous: int | None = _NO_PARENT  # None: a block that is new
         for index, block_id in enumerate(ids):
-            number = self._numbers.get(block_id)
-            if block_id in before or (number is not None and self._parents[number] != previous):
+            if block_id in before or self._parents.get(block_id, previous) != previous:
                 return index
             before.add(block_id)
-            previous = number
+            previous = self._numbers.get((previous, block_id))
         return None
 
     def keys(self, ids: Sequence[Hashable], *, unhashed_tail: bool = False) -> Keys:
-        """The keys of a prompt without conflict, and with `unhashed_tail` one for a last block that nobody shares."""
+        """The keys of a prompt, and with `unhashed_tail` one for a last block that nobody shares."""
         keys = np.empty(len(ids) + unhashed_tail, np.int64)
         previous = _NO_PARENT
         for index, block_id in enumerate(ids):
-            name = block_id if self._are_prefix_ids else (previous, block_id)
-            number = self._numbers.get(name)
-            if number is None:
-                number = self._numbers[name] = self._append(previous)
+            number = self._numbers.setdefault((previous, block_id), self._count)
+            if number == self._count:
+                self._parents.setdefault(block_id, previous)
+                self._count += 1
             keys[index] = previous = number
         if unhashed_tail:
-            keys[-1] = self._append(previous)
+            keys[-1] = self._count
+            self._count += 1
         return keys
-
-    def _append(self, parent: int) -> int:
-        self._parents.append(parent)
-        return len(self._parents) - 1
 
 
 def join_traces(traces: Sequence[Trace], *, name: str = "") -> Trace:

@@ -1,4 +1,4 @@
-"""Readers and writers of the trace formats with block hashes: `read_compact`, `read_rows`, `read_coding_agent`.
+"""Readers and writers of the trace formats with block hashes. `FORMS` is the table of all formats that are known.
 
 A bad line stops a reader, or with `skip_bad` is counted and left out. This file never imports MLX.
 """
@@ -10,7 +10,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -34,14 +34,37 @@ from runner.traces.trace import (
 )
 
 
-def _block_ids(table: KeyTable, fields: Fields, length: str, tokens: int, block_tokens: int) -> list[int] | list[str]:
+@dataclass(frozen=True, slots=True)
+class TraceForm:
+    """A format of traces: a row of `FORMS`.
+
+    Attributes:
+        told_by: the keys that tell the format, at the beginning of a file.
+        read: makes one trace or more of files in the format.
+        block_tokens, time_unit: the usual ones, if the user may name others; else the files name them.
+        are_prefix_ids: the publisher promises that equal ids mean equal prefixes. Otherwise, the file shows it.
+        session: the key that has the session.
+    """
+
+    name: str
+    told_by: tuple[str, ...]
+    read: Callable[[TraceForm, Sequence[Path], Reading], list[Trace]]
+    block_tokens: int = 0
+    time_unit: str = ""
+    are_prefix_ids: bool = True
+    session: str = ""
+
+
+def _block_ids(
+    table: KeyTable, fields: Fields, length: str, tokens: int, block_tokens: int, *, are_prefix_ids: bool = True
+) -> list[int] | list[str]:
     """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none."""
     ids = fields.hash_ids()
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
         raise InputError(f"{fields.where}: hash_ids has {len(ids)} ids; {wanted}.")
-    if (at := table.conflict(ids)) is not None:
+    if are_prefix_ids and (at := table.conflict(ids)) is not None:
         found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix than before"
         raise InputError(f"{fields.where}: {found}; wanted equal ids only for equal prefixes.")
     return ids
@@ -53,11 +76,11 @@ def _block_ids(table: KeyTable, fields: Fields, length: str, tokens: int, block_
 # of the part before it. Requests are written when they end; the reader sorts them by arrival.
 
 
-def is_compact_header(record: dict[str, Any]) -> bool:
+def _is_compact_header(record: dict[str, Any]) -> bool:
     return record.get("format") == FORMAT
 
 
-def read_compact(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_compact(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
     return [_CompactReader(path, reading).trace() for path in paths]
 
@@ -106,11 +129,11 @@ class _CompactReader:
         end = ("", {"format": FORMAT})
         for (where, record), (_, following) in pairwise(chain(read_objects(self._path), [end])):
             try:
-                if isinstance(record, dict) and is_compact_header(record):
+                if isinstance(record, dict) and _is_compact_header(record):
                     self._begin_part(Fields(record, where))
                 elif isinstance(record, dict):
                     self._read_request(Fields(record, where))
-                elif isinstance(following, dict) and is_compact_header(following):
+                elif isinstance(following, dict) and _is_compact_header(following):
                     self._reading.skipped.append(
                         f"{where}: an incomplete line, as the writer was stopped here; skipped."
                     )
@@ -216,31 +239,12 @@ def _plain_blocks(fields: Fields, part: _Part, shared: list[bytes], tokens: int)
 # Rows of one session may be apart. A later row may have a `delay` after the reply before it instead of a timestamp.
 
 
-@dataclass(frozen=True, slots=True)
-class RowForm:
-    """The keys that tell a form, the usual units, and the key that has the session.
-
-    `are_prefix_ids`: the publisher promises that equal ids mean equal prefixes. Otherwise, the file shows it.
-    """
-
-    told_by: tuple[str, ...]
-    block_tokens: int
-    time_unit: str
-    are_prefix_ids: bool
-    session: str
-
-
-#: Bailian: Wang et al., arXiv 2506.02634. Mooncake: Qin et al., arXiv 2407.00079; AIPerf and Dynamo add sessions.
-ROW_FORMS = {
-    "bailian": RowForm(("chat_id", "hash_ids"), 16, "seconds", are_prefix_ids=False, session="chat_id"),
-    "mooncake": RowForm(("hash_ids",), 512, "milliseconds", are_prefix_ids=True, session="session_id"),
-}
 UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
 #: Other names of keys, as in Dynamo.
 _ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 
-def read_rows(form: RowForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_rows(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """A trace per file, hashed by blocks of the form's length or of `reading.block_tokens`."""
     return [_RowReader(form, path, reading).trace() for path in paths]
 
@@ -276,11 +280,11 @@ class _RowReader:
     Until the end of the file the session of a request is the id of its row: a parent may come later in the file.
     """
 
-    def __init__(self, form: RowForm, path: Path, reading: Reading) -> None:
+    def __init__(self, form: TraceForm, path: Path, reading: Reading) -> None:
         self._form, self._path, self._reading = form, path, reading
         self._block_tokens = reading.block_tokens or form.block_tokens
         self._unit = reading.time_unit or form.time_unit
-        self._table = KeyTable(are_prefix_ids=form.are_prefix_ids)
+        self._table = KeyTable()
         self._requests: list[TraceRequest] = []
         self._parents: dict[str, str] = {}
         self._latest: dict[str, TraceRequest] = {}
@@ -329,9 +333,10 @@ class _RowReader:
         before = parent or own
         earlier = self._latest.get(self._root(before))
         turn = fields.whole_number("turn", at_least=1) if "turn" in record else None
-        ids = _block_ids(self._table, fields, "input_length", tokens, self._block_tokens)
+        block_tokens, are_prefix_ids = self._block_tokens, self._form.are_prefix_ids
+        ids = _block_ids(self._table, fields, "input_length", tokens, block_tokens, are_prefix_ids=are_prefix_ids)
         time_ms = self._arrival_ms(fields, earlier)
-        keys = self._table.keys(ids, unhashed_tail=len(ids) * self._block_tokens < tokens)
+        keys = self._table.keys(ids, unhashed_tail=len(ids) * block_tokens < tokens)
         request = TraceRequest(keys, tokens, output_tokens, time_ms, own, turn, kind)
         if own:
             self._parents[own] = before
@@ -392,7 +397,7 @@ class _RowReader:
 _MOST_DEPTH = 16
 
 
-def read_coding_agent(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_coding_agent(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
     draw = random.Random(reading.seed)
     sessions: list[Trace] = []
@@ -484,3 +489,12 @@ class _Session:
         keys = self._table.keys(ids, unhashed_tail=len(ids) * self.block_tokens < tokens)
         kind = "subagent" if agent.depth else "main"
         return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, kind)
+
+
+#: Bailian: Wang et al., arXiv 2506.02634. Mooncake: Qin et al., arXiv 2407.00079; AIPerf and Dynamo add sessions.
+FORMS = (
+    TraceForm("compact", (FORMAT,), read_compact),
+    TraceForm("coding-agent", ("block_size", "requests"), read_coding_agent),
+    TraceForm("bailian", ("chat_id", "hash_ids"), read_rows, 16, "seconds", are_prefix_ids=False, session="chat_id"),
+    TraceForm("mooncake", ("hash_ids",), read_rows, 512, "milliseconds", session="session_id"),
+)

@@ -1,23 +1,22 @@
 """Read a trace in any known format; a folder is the files below it.
 
-The beginning of a file shows its format. To add one, add a line to `ROW_FORMS`, or to `READERS` and `_TOLD_BY`.
+The beginning of a file shows its format. To add one, add a row to `FORMS`.
 Conversations have no block hashes: `read_conversation_trace` makes blocks of a tokenizer's tokens.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from radixcache.observe.trace import FORMAT, block_digests
+from radixcache.observe.trace import block_digests
 from runner.files import BLANK_BYTES, InputError, input_files, nothing_found, read_beginning
 from runner.script.conversation import Call, Conversation, json_of
 from runner.script.conversation_formats import lengths_alone
@@ -25,24 +24,13 @@ from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import ScheduledRequest, requests_of
 from runner.text import printable, shown
 from runner.traces.trace import KeyTable, Pace, Reading, Trace, TraceRequest, infer_turns, join_traces
-from runner.traces.trace_formats import (
-    ROW_FORMS,
-    UNITS_MS,
-    is_compact_header,
-    read_coding_agent,
-    read_compact,
-    read_rows,
-)
+from runner.traces.trace_formats import FORMS, UNITS_MS, TraceForm
 
-CONVERSATION_BLOCK_TOKENS = 64
 #: The longest beginning of a file that is looked at.
 _PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".jsonl")
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
-
-#: The keys that tell a format, at the beginning of a file.
-_TOLD_BY = {"coding-agent": ("block_size", "requests"), **{name: form.told_by for name, form in ROW_FORMS.items()}}
 
 
 def read_trace(
@@ -73,27 +61,27 @@ def read_trace(
     if time_unit not in (None, *UNITS_MS):
         raise ValueError(f"the time unit is {time_unit!r}; wanted one of {', '.join(UNITS_MS)}.")
     reading = Reading(skip_bad, seed, pace or Pace(), tokenizer, block_tokens, time_unit)
-    files: dict[str, list[Path]] = {}
+    files: dict[TraceForm, list[Path]] = {}
     unknown: dict[Path, InputError] = {}
     for path in (file for each in paths for file in input_files(Path(each), _SUFFIXES, "a trace")):
         if path.exists() and not path.is_file():
             raise InputError(f"{path}: is a pipe or a device; wanted a file that can be read twice.")
         beginning = bytes(read_beginning(path, "a trace", _PROBE_BYTES))
         try:
-            files.setdefault(_format_of(path, beginning), []).append(path)
+            files.setdefault(_form_of(path, beginning), []).append(path)
         except InputError as error:
             unknown[path] = error
-    if "conversations" in files:
-        files["conversations"] += unknown  # their reader skips what is beside sessions of agents
+    if _CONVERSATIONS in files:
+        files[_CONVERSATIONS] += unknown  # their reader skips what is beside sessions of agents
     else:
         for refused in unknown.values():
             reading.skip(refused)
-    for kind, (path, *_) in [*files.items()][:1]:
-        if block_tokens is not None and files.keys().isdisjoint(("conversations", *ROW_FORMS)):
-            raise InputError(f"{path}: a {kind} trace names its own block length. Leave --block-tokens out.")
-        if time_unit is not None and files.keys().isdisjoint(ROW_FORMS):
-            raise InputError(f"{path}: the times of a {kind} trace have a unit. Leave --time-unit out.")
-    found = [trace for kind, own in files.items() for trace in READERS[kind](own, reading)]
+    for form, (path, *_) in [*files.items()][:1]:
+        if block_tokens is not None and not any(each.block_tokens for each in files):
+            raise InputError(f"{path}: a {form.name} trace names its own block length. Leave --block-tokens out.")
+        if time_unit is not None and not any(each.time_unit for each in files):
+            raise InputError(f"{path}: the times of a {form.name} trace have a unit. Leave --time-unit out.")
+    found = [trace for form, own in files.items() for trace in form.read(form, own, reading)]
     traces = [infer_turns(trace) for trace in found if trace.requests]
     if not traces:
         raise nothing_found(paths, "request", reading.skipped)
@@ -103,21 +91,22 @@ def read_trace(
     return replace(trace, skipped=tuple(reading.skipped), notes=tuple(reading.notes))
 
 
-def read_conversation_trace(paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """One trace of all conversations, with a request for each reply.
 
     Logs of agents say when a reply was there. Otherwise arrivals are made up, in the order of the files.
     """
     if reading.tokenizer is None:
+        known = ", ".join(each.name for each in FORMS)
         raise InputError(
-            f"{paths[0]}:1: no known form of trace ({', '.join([*READERS][:-1])}), so perhaps conversations. "
+            f"{paths[0]}:1: no known form of trace ({known}), so perhaps conversations. "
             "Give --model to cut them into blocks with the tokenizer of that model, or use radixcache replay, tree or "
             "explain."
         )
     read = read_conversations(*paths, skip_bad=reading.skip_bad)
     reading.skipped += read.skipped
     reading.notes += read.notes
-    draw, block_tokens = random.Random(reading.seed), reading.block_tokens or CONVERSATION_BLOCK_TOKENS
+    draw, block_tokens = random.Random(reading.seed), reading.block_tokens or form.block_tokens
     table = KeyTable()
     requests: list[TraceRequest] = []
     start_s, first_ms = 0.0, _first_reply_ms(read.conversations)
@@ -175,8 +164,10 @@ def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[Schedule
     return rendered
 
 
-def _format_of(path: Path, beginning: bytes) -> str:
-    """The name of a file's format, as in `READERS`."""
+_CONVERSATIONS = TraceForm("conversations", (), read_conversation_trace, block_tokens=64)
+
+
+def _form_of(path: Path, beginning: bytes) -> TraceForm:
     if beginning.startswith(_COMPRESSED):
         raise InputError(f"{path}: is compressed; wanted gzip, or an unpacked file.")
     content = beginning.lstrip(BLANK_BYTES)
@@ -185,13 +176,11 @@ def _format_of(path: Path, beginning: bytes) -> str:
     first = content.partition(b"\n")[0]
     record = json_of(first)
     record = record if isinstance(record, dict) else dict.fromkeys(first.decode(errors="replace").strip().split(","))
-    if is_compact_header(record) or f'"{FORMAT}"'.encode() in content:
-        return "compact"
     # The second look is for a document of many lines, a line longer than the probe, and a broken line.
-    for known in (record, {key for keys in _TOLD_BY.values() for key in keys if f'"{key}"'.encode() in content}):
-        for kind, keys in _TOLD_BY.items():
-            if not {*keys}.difference(known):
-                return kind
+    for known in (record, {key for form in FORMS for key in form.told_by if f'"{key}"'.encode() in content}):
+        for form in FORMS:
+            if not {*form.told_by}.difference(known):
+                return form
     if name := lengths_alone(record):
         lacks = "lengths and arrivals, but no hash_ids, which tell what prompts begin alike"
         raise InputError(f"{path}:1: is {name}: {lacks}; wanted hash_ids, or conversations.")
@@ -199,13 +188,4 @@ def _format_of(path: Path, beginning: bytes) -> str:
         value = json_of(content)
         what = "not JSON" if value is content else f"is {shown(value)}"
         raise InputError(f"{path}:1: {what}; wanted a trace as JSON or JSONL.")
-    return "conversations"
-
-
-#: The reader of each format: it makes one trace or more of files in that format.
-READERS: dict[str, Callable[[Sequence[Path], Reading], list[Trace]]] = {
-    "compact": read_compact,
-    **{name: partial(read_rows, form) for name, form in ROW_FORMS.items()},
-    "coding-agent": read_coding_agent,
-    "conversations": read_conversation_trace,
-}
+    return _CONVERSATIONS
