@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.text import shown
 
@@ -30,12 +30,25 @@ BLANK_BYTES = b" \t\r\n\xef\xbb\xbf"
 _NOT_BLANK = re.compile(f"[^{BLANK}]")
 _PIECE_BYTES = 1 << 16
 
-#: The line where a JSON value begins, from 1, and the value or an InputError in its place.
-JsonRecord = tuple[int, Any]
-
 
 class InputError(ValueError):
     """An input that is not what was wanted: where, what was found, what was wanted, on one line."""
+
+
+class Record(NamedTuple):
+    """A JSON value of a file, or an InputError in its place, and the line where it begins, from 1.
+
+    `default_id`: the id of what the value holds, if the value has none.
+    """
+
+    value: Any
+    path: Path
+    line: int
+    default_id: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
 
 
 def expect(holds: bool, found: str, value: Any, wanted: str) -> None:
@@ -172,7 +185,7 @@ def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") 
     return _decoded(content, path, errors=errors)
 
 
-def read_records(path: Path, wanted: str) -> Iterator[JsonRecord]:
+def read_records(path: Path, wanted: str) -> Iterator[Record]:
     """The records of a JSONL file, one at a time, or the values of an array of at most MOST_RECORD_BYTES."""
     if read_beginning(path, wanted, 0).lstrip(BLANK_BYTES).startswith(b"["):
         text = read_text(path, wanted, MOST_RECORD_BYTES)
@@ -184,24 +197,25 @@ def read_records(path: Path, wanted: str) -> Iterator[JsonRecord]:
             try:
                 yield from line_records(_decoded(content, path, line), path, line)
             except InputError as error:
-                yield line, error
+                yield Record(error, path, line)
         is_rest = not content.endswith(b"\n")
 
 
-def line_records(text: str, path: Path, line: int) -> Iterator[JsonRecord]:
+def line_records(text: str, path: Path, line: int) -> Iterator[Record]:
     """The record of a line of a JSONL file; none if the line is blank."""
     where = f"{path}:{line}"
     if len(text) > MOST_RECORD_BYTES:
-        yield line, InputError(f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes.")
+        error = f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes."
+        yield Record(InputError(error), path, line)
     elif text := text.strip():
         value, end = _parsed(text, 0, where)
         if end < len(text) and not isinstance(value, InputError):
             error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
             value = InputError(error)
-        yield line, value
+        yield Record(value, path, line)
 
 
-def document_records(text: str, start: int, path: Path) -> Iterator[JsonRecord]:
+def document_records(text: str, start: int, path: Path) -> Iterator[Record]:
     """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
     closing = "]" if text[start] == "[" else ""
     line, at = 1, 0
@@ -217,7 +231,7 @@ def document_records(text: str, start: int, path: Path) -> Iterator[JsonRecord]:
     has_more = (char := next_char(start + len(closing))) != closing
     while has_more:
         value, end = _parsed(text, at, f"{path}:{line}", path)
-        yield line, value
+        yield Record(value, path, line)
         if isinstance(value, InputError):
             return
         char = next_char(end)
@@ -226,9 +240,9 @@ def document_records(text: str, start: int, path: Path) -> Iterator[JsonRecord]:
             next_char(at + 1)
     if closing and char != closing:
         found = f"found {char!r}" if char else "the file ends"
-        yield line, InputError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']').")
+        yield Record(InputError(f"{path}:{line}: not JSON ({found} in an array; wanted ',' or ']')."), path, line)
     elif closing and next_char(at + 1):
-        yield line, InputError(f"{path}:{line}: text after the end of the JSON array; wanted none.")
+        yield Record(InputError(f"{path}:{line}: text after the end of the JSON array; wanted none."), path, line)
 
 
 def is_jsonl(text: str, start: int, path: Path) -> bool:

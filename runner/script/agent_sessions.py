@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.script.conversation import Call, Opening, Record, as_parts, dicts_in, found_in, object_of, paths
+from runner.files import Record
+from runner.script.conversation import Call, Opening, as_parts, dicts_in, found_in, object_of, paths
 from runner.script.response_items import ITEM_KINDS
 
 OLD_META = {"id", "timestamp", "instructions", "git"}  # the keys of a session of Codex in 2025
@@ -60,25 +61,26 @@ def _bodies(nodes: Mapping[str, _Node], turns: str, left_out: Counter[str], **ab
             while above not in useful:
                 useful.add(above)
                 above = nodes[above or ""].above
-    where = next((node.record.origin.where for node in nodes.values()), "")
+    where = next((node.record.where for node in nodes.values()), "")
     count = 0
     for path, shared in paths({name: node.above for name, node in nodes.items() if name in useful}, where):
         calls: list[Call | None] = []
-        before, origin = None, None
+        before, first = None, None
         for at, name in ((at, name) for at, name in enumerate(path) if name in replies):
             call = nodes[name].call
             if call is not None and at >= shared:
-                opening = Opening.EDIT if shared and not origin else None if before else nodes[path[0]].opening
+                opening = Opening.EDIT if shared and not first else None if before else nodes[path[0]].opening
                 opening = Opening.MODEL if before is not None and before.model != call.model else opening
-                call, origin = call._replace(opening=opening), origin or nodes[name].record.origin
+                call, first = call._replace(opening=opening), first or nodes[name].record
             calls.append(call if at >= shared else None)
             before = call or before
-        if origin is None:
+        if first is None:
             continue
         shown = dict.fromkeys(each for name in path for each in (name, *nodes[name].kept))
-        conversation_id = f"{origin.default_id.rpartition('#')[0]}#{count}"
+        conversation_id = f"{first.default_id.rpartition('#')[0]}#{count}"
         body = {turns: [nodes[name].turn for name in shown], "calls": tuple(calls), **about}
-        yield Record({"id": conversation_id, "left_out": Counter() if count else left_out, **body}, origin)
+        body |= {"id": conversation_id, "left_out": Counter() if count else left_out}
+        yield first._replace(value=body)
         count += 1
 
 
@@ -143,7 +145,7 @@ def claude_code(records: Sequence[Record]) -> Iterator[Record]:
     for anchor in names.keys() & kept.keys():
         uuids = (uuid for uuid in kept[anchor or ""] if isinstance(uuid, str) and uuid in names)
         nodes[names[anchor]].kept = [names[uuid] for uuid in uuids]
-    user = str(records[0].value.get("sessionId") or records[0].origin.default_id)
+    user = str(records[0].value.get("sessionId") or records[0].default_id)
     yield from _bodies(nodes, "messages", left_out, user=user)
 
 
@@ -158,8 +160,8 @@ def _segment(above: Mapping[str | None, str | None], head: Any, tail: Any) -> li
 
 def codex(records: Sequence[Record]) -> Iterator[Record]:
     """The requests of a log of Codex as bodies of the Responses API, without the tools."""
-    heads = (each.value for each in records if each.value.get("type") == "session_meta")
-    meta = object_of(next(heads, {}).get("payload"))
+    heads = (each.value.get("payload") for each in records if each.value.get("type") == "session_meta")
+    meta = object_of(next(heads, None))
     opening = Opening.SUBAGENT if isinstance(meta.get("source"), dict) else Opening.SESSION
     nodes: dict[str, _Node] = {}
     last: str | None = None
@@ -198,25 +200,23 @@ def codex(records: Sequence[Record]) -> Iterator[Record]:
             if kind == "response_item" and node.is_reply and not (before and before.is_reply):
                 asked = node
                 ids = filter(None, map(item.get, ("id", "call_id", "encrypted_content")))
-                node.call = _call(str(next(ids, record.origin.where)), record, model)
+                node.call = _call(str(next(ids, record.where)), record, model)
             last = name
         if kind == "compacted":
             starts = [last]
     instructions = found_in(meta, "base_instructions/text")[1]
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
-    about["user"] = str(meta.get("id") or records[0].origin.default_id)
+    about["user"] = str(meta.get("id") or records[0].default_id)
     yield from _bodies(nodes, "input", left_out, **about)
 
 
 def old_codex(records: Sequence[Record]) -> Iterator[Record]:
     """As `codex`, for a log of 2025: a record without a type is the session, and those with a type are items."""
-    meta = next((each.value for each in records if {"id", "timestamp"} <= each.value.keys() <= OLD_META), {})
-    head = Record({"type": "session_meta", "payload": {"id": meta.get("id")}}, records[0].origin)
-    wrapped = (
-        Record({"type": "response_item", "timestamp": meta.get("timestamp"), "payload": item}, origin)
-        for item, origin in records
-        if "type" in item
-    )
+    metas = (each.value for each in records if {"id", "timestamp"} <= each.value.keys() <= OLD_META)
+    meta: dict[str, Any] = next(metas, {})
+    head = records[0]._replace(value={"type": "session_meta", "payload": {"id": meta.get("id")}})
+    about = {"type": "response_item", "timestamp": meta.get("timestamp")}
+    wrapped = (each._replace(value={**about, "payload": each.value}) for each in records if "type" in each.value)
     yield from codex([head, *wrapped])
 
 

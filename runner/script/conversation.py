@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runner.files import InputError, expect
-from runner.text import printable, shortened
+from runner.text import shortened
 
 SYSTEM = ("system", "developer")
 ROLES = (*SYSTEM, "user", "assistant", "tool")
@@ -101,30 +100,6 @@ class Conversation:
     is_request: bool = False
     asked_messages: int = 0
     calls: tuple[Call | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a record is from, and the id of its conversation if the record has none."""
-
-    path: Path
-    line: int
-    default_id: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.line}"
-
-    @property
-    def source(self) -> str:
-        return f"{printable(self.path.name)}:{self.line}"
-
-
-class Record(NamedTuple):
-    """A JSON object of a file."""
-
-    value: dict[str, Any]
-    origin: Origin
 
 
 def checked_conversation(conversation: Conversation, where: str) -> Conversation:

@@ -20,15 +20,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixcache.observe.trace import FORMAT
-from runner.files import TOOL_FILES, InputError, expect, read_json
+from runner.files import TOOL_FILES, InputError, Record, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
 from runner.script.conversation import (
     ROLES,
     SYSTEM,
     Conversation,
-    Origin,
-    Record,
     as_tool,
     checked_conversation,
     checked_tools,
@@ -59,7 +57,7 @@ _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JS
 _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
-Read = Callable[[dict[str, Any], Origin], Iterable[dict[str, Any]]]
+Read = Callable[[Record], Iterable[dict[str, Any]]]
 OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 #: Public traces that have no text, by their keys or columns.
 _LENGTHS_ALONE = {
@@ -135,19 +133,20 @@ def joining_form(values: Iterable[Any]) -> Form | None:
     return next((form for form in map(form_of, values) if form and form.join), None)
 
 
-def parse_record(value: Any, origin: Origin) -> Iterator[Conversation]:
+def parse_record(record: Record) -> Iterator[Conversation]:
     """Yield the conversations of one record. InputError: the record is wrong, or its form is not known."""
-    record = {"messages": value} if isinstance(value, list) else value
-    form = form_of(record)
+    if isinstance(record.value, list):
+        record = record._replace(value={"messages": record.value})
+    form = form_of(record.value)
     if form is None:
-        raise _unknown(record, origin)
+        raise _unknown(record)
     if form.join is not None:
-        raise InputError(f"{origin.where}: is of {form.name}, in a file of another form; wanted a file of its own.")
+        raise InputError(f"{record.where}: is of {form.name}, in a file of another form; wanted a file of its own.")
     if form.read is None:
-        yield from _conversations(record, form, origin)
+        yield from _conversations(record, form)
     else:
-        for each in form.read(record, origin):
-            yield from parse_record(each, origin)
+        for each in form.read(record):
+            yield from parse_record(record._replace(value=each))
 
 
 def lengths_alone(keys: Iterable[str]) -> str:
@@ -165,55 +164,57 @@ def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(message for message, _ in read if message is not None)
 
 
-def _unknown(record: Any, origin: Origin) -> InputError:
+def _unknown(record: Record) -> InputError:
+    value, where = record.value, record.where
     known = "; ".join(f"{form.name} ({form.keys.replace(' ', ', ').replace('|', ' or ')})" for form in FORMS)
-    found = f"found {shown(record)}; wanted a conversation: a list of messages or an object of a known form"
-    if isinstance(record, dict):
-        found = f"no known form of conversation (keys: {shortened(', '.join(record), 80) or 'none'})"
-        if record.get("format") == FORMAT or "hash_ids" in record or {"block_size", "requests"} <= record.keys():
+    found = f"found {shown(value)}; wanted a conversation: a list of messages or an object of a known form"
+    if isinstance(value, dict):
+        found = f"no known form of conversation (keys: {shortened(', '.join(value), 80) or 'none'})"
+        if value.get("format") == FORMAT or "hash_ids" in value or {"block_size", "requests"} <= value.keys():
             wanted = "Use it with radixcache simulate, mrc or advise."
-            return InputError(f"{origin.where}: is a trace of block hashes, not conversations. {wanted}")
-        if what := lengths_alone(record):
-            return InputError(f"{origin.where}: is {what}: lengths without text; wanted conversations.")
-    return InputError(f"{origin.where}: {found}. Known forms and their keys: {known}.")
+            return InputError(f"{where}: is a trace of block hashes, not conversations. {wanted}")
+        if what := lengths_alone(value):
+            return InputError(f"{where}: is {what}: lengths without text; wanted conversations.")
+    return InputError(f"{where}: {found}. Known forms and their keys: {known}.")
 
 
-def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterator[Conversation]:
+def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     """The conversation of a record, or one for each path of its tree, which asks what no path before it has asked.
 
     The paths share their messages.
     """
-    turns, where = record[form.turns], origin.where
+    value, where = record.value, record.where
+    turns = value[form.turns]
     kind, wanted = (dict, "the messages of a tree by their names") if form.parent else (list, "a list of messages")
     expect(isinstance(turns, kind), f"{where}: {form.turns} is", turns, wanted)
     named: dict[str, Any] = turns if form.parent else {str(at): turn for at, turn in enumerate(turns)}
     read = {name: _message(turn, form, f"{where}: message {at}") for at, (name, turn) in enumerate(named.items())}
     messages = {name: message for name, (message, _) in read.items() if message is not None}
     given = [*messages.values()]
-    tools = _tau_tools(given, origin.path) if form.has_tools_beside else _tools_value(record, where)
-    first_turn = record.get("first_turn", 0)
+    tools = _tau_tools(given, record.path) if form.has_tools_beside else _tools_value(value, where)
+    first_turn = value.get("first_turn", 0)
     expect(type(first_turn) is int, f"{where}: first_turn is", first_turn, "a whole number")
-    arguments = record.get("chat_template_kwargs")
+    arguments = value.get("chat_template_kwargs")
     expect(isinstance(arguments, dict | None), f"{where}: chat_template_kwargs is", arguments, "an object")
     require_unicode(arguments, f"{where}: chat_template_kwargs")
     # A body of an API whose last turn awaits a reply.
     awaits_reply = bool(given) and given[-1]["role"] != "assistant"
-    is_request = form.is_body and ("is_request" in record or ("model" in record and awaits_reply))
-    base = _name(record, form.id, origin) or origin.default_id
+    is_request = form.is_body and ("is_request" in value or ("model" in value and awaits_reply))
+    base = _name(record, form.id) or record.default_id
     whole = Conversation(
         conversation_id=base,
         # The requests of one log keep their order.
-        user=printable(origin.path.stem) if is_request else _name(record, form.user, origin) or base,
+        user=printable(record.path.stem) if is_request else _name(record, form.user) or base,
         messages=(),
         tools=checked_tools(tools, where),
         first_turn=first_turn,
-        source=origin.source,
+        source=f"{printable(record.path.name)}:{record.line}",
         replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
-        calls=calls if isinstance(calls := record.get("calls"), tuple) else (),  # JSON has no tuples
-        arguments={**reasoning_arguments(record), **(arguments or {})},
+        calls=calls if isinstance(calls := value.get("calls"), tuple) else (),  # JSON has no tuples
+        arguments={**reasoning_arguments(value), **(arguments or {})},
         is_request=is_request,
     )
-    system = record.get("system")
+    system = value.get("system")
     require_unicode(system, f"{where}: system")
     has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
     beginning = [{"role": "system", "content": system}] if has_system else []
@@ -231,7 +232,7 @@ def _conversations(record: dict[str, Any], form: Form, origin: Origin) -> Iterat
             messages=(*beginning, *chain),
             first_turn=max(users - 1, 0) if known else first_turn,
             asked_messages=len(beginning) + known - 1 if known else 0,
-            left_out=dict(sum((read[name][1] for name in path[shared:]), _left_out(record))),
+            left_out=dict(sum((read[name][1] for name in path[shared:]), _left_out(value))),
         )
         yield checked_conversation(found, where)
         count += 1
@@ -314,9 +315,9 @@ def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
     return "".join(texts)
 
 
-def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
+def _name(record: Record, patterns: str) -> str:
     """An id or a user as text, which may be a number in the record; '': there is none."""
-    known = {**record, "file": printable(origin.path.stem)}
+    known = {**record.value, "file": printable(record.path.stem)}
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
         parts = {key: found_in(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
@@ -324,8 +325,8 @@ def _name(record: dict[str, Any], patterns: str, origin: Origin) -> str:
         if any(part is None or ("/" in key and not _is_name(part)) for key, part in parts.items()):
             continue
         for key, part in parts.items():
-            expect(_is_name(part), f"{origin.where}: {key} is", part, "text that is not empty")
-            require_unicode(str(part), f"{origin.where}: {key}")
+            expect(_is_name(part), f"{record.where}: {key} is", part, "text that is not empty")
+            require_unicode(str(part), f"{record.where}: {key}")
         return pattern.format_map(parts)
     return ""
 
@@ -349,14 +350,14 @@ def _tools_value(record: dict[str, Any], where: str) -> Any:
 
 
 def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
-    def read(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-        given = {name: value for name, value in record.items() if value is not None}
+    def read(record: Record) -> Iterator[dict[str, Any]]:
+        given = {name: value for name, value in record.value.items() if value is not None}
         try:
             chat = {**chat_of_log(given), **{key: given[key] for key in _BESIDE if key in given}}
-            yield {**chat, "left_out": chat["left_out"] + _left_out(record)}
+            yield {**chat, "left_out": chat["left_out"] + _left_out(given)}
         except ValidationError as error:
             field, message = first_finding(error.errors())
-            raise InputError(f"{origin.where}: {field}: {message}.") from None
+            raise InputError(f"{record.where}: {field}: {message}.") from None
 
     return read
 
@@ -365,19 +366,20 @@ def _is_response(record: dict[str, Any]) -> bool:
     return isinstance(record["input"], list) or not {"instructions", "model"}.isdisjoint(record)
 
 
-def _read_logged(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
+def _read_logged(record: Record) -> Iterator[dict[str, Any]]:
     """A body whose last turn is its reply, as batches, stored completions and proxies keep them.
 
     Counted as left out: further replies, and a response without one.
     """
-    _, given = found_in(record, "body/body request/body params/body body request params")
+    value, where = record.value, record.where
+    _, given = found_in(value, "body/body request/body params/body body request params")
     body = object_of(given)
-    expect(bool(body), f"{origin.where}: the body is", given, "that of an API")
-    url = str(found_in(record, "request/url url")[1])
-    expect(not url.endswith(("/embeddings", "/moderations")), f"{origin.where}: url is", url, "a chat")
-    named = {key: record[key] for key in ("id", "custom_id", "user") if isinstance(record.get(key), str)}
+    expect(bool(body), f"{where}: the body is", given, "that of an API")
+    url = str(found_in(value, "request/url url")[1])
+    expect(not url.endswith(("/embeddings", "/moderations")), f"{where}: url is", url, "a chat")
+    named = {key: value[key] for key in ("id", "custom_id", "user") if isinstance(value.get(key), str)}
     name = named.pop("custom_id", None)
-    given = found_in(record, "response/body response result/message result error")[1]
+    given = found_in(value, "response/body response result/message result error")[1]
     response = object_of(given)
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
@@ -414,19 +416,19 @@ def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | No
     return checked_tools(read_json(path, "a list of tools", InputError), f"{path}:1")
 
 
-def _read_intercode(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    history = object_of(record["turn_history"])
+def _read_intercode(record: Record) -> Iterator[dict[str, Any]]:
+    history = object_of(record.value["turn_history"])
     actions: Any = history.get("actions")
     observations: Any = history.get("observations")
     are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
-    expect(are_lists, f"{origin.where}: turn_history is", history, "lists of actions and observations")
-    messages = [{"role": "user", "content": record.get("query")}]
+    expect(are_lists, f"{record.where}: turn_history is", history, "lists of actions and observations")
+    messages = [{"role": "user", "content": record.value.get("query")}]
     # Nothing answered the observation after the last action.
     for action, observation in zip_longest(map(_as_text, actions), map(_as_text, observations[: len(actions) - 1])):
         messages.append({"role": "assistant", "content": action})
         messages += [{"role": "user", "content": observation}] * (observation is not None)
-    task_id = record.get("task_id")
-    yield {"id": None if task_id is None else f"{printable(origin.path.stem)}/{task_id}", "messages": messages}
+    task_id = record.value.get("task_id")
+    yield {"id": None if task_id is None else f"{printable(record.path.stem)}/{task_id}", "messages": messages}
 
 
 def _as_text(value: Any) -> str:
@@ -434,15 +436,15 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _read_oasst_tree(record: dict[str, Any], origin: Origin) -> Iterator[dict[str, Any]]:
-    waiting: list[tuple[str | None, Any]] = [(None, record["prompt"])]
+def _read_oasst_tree(record: Record) -> Iterator[dict[str, Any]]:
+    waiting: list[tuple[str | None, Any]] = [(None, record.value["prompt"])]
     nodes: dict[str, Any] = {}
     while waiting:
         parent, turn = waiting.pop()
         name, replies = str(len(nodes)), object_of(turn).get("replies")
         nodes[name] = {**object_of(turn), "parent": parent}
         waiting += [(name, reply) for reply in reversed(replies if isinstance(replies, list) else [])]
-    yield {"id": record["message_tree_id"], "mapping": nodes}
+    yield {"id": record.value["message_tree_id"], "mapping": nodes}
 
 
 def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
@@ -453,8 +455,9 @@ def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
         else:
             trees.setdefault(str(record.value.get("message_tree_id")), []).append(record)
     for rows in trees.values():
-        nodes = {str(row.get("message_id")): {**row, "parent": row.get("parent_id")} for row, _ in rows}
-        yield Record({"id": rows[0].value.get("message_tree_id"), "mapping": nodes}, rows[0].origin)
+        values = [row.value for row in rows]
+        nodes = {str(each.get("message_id")): {**each, "parent": each.get("parent_id")} for each in values}
+        yield rows[0]._replace(value={"id": values[0].get("message_tree_id"), "mapping": nodes})
 
 
 _ANTHROPIC = "a body with `system`, or with blocks or tools that only this API has"

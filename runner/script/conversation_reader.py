@@ -14,12 +14,11 @@ from importlib.resources import as_file, files
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from runner.files import (
     BLANK,
     InputError,
-    JsonRecord,
+    Record,
     document_records,
     input_files,
     is_jsonl,
@@ -28,7 +27,7 @@ from runner.files import (
     nothing_found,
     read_text,
 )
-from runner.script.conversation import Conversation, Origin, Record
+from runner.script.conversation import Conversation
 from runner.script.conversation_formats import (
     OUTPUT_KEYS,
     expanded,
@@ -97,9 +96,9 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     replies: set[str] = set()
     # Conversations without an id are named after their file, and its folder if the file's name is not unique.
     every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad) for path in found)
-    for value, origin in _with_outputs(chain.from_iterable(every)):
+    for record in _with_outputs(chain.from_iterable(every)):
         try:
-            read = [_asked_once(each, asked) for each in _parsed(value, origin, sources)]
+            read = [_asked_once(each, asked) for each in _parsed(record, sources)]
             conversations += [new for each in read if (new := _without(replies, each)) is not None]
         except InputError as error:
             errors.append(error.with_traceback(None))  # its frames hold the record
@@ -121,40 +120,41 @@ def not_in_logs(conversations: Iterable[Conversation]) -> list[str]:
     return tools + ([f"the system prompt of {bare:,} of {plural(len(logs), 'conversation')}"] if bare else [])
 
 
-def _with_outputs(records: Iterable[tuple[Any, Origin]]) -> Iterator[tuple[Any, Origin]]:
+def _with_outputs(records: Iterable[Record]) -> Iterator[Record]:
     """The records. Those of batches come last, each request with its output, which is in another file."""
-    requests: list[tuple[Any, Origin]] = []
-    outputs: defaultdict[str, list[tuple[Any, Origin]]] = defaultdict(list)
-    for value, origin in records:
+    requests: list[Record] = []
+    outputs: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        value = record.value
         name = value.get("custom_id") if isinstance(value, dict) else None
         if not isinstance(name, str):
-            yield value, origin
+            yield record
         elif value.keys() & OUTPUT_KEYS and not value.keys() & {"body", "params"}:
-            outputs[name].append((value, origin))
+            outputs[name].append(record)
         else:
-            requests.append((value, origin))
-    for value, origin in requests:
-        found = outputs.get(value["custom_id"], ())
+            requests.append(record)
+    for request in requests:
+        found = outputs.get(request.value["custom_id"], ())
+        value = {key: each.value[key] for each in found for key in OUTPUT_KEYS & each.value.keys()} | request.value
         if len(found) > 1:
-            yield InputError(f"{origin.where}: several outputs have its custom_id; wanted one batch."), origin
-        else:
-            yield {**{key: each[key] for each, _ in found for key in OUTPUT_KEYS & each.keys()}, **value}, origin
-    names = {value["custom_id"] for value, _ in requests}
-    for origin in (origin for name, found in outputs.items() if name not in names for _, origin in found):
+            value = InputError(f"{request.where}: several outputs have its custom_id; wanted one batch.")
+        yield request._replace(value=value)
+    names = {request.value["custom_id"] for request in requests}
+    for lone in (each for name, found in outputs.items() if name not in names for each in found):
         lacking = "is an output without its request; wanted both files of the batch."
-        yield InputError(f"{origin.where}: {lacking}"), origin
+        yield lone._replace(value=InputError(f"{lone.where}: {lacking}"))
 
 
-def _parsed(value: Any, origin: Origin, sources: dict[str, str]) -> list[Conversation]:
+def _parsed(record: Record, sources: dict[str, str]) -> list[Conversation]:
     """The conversations of a record, if their ids were not seen before."""
-    if isinstance(value, InputError):
-        raise value
+    if isinstance(record.value, InputError):
+        raise record.value
     try:
-        conversations = list(parse_record(value, origin))
+        conversations = list(parse_record(record))
     except RecursionError:
-        raise InputError(f"{origin.where}: nested too deeply; wanted a conversation.") from None
+        raise InputError(f"{record.where}: nested too deeply; wanted a conversation.") from None
     for each in conversations:
-        note_id(each.conversation_id, origin.where, sources)
+        note_id(each.conversation_id, record.where, sources)
     return conversations
 
 
@@ -181,35 +181,35 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
     return replace(conversation, calls=calls) if any(calls) else None
 
 
-def _records(path: Path, label: str, skip_bad: bool) -> Iterator[tuple[Any, Origin]]:
-    """Each record's value, or an InputError in its place, and where it comes from; one InputError for a bad file."""
+def _records(path: Path, label: str, skip_bad: bool) -> Iterator[Record]:
+    """Each record of a file; one InputError for a bad file."""
     # With `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record.
     errors = "surrogateescape" if skip_bad else "strict"
     try:
         records = _split(read_text(path, "a file of conversations", MOST_UNPACKED_BYTES, errors), path)
     except InputError as error:
-        yield _UnreadableError(str(error)), Origin(path, 1, label)
+        yield Record(_UnreadableError(str(error)), path, 1)
         return
-    values = ((line, value) for line, record in records for value in expanded(record))
-    found = ((value, Origin(path, line, f"{printable(label)}#{at}")) for at, (line, value) in enumerate(values))
+    values = (record._replace(value=value) for record in records for value in expanded(record.value))
+    found = (each._replace(default_id=f"{printable(label)}#{at}") for at, each in enumerate(values))
     first = list(islice(found, PROBED_RECORDS))
-    form = joining_form(value for value, _ in first)
+    form = joining_form(each.value for each in first)
     if form is None or form.join is None:
         yield from chain(first, found)
         return
     own: list[Record] = []
-    for value, origin in chain(first, found):
-        if isinstance(value, dict) and form_of(value) in (form, None):
-            own.append(Record(value, origin))
+    for record in chain(first, found):
+        if isinstance(record.value, dict) and form_of(record.value) in (form, None):
+            own.append(record)
         else:
-            yield value, origin
+            yield record
     try:
         yield from form.join(own)
     except InputError as error:
-        yield error, own[0].origin
+        yield own[0]._replace(value=error)
 
 
-def _split(text: str, path: Path) -> Iterable[JsonRecord]:
+def _split(text: str, path: Path) -> Iterable[Record]:
     """Split a text into records, whether it is JSONL or a document. InputError: it is empty."""
     start = len(text) - len(text.lstrip(BLANK))
     if start == len(text):
@@ -223,9 +223,9 @@ def _split(text: str, path: Path) -> Iterable[JsonRecord]:
     return _conversations_of_array(list(records)) if text[start] == "[" else records
 
 
-def _conversations_of_array(records: list[JsonRecord]) -> list[JsonRecord]:
+def _conversations_of_array(records: list[Record]) -> list[Record]:
     """A JSON array is a list of conversations, or the messages of a single one."""
-    if not any(is_message(value) for _, value in records):
+    if not any(is_message(record.value) for record in records):
         return records
-    errors = [record for record in records if isinstance(record[1], InputError)]
-    return errors[:1] or [(records[0][0], [value for _, value in records])]
+    errors = [record for record in records if isinstance(record.value, InputError)]
+    return errors[:1] or [records[0]._replace(value=[record.value for record in records])]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runner.files import InputError, expect, read_records
+from runner.files import InputError, Record, expect, read_records
 from runner.text import shown
 
 Keys = npt.NDArray[np.int64]
@@ -249,12 +249,13 @@ class Reading:
         self.skipped.append(str(error))
 
 
-def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | InputError]]:
-    """The place and the object of every line of a JSONL file that is not blank, one at a time; or those of an array."""
-    for line, value in read_records(path, "a trace"):
-        where = f"{path}:{line}"
-        is_bad = not isinstance(value, dict | InputError)
-        yield where, InputError(f"{where}: found {shown(value)}; wanted an object.") if is_bad else value
+def read_objects(path: Path) -> Iterator[Record]:
+    """The object of every line of a JSONL file that is not blank, one at a time; or those of an array."""
+    for record in read_records(path, "a trace"):
+        if not isinstance(record.value, dict | InputError):
+            error = InputError(f"{record.where}: found {shown(record.value)}; wanted an object.")
+            record = record._replace(value=error)
+        yield record
 
 
 class Fields(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import BLANK, MOST_RECORD_BYTES, InputError, document_records, expect, note_id, read_text
+from runner.files import BLANK, MOST_RECORD_BYTES, InputError, Record, document_records, expect, note_id, read_text
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
@@ -76,8 +76,8 @@ def _block_ids(
 # of the part before it. Requests are written when they end; the reader sorts them by arrival.
 
 
-def _is_compact_header(record: dict[str, Any]) -> bool:
-    return record.get("format") == FORMAT
+def _is_compact_header(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("format") == FORMAT
 
 
 def read_compact(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
@@ -126,19 +126,19 @@ class _CompactReader:
         self._is_timing_synthetic = False
 
     def trace(self) -> Trace:
-        end = ("", {"format": FORMAT})
-        for (where, record), (_, following) in pairwise(chain(read_objects(self._path), [end])):
+        end = Record({"format": FORMAT}, self._path, 0)
+        for record, following in pairwise(chain(read_objects(self._path), [end])):
             try:
-                if isinstance(record, dict) and _is_compact_header(record):
-                    self._begin_part(Fields(record, where))
-                elif isinstance(record, dict):
-                    self._read_request(Fields(record, where))
-                elif isinstance(following, dict) and _is_compact_header(following):
+                if _is_compact_header(record.value):
+                    self._begin_part(Fields(record.value, record.where))
+                elif isinstance(record.value, dict):
+                    self._read_request(Fields(record.value, record.where))
+                elif _is_compact_header(following.value):
                     self._reading.skipped.append(
-                        f"{where}: an incomplete line, as the writer was stopped here; skipped."
+                        f"{record.where}: an incomplete line, as the writer was stopped here; skipped."
                     )
                 else:
-                    raise record
+                    raise record.value
             except InputError as error:
                 self._reading.skip(error)
         source = str(self._path)
@@ -293,11 +293,11 @@ class _RowReader:
         self._rows_without_output = 0
 
     def trace(self) -> Trace:
-        for where, record in read_objects(self._path):
+        for record in read_objects(self._path):
             try:
-                if isinstance(record, InputError):
-                    raise record
-                self._requests.append(self._request(record, where))
+                if isinstance(record.value, InputError):
+                    raise record.value
+                self._requests.append(self._request(record))
             except InputError as error:
                 self._reading.skip(error)
         requests = sorted(self._requests, key=lambda request: request.time_ms)
@@ -322,17 +322,17 @@ class _RowReader:
                 else "equal hash_ids follow different prefixes; a block counts as known only after the same blocks."
             )
 
-    def _request(self, record: dict[str, Any], where: str) -> TraceRequest:
-        record = {_ALIASES.get(name, name): value for name, value in record.items() if value is not None}
-        fields = Fields(record, where)
+    def _request(self, record: Record) -> TraceRequest:
+        given = {_ALIASES.get(name, name): value for name, value in record.value.items() if value is not None}
+        fields = Fields(given, record.where)
         tokens = fields.whole_number("input_length", at_least=1)
-        has_output = "output_length" in record
+        has_output = "output_length" in given
         output_tokens = fields.whole_number("output_length") if has_output else 0
         kind = printable(str(fields.value("type", str | int, "text", "")))
         own, parent = _link(fields, self._form.session), _link(fields, "parent_chat_id")
         before = parent or own
         earlier = self._latest.get(self._root(before))
-        turn = fields.whole_number("turn", at_least=1) if "turn" in record else None
+        turn = fields.whole_number("turn", at_least=1) if "turn" in given else None
         block_tokens, are_prefix_ids = self._block_tokens, self._form.are_prefix_ids
         ids = _block_ids(self._table, fields, "input_length", tokens, block_tokens, are_prefix_ids=are_prefix_ids)
         time_ms = self._arrival_ms(fields, earlier)
@@ -436,11 +436,11 @@ class _Session:
         self._reading = reading
         self._table = KeyTable()
         text = read_text(path, "a session", MOST_RECORD_BYTES)
-        (line, document), *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
-        self.where = f"{path}:{line}"
-        for value in (document, *(value for _, value in more)):
-            if isinstance(value, InputError):
-                raise value
+        first, *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
+        document, self.where = first.value, first.where
+        for each in (first, *more):
+            if isinstance(each.value, InputError):
+                raise each.value
         is_one = isinstance(document, dict) and not more
         expect(is_one, f"{self.where}: found", document, "one object with block_size and requests")
         fields = Fields(document, self.where)
@@ -448,7 +448,7 @@ class _Session:
         self.name = printable(str(document.get("id") or path))
         self._main = _Agent(self.name, 0.0, fields.value("requests", list, "a list"), str(path))
         found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-        self._lines = [line for line, _ in document_records(text, found.end(), path)] if found else []
+        self._lines = [each.line for each in document_records(text, found.end(), path)] if found else []
 
     def requests(self) -> list[TraceRequest]:
         """All requests, those of sub-agents included, by time from the session's start."""

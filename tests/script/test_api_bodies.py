@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.files import InputError
+from runner.files import InputError, Record
 from runner.script.anthropic_blocks import is_anthropic
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import parse_record
-from runner.script.conversation_reader import Origin, read_conversations
+from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import requests_of, schedule
 from runner.serve.anthropic import MessagesBody
 from runner.serve.openai import ChatBody
@@ -22,7 +22,7 @@ from runner.serve.request import Request
 from runner.serve.responses import ResponsesBody
 
 OPTIONS = ServeOptions()
-ORIGIN = Origin(Path("log.jsonl"), 1, "log#0")
+RECORD = Record({}, Path("log.jsonl"), 1, "log#0")
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -73,7 +73,7 @@ def prompts_are_equal(request: Request, conversation: Conversation) -> None:
 
 
 def read_one(body: Any) -> Conversation:
-    (conversation,) = parse_record(json.loads(json.dumps(body)), ORIGIN)
+    (conversation,) = parse_record(RECORD._replace(value=json.loads(json.dumps(body))))
     return conversation
 
 
