@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,10 +244,15 @@ class Reading:
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def skip(self, error: InputError) -> None:
-        if not self.skip_bad:
-            raise error
-        self.skipped.append(str(error))
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """With `skip_bad`, an InputError ends the block and is noted."""
+        try:
+            yield
+        except InputError as error:
+            if not self.skip_bad:
+                raise
+            self.skipped.append(str(error))
 
 
 def read_objects(path: Path) -> Iterator[Record]:

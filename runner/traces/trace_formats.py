@@ -108,6 +108,7 @@ class _Part:
     """What a header says, the requests behind the header in the order of the file, and the blocks of each by number."""
 
     block_tokens: int
+    clock: str
     salt_id: str
     is_plain: bool
     requests: list[TraceRequest] = field(default_factory=list)
@@ -115,43 +116,38 @@ class _Part:
 
 
 class _CompactReader:
-    """The requests of each part of a file so far, and the part that is being read; None: a header must come first."""
+    """The parts of a file so far, and the part that is being read; None: a header must come first."""
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self._path, self._reading = path, reading
         self._table = KeyTable()
-        self._requests: list[list[TraceRequest]] = []
+        self._parts: list[_Part] = []
         self._part: _Part | None = None
-        self._block_tokens: int | None = None
-        self._is_timing_synthetic = False
 
     def trace(self) -> Trace:
         end = Record({"format": FORMAT}, self._path, 0)
         for record, following in pairwise(chain(read_objects(self._path), [end])):
-            try:
+            with self._reading.skipping():
                 if _is_compact_header(record.value):
                     self._begin_part(Fields(record.value, record.where))
                 elif isinstance(record.value, dict):
                     self._read_request(Fields(record.value, record.where))
                 elif _is_compact_header(following.value):
-                    self._reading.skipped.append(
-                        f"{record.where}: an incomplete line, as the writer was stopped here; skipped."
-                    )
+                    skipped = f"{record.where}: an incomplete line, as the writer was stopped here; skipped."
+                    self._reading.skipped.append(skipped)
                 else:
                     raise record.value
-            except InputError as error:
-                self._reading.skip(error)
-        source = str(self._path)
-        return Trace(self._path.stem, self._block_tokens or 1, self._joined(), self._is_timing_synthetic, source)
+        block_tokens = self._parts[0].block_tokens if self._parts else 1
+        is_synthetic = any(part.clock != "ms" for part in self._parts)
+        return Trace(self._path.stem, block_tokens, self._joined(), is_synthetic, str(self._path))
 
     def _joined(self) -> list[TraceRequest]:
         """The requests of each part by arrival. The times of a part continue from the end of the part before it."""
         joined: list[TraceRequest] = []
-        for requests in filter(None, self._requests):
-            part = sorted(requests, key=lambda request: request.time_ms)
+        for part in self._parts:
+            requests = sorted(part.requests, key=lambda request: request.time_ms)
             earlier_ms = joined[-1].time_ms if joined else 0
-            shift_ms = earlier_ms - part[0].time_ms
-            joined += [replace(each, time_ms=each.time_ms + shift_ms) for each in part]
+            joined += [replace(each, time_ms=each.time_ms + earlier_ms - requests[0].time_ms) for each in requests]
         return joined
 
     def _begin_part(self, header: Fields) -> None:
@@ -159,13 +155,12 @@ class _CompactReader:
         version, clock = header.record.get("version"), header.record.get("clock")
         expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
         block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
-        before = self._block_tokens or block_tokens
+        before = self._parts[0].block_tokens if self._parts else block_tokens
         expect(block_tokens == before, f"{header.where}: block_tokens is", block_tokens, f"{before}, as before")
         expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
-        self._block_tokens = block_tokens
-        self._is_timing_synthetic |= clock != "ms"
-        self._part = _Part(block_tokens, str(header.record.get("salt_id")), header.record.get("plain") is True)
-        self._requests.append(self._part.requests)
+        salt_id, is_plain = str(header.record.get("salt_id")), header.record.get("plain") is True
+        self._part = _Part(block_tokens, str(clock), salt_id, is_plain)
+        self._parts.append(self._part)
 
     def _read_request(self, fields: Fields) -> None:
         part, where = self._part, fields.where
@@ -294,12 +289,10 @@ class _RowReader:
 
     def trace(self) -> Trace:
         for record in read_objects(self._path):
-            try:
+            with self._reading.skipping():
                 if isinstance(record.value, InputError):
                     raise record.value
                 self._requests.append(self._request(record))
-            except InputError as error:
-                self._reading.skip(error)
         requests = sorted(self._requests, key=lambda request: request.time_ms)
         notes = self._notes(are_sorted=requests != self._requests)
         requests = [*self._with_sessions(requests)]
@@ -404,18 +397,15 @@ def read_coding_agent(form: TraceForm, paths: Sequence[Path], reading: Reading) 
     sources: dict[str, str] = {}
     start_s = 0.0
     for path in paths:
-        try:
+        with reading.skipping():
             session = _Session(path, reading)
             if sessions and session.block_tokens != sessions[0].block_tokens:
                 found, wanted = session.block_tokens, sessions[0].block_tokens
                 raise InputError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
             note_id(session.name, session.where, sources)
-        except InputError as error:
-            reading.skip(error)
-            continue
-        requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
-        sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
-        start_s += reading.pace.session_gap_s(draw)
+            requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
+            sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
+            start_s += reading.pace.session_gap_s(draw)
     rate = reading.pace.sessions_per_hour
     return [replace(join_traces(sessions), name=paths[0].stem, sessions_per_hour=rate)] if sessions else []
 
@@ -459,18 +449,14 @@ class _Session:
         for index, record in enumerate(agent.records):
             line = f":{self._lines[index]}" if agent is self._main and index < len(self._lines) else ""
             where = f"{agent.where}{line}: requests[{index}]"
-            try:
+            with self._reading.skipping():
                 expect(isinstance(record, dict), f"{where} is", record, "an object")
                 fields = Fields(record, where)
                 if record.get("type") == "subagent":
-                    found = self._requests_of(self._subagent(fields, agent))
+                    yield from self._requests_of(self._subagent(fields, agent))
                 else:
-                    found = iter([self._request(fields, agent, turn + 1)])
+                    yield self._request(fields, agent, turn + 1)
                     turn += 1
-            except InputError as error:
-                self._reading.skip(error)
-                continue
-            yield from found
 
     def _subagent(self, fields: Fields, agent: _Agent) -> _Agent:
         if agent.depth == _MOST_DEPTH:

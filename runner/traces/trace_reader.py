@@ -75,7 +75,8 @@ def read_trace(
         files[_CONVERSATIONS] += unknown  # their reader skips what is beside sessions of agents
     else:
         for refused in unknown.values():
-            reading.skip(refused)
+            with reading.skipping():
+                raise refused
     for form, (path, *_) in [*files.items()][:1]:
         if block_tokens is not None and not any(each.block_tokens for each in files):
             raise InputError(f"{path}: a {form.name} trace names its own block length. Leave --block-tokens out.")
@@ -96,7 +97,8 @@ def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Rea
 
     Logs of agents say when a reply was there. Otherwise arrivals are made up, in the order of the files.
     """
-    if reading.tokenizer is None:
+    tokenizer = reading.tokenizer
+    if tokenizer is None:
         known = ", ".join(each.name for each in FORMS)
         raise InputError(
             f"{paths[0]}:1: no known form of trace ({known}), so perhaps conversations. "
@@ -111,19 +113,15 @@ def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Rea
     requests: list[TraceRequest] = []
     start_s, first_ms = 0.0, _first_reply_ms(read.conversations)
     for conversation in read.conversations:
-        try:
-            rendered = _rendered(conversation, reading.tokenizer)
-        except InputError as error:
-            reading.skip(error)
-            continue
-        at_s = start_s
-        for index, (request, prompt, output_tokens, is_tool) in enumerate(rendered):
-            keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=request.model))
-            name = conversation.conversation_id
-            time_ms = round(1e3 * at_s) if first_ms is None else _reply_ms(request.call) - first_ms
-            requests.append(TraceRequest(keys, len(prompt), output_tokens, time_ms, name, index + 1))
-            at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
-        start_s += reading.pace.session_gap_s(draw)
+        with reading.skipping():
+            at_s = start_s
+            for turn, (request, prompt, output_tokens, is_tool) in enumerate(_rendered(conversation, tokenizer), 1):
+                keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=request.model))
+                time_ms = round(1e3 * at_s) if first_ms is None else _reply_ms(request.call) - first_ms
+                name = conversation.conversation_id
+                requests.append(TraceRequest(keys, len(prompt), output_tokens, time_ms, name, turn))
+                at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
+            start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
     source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour if first_ms is None else None
     if first_ms is not None:
