@@ -82,7 +82,7 @@ def _is_compact_header(value: Any) -> bool:
 
 def read_compact(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
-    return [_CompactReader(path, reading).trace() for path in paths]
+    return [_compact_trace(path, reading) for path in paths]
 
 
 def compact_bytes(trace: Trace) -> bytes:
@@ -114,94 +114,49 @@ class _Part:
     requests: list[TraceRequest] = field(default_factory=list)
     digests: dict[int, list[bytes]] = field(default_factory=dict)
 
-
-class _CompactReader:
-    """The parts of a file so far, and the part that is being read; None: a header must come first."""
-
-    def __init__(self, path: Path, reading: Reading) -> None:
-        self._path, self._reading = path, reading
-        self._table = KeyTable()
-        self._parts: list[_Part] = []
-        self._part: _Part | None = None
-
-    def trace(self) -> Trace:
-        end = Record({"format": FORMAT}, self._path, 0)
-        for record, following in pairwise(chain(read_objects(self._path), [end])):
-            with self._reading.skipping():
-                if _is_compact_header(record.value):
-                    self._begin_part(Fields(record.value, record.where))
-                elif isinstance(record.value, dict):
-                    self._read_request(Fields(record.value, record.where))
-                elif _is_compact_header(following.value):
-                    skipped = f"{record.where}: an incomplete line, as the writer was stopped here; skipped."
-                    self._reading.skipped.append(skipped)
-                else:
-                    raise record.value
-        block_tokens = self._parts[0].block_tokens if self._parts else 1
-        is_synthetic = any(part.clock != "ms" for part in self._parts)
-        return Trace(self._path.stem, block_tokens, self._joined(), is_synthetic, str(self._path))
-
-    def _joined(self) -> list[TraceRequest]:
-        """The requests of each part by arrival. The times of a part continue from the end of the part before it."""
-        joined: list[TraceRequest] = []
-        for part in self._parts:
-            requests = sorted(part.requests, key=lambda request: request.time_ms)
-            earlier_ms = joined[-1].time_ms if joined else 0
-            joined += [replace(each, time_ms=each.time_ms + earlier_ms - requests[0].time_ms) for each in requests]
-        return joined
-
-    def _begin_part(self, header: Fields) -> None:
-        self._part = None  # even a bad header ends the part before it
-        version, clock = header.record.get("version"), header.record.get("clock")
-        expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
-        block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
-        before = self._parts[0].block_tokens if self._parts else block_tokens
-        expect(block_tokens == before, f"{header.where}: block_tokens is", block_tokens, f"{before}, as before")
-        expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
-        salt_id, is_plain = str(header.record.get("salt_id")), header.record.get("plain") is True
-        self._part = _Part(block_tokens, str(clock), salt_id, is_plain)
-        self._parts.append(self._part)
-
-    def _read_request(self, fields: Fields) -> None:
-        part, where = self._part, fields.where
-        if part is None:
-            raise InputError(f"{where}: no header; wanted a line with format {FORMAT!r} first.")
-        number = fields.whole_number("request")
-        if number in part.digests:
-            self._part = None
-            raise InputError(f"{where}: request {number} is there twice; wanted a header before each part of a trace.")
+    def add(self, number: int, fields: Fields, table: KeyTable) -> None:
         time_ms = fields.whole_number("time")
         tokens = fields.whole_number("tokens", at_least=1)
         output_tokens = fields.whole_number("output")
         turn = fields.whole_number("turn") if "turn" in fields.record else None
         session, kind = (printable(fields.value(name, str, "text", "")) for name in ("session", "kind"))
-        shared = _shared_blocks(fields, part)
-        own = _plain_blocks(fields, part, shared, tokens) if part.is_plain else _hashed_blocks(fields)
-        digests, wanted = shared + own, -(-tokens // part.block_tokens)
+        shared = self._shared_blocks(fields)
+        own = self._plain_blocks(fields, shared, tokens) if self.is_plain else _hashed_blocks(fields)
+        digests, wanted = shared + own, -(-tokens // self.block_tokens)
         if len(digests) != wanted:
-            needed = f"{tokens} tokens need {wanted} blocks of {part.block_tokens} tokens"
-            raise InputError(f"{where}: {len(digests)} blocks; {needed}.")
-        ids = [(part.salt_id, digest) for digest in digests]
-        if (at := self._table.conflict(ids)) is not None:
-            raise InputError(f"{where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
-        part.digests[number] = digests
-        keys = self._table.keys(ids)
-        part.requests.append(TraceRequest(keys, tokens, output_tokens, time_ms, session, turn, kind))
+            needed = f"{tokens} tokens need {wanted} blocks of {self.block_tokens} tokens"
+            raise InputError(f"{fields.where}: {len(digests)} blocks; {needed}.")
+        ids = [(self.salt_id, digest) for digest in digests]
+        if (at := table.conflict(ids)) is not None:
+            raise InputError(f"{fields.where}: block {at} follows another prefix earlier on; wanted equal prefixes.")
+        self.digests[number] = digests
+        self.requests.append(TraceRequest(table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind))
 
+    def _shared_blocks(self, fields: Fields) -> list[bytes]:
+        """The first blocks, shared with an earlier request of the part."""
+        after = fields.record.get("after")
+        if after is None:
+            return []
+        is_pair = isinstance(after, list) and [type(each) for each in after] == [int, int]
+        expect(is_pair, f"{fields.where}: after is", after, "[request, blocks]")
+        earlier, count = after
+        found = self.digests.get(earlier, [])
+        if not 1 <= count <= len(found):
+            named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
+            raise InputError(f"{fields.where}: {named}; wanted an earlier request of this part.")
+        return found[:count]
 
-def _shared_blocks(fields: Fields, part: _Part) -> list[bytes]:
-    """The first blocks, shared with an earlier request of the part."""
-    after = fields.record.get("after")
-    if after is None:
-        return []
-    is_pair = isinstance(after, list) and [type(each) for each in after] == [int, int]
-    expect(is_pair, f"{fields.where}: after is", after, "[request, blocks]")
-    earlier, count = after
-    found = part.digests.get(earlier, [])
-    if not 1 <= count <= len(found):
-        named = f"after names {count} blocks of request {earlier}, which has {len(found)} here"
-        raise InputError(f"{fields.where}: {named}; wanted an earlier request of this part.")
-    return found[:count]
+    def _plain_blocks(self, fields: Fields, shared: list[bytes], tokens: int) -> list[bytes]:
+        ids: Any = fields.record.get("ids")
+        are_ids = isinstance(ids, list) and all(type(each) is int and abs(each) < 1 << 63 for each in ids)
+        expect(are_ids, f"{fields.where}: ids is", ids, "a list of whole numbers")
+        wanted = max(0, tokens - len(shared) * self.block_tokens)
+        if len(ids) != wanted:
+            found = f"{len(ids)} ids after {len(shared)} blocks"
+            raise InputError(f"{fields.where}: {found}; {tokens} tokens need {wanted} ids.")
+        namespace = fields.value("namespace", str, "text", "")
+        before = shared[-1] if shared else None
+        return block_digests(np.array(ids, np.int64), self.block_tokens, namespace=namespace, before=before)
 
 
 def _hashed_blocks(fields: Fields) -> list[bytes]:
@@ -215,17 +170,53 @@ def _hashed_blocks(fields: Fields) -> list[bytes]:
     return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
 
 
-def _plain_blocks(fields: Fields, part: _Part, shared: list[bytes], tokens: int) -> list[bytes]:
-    ids: Any = fields.record.get("ids")
-    are_ids = isinstance(ids, list) and all(type(each) is int and abs(each) < 1 << 63 for each in ids)
-    expect(are_ids, f"{fields.where}: ids is", ids, "a list of whole numbers")
-    wanted = max(0, tokens - len(shared) * part.block_tokens)
-    if len(ids) != wanted:
-        found = f"{len(ids)} ids after {len(shared)} blocks"
-        raise InputError(f"{fields.where}: {found}; {tokens} tokens need {wanted} ids.")
-    namespace = fields.value("namespace", str, "text", "")
-    before = shared[-1] if shared else None
-    return block_digests(np.array(ids, np.int64), part.block_tokens, namespace=namespace, before=before)
+def _part_behind(header: Fields, parts: Sequence[_Part]) -> _Part:
+    """The part that a header begins behind others. InputError: the header is wrong."""
+    version, clock = header.record.get("version"), header.record.get("clock")
+    expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
+    block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
+    before = parts[0].block_tokens if parts else block_tokens
+    expect(block_tokens == before, f"{header.where}: block_tokens is", block_tokens, f"{before}, as before")
+    expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
+    return _Part(block_tokens, str(clock), str(header.record.get("salt_id")), header.record.get("plain") is True)
+
+
+def _compact_trace(path: Path, reading: Reading) -> Trace:
+    table, parts = KeyTable(), list[_Part]()
+    part: _Part | None = None  # a header must come first
+    end = Record({"format": FORMAT}, path, 0)
+    for record, following in pairwise(chain(read_objects(path), [end])):
+        with reading.skipping():
+            fields = Fields(record.value, record.where)
+            if _is_compact_header(record.value):
+                part = None  # even a bad header ends the part before it
+                part = _part_behind(fields, parts)
+                parts.append(part)
+            elif _is_compact_header(following.value) and isinstance(record.value, InputError):
+                reading.skipped.append(f"{fields.where}: an incomplete line, as the writer was stopped here; skipped.")
+            elif isinstance(record.value, InputError):
+                raise record.value
+            elif part is None:
+                raise InputError(f"{fields.where}: no header; wanted a line with format {FORMAT!r} first.")
+            elif (number := fields.whole_number("request")) in part.digests:
+                part = None
+                wanted = "wanted a header before each part of a trace"
+                raise InputError(f"{fields.where}: request {number} is there twice; {wanted}.")
+            else:
+                part.add(number, fields, table)
+    block_tokens = parts[0].block_tokens if parts else 1
+    is_synthetic = any(each.clock != "ms" for each in parts)
+    return Trace(path.stem, block_tokens, _joined(parts), is_synthetic, str(path))
+
+
+def _joined(parts: Sequence[_Part]) -> list[TraceRequest]:
+    """The requests of each part by arrival. The times of a part continue from the end of the part before it."""
+    joined: list[TraceRequest] = []
+    for part in parts:
+        requests = sorted(part.requests, key=lambda request: request.time_ms)
+        earlier_ms = joined[-1].time_ms if joined else 0
+        joined += [replace(each, time_ms=each.time_ms + earlier_ms - requests[0].time_ms) for each in requests]
+    return joined
 
 
 # Rows: {"timestamp": t, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
