@@ -75,9 +75,10 @@ class Form:
     blanks between, the first that is there counts.
 
     Attributes:
-        keys: what a record must have; `a|b` is one of several. `tells` is a further condition.
         about: what a record is, for people.
-        turns: the list of turns; if turns have a `parent`, the turns of a tree by their names.
+        keys: what a record must have; `a|b` is one of several. Without `read` and `join` it is one key, which has the
+            list of turns; if turns have a `parent`, the turns of a tree by their names.
+        tells: a further condition.
         role, content, parent: values of a turn. A turn that is a text alone is the user's, if `has_bare_turns`.
         callee: the value that names the tool that a reply calls; "all": none.
         roles: the role that each name of a role means; names are in lower case.
@@ -92,7 +93,6 @@ class Form:
     name: str
     about: str
     keys: str
-    turns: str = "messages"
     role: str = "role"
     content: str = "content"
     parent: str = ""
@@ -158,7 +158,7 @@ def lengths_alone(keys: Iterable[str]) -> str:
 def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
     """Messages in OpenAI's form, with the keys that templates know. InputError: the first bad one."""
     expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
-    read = [_message(value, Form("", "", ""), f"{where}: message {at}") for at, value in enumerate(values)]
+    read = [_message(value, Form("", "", "messages"), f"{where}: message {at}") for at, value in enumerate(values)]
     lacking = next((at for at, (_, left_out) in enumerate(read) if left_out), None)
     expect(lacking is None, f"{where}: message", lacking, "text alone")
     return tuple(message for message, _ in read if message is not None)
@@ -184,9 +184,9 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     The paths share their messages.
     """
     value, where = record.value, record.where
-    turns = value[form.turns]
+    turns = value[form.keys]
     kind, wanted = (dict, "the messages of a tree by their names") if form.parent else (list, "a list of messages")
-    expect(isinstance(turns, kind), f"{where}: {form.turns} is", turns, wanted)
+    expect(isinstance(turns, kind), f"{where}: {form.keys} is", turns, wanted)
     named: dict[str, Any] = turns if form.parent else {str(at): turn for at, turn in enumerate(turns)}
     read = {name: _message(turn, form, f"{where}: message {at}") for at, (name, turn) in enumerate(named.items())}
     messages = {name: message for name, (message, _) in read.items() if message is not None}
@@ -481,32 +481,22 @@ _NODES: Any = {
     "parent": "parent",
     "callee": "message/recipient",
 }
-_SGD: Any = {
-    "role": "speaker",
-    "content": "utterance",
-    "roles": {"user": "user", "system": "assistant"},
-    "id": "id dialogue_id question_id",
-    "has_bare_turns": True,
-}
-_TASK: Any = {
-    "id": "{file}/{task_id}.{trial} {file}/{task_id}.0",
-    "user": "info/task/user_id",
-    "has_tools_beside": True,
-}
+_UTTERED: Any = {"role": "speaker", "content": "utterance", "roles": {"user": "user", "system": "assistant"}}
+_TASK = "{file}/{task_id}.{trial} {file}/{task_id}.0"
 
 FORMS: tuple[Form, ...] = (
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
     Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", user="user metadata/user_id", is_body=True),
     Form("OpenAI's Responses API", "a body; `input` is text or items", "input", tells=_is_response, read=_responses),
     Form("batches of APIs, stored completions, logs of proxies", _LOGGED, "body|params|request", read=_read_logged),
-    Form("ShareGPT", _SPOKEN, "conversations", "conversations", **_SPEECH),
-    Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", "conversation", **_ROW),
-    Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", "mapping", **_NODES),
+    Form("ShareGPT", _SPOKEN, "conversations", **_SPEECH),
+    Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", **_ROW),
+    Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", **_NODES),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
     Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
-    Form("tau-bench", _TAU, "traj", "traj", **_TASK),
-    Form("SGD, mt-bench", _TURNS, "turns", "turns", **_SGD),
-    Form("SWE-agent", "a `.traj` file", "history", "history", id="{file}"),
+    Form("tau-bench", _TAU, "traj", id=_TASK, user="info/task/user_id", has_tools_beside=True),
+    Form("SGD, mt-bench", _TURNS, "turns", id="id dialogue_id question_id", has_bare_turns=True, **_UTTERED),
+    Form("SWE-agent", "a `.traj` file", "history", id="{file}"),
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
     Form("Claude Code", _CLAUDE_CODE, "type sessionId|leafUuid|messageId", join=claude_code),
     Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),

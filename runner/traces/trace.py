@@ -40,7 +40,6 @@ MOST_BRANCHES = 3
 MOST_EXACT = 1 << 53  # larger whole numbers are not exact as floats
 MOST_TIME = 10**13  # milliseconds since 1970 are less
 MOST_BLOCK_TOKENS = 1 << 31
-_IDS = "a list of whole numbers, or of texts"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,12 +289,3 @@ class Fields(NamedTuple):
         is_time = type(value) in (int, float) and 0 <= value <= MOST_TIME
         expect(is_time, f"{self.where}: {name} is", value, f"{unit}, 0 to {MOST_TIME:,}")
         return float(value)
-
-    def hash_ids(self) -> list[int] | list[str]:
-        ids: list[Any] = self.value("hash_ids", list, _IDS)
-        if float in map(type, ids):
-            # Larger floats may stand for several ids.
-            ids = [int(x) if isinstance(x, float) and x.is_integer() and 0 <= x <= MOST_EXACT else x for x in ids]
-        # Not both: 1 and "1" could be the same block.
-        expect({*map(type, ids)} in (set(), {int}, {str}), f"{self.where}: hash_ids is", ids, _IDS)
-        return ids

@@ -24,6 +24,7 @@ from runner.files import BLANK, MOST_RECORD_BYTES, InputError, Record, document_
 from runner.text import plural, printable, shortened, shown
 from runner.traces.trace import (
     MOST_BLOCK_TOKENS,
+    MOST_EXACT,
     Fields,
     KeyTable,
     Reading,
@@ -57,9 +58,15 @@ class TraceForm:
 
 def _block_ids(
     table: KeyTable, fields: Fields, length: str, tokens: int, block_tokens: int, *, are_prefix_ids: bool = True
-) -> list[int] | list[str]:
+) -> list[Any]:
     """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none."""
-    ids = fields.hash_ids()
+    wanted = "a list of whole numbers, or of texts"
+    ids: list[Any] = fields.value("hash_ids", list, wanted)
+    if float in map(type, ids):
+        # Larger floats may stand for several ids.
+        ids = [int(x) if isinstance(x, float) and x.is_integer() and 0 <= x <= MOST_EXACT else x for x in ids]
+    # Not both: 1 and "1" could be the same block.
+    expect({*map(type, ids)} in (set(), {int}, {str}), f"{fields.where}: hash_ids is", ids, wanted)
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
