@@ -240,17 +240,18 @@ class _Run:
         for index in list(self._left):
             if len(self._busy) == self.users:
                 break
-            user = self.script.requests[index].conversation.user
+            scheduled = self.script.requests[index]
+            user = scheduled.conversation.user
             if user not in self._busy:
                 self._busy.add(user)
                 self._left.remove(index)
                 request = self.script[index]
                 needed = len(request.prompt.tokens) + self.reply_tokens
                 if self.capacity and needed > self.capacity:
+                    where = f"user {user}, {scheduled.conversation.conversation_id}, turn {scheduled.turn}"
                     raise ScriptError(
-                        f"user {user}, {request.conversation_id}, turn {request.turn}: with generated replies, prompt "
-                        f"and reply need {needed:,} tokens; there is room for {self.capacity:,}. Ask for shorter "
-                        "replies with --max-tokens."
+                        f"{where}: with generated replies, prompt and reply need {needed:,} tokens; there is room for "
+                        f"{self.capacity:,}. Ask for shorter replies with --max-tokens."
                     )
                 self.server.submit(index, request)
         return len(self._left) < waiting

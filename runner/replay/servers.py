@@ -331,9 +331,9 @@ def _request_row(
     request: RenderedRequest, completion: Completion, matched_tokens: int, reason: str | None, **figures: Any
 ) -> RequestRow:
     about: dict[str, Any] = {
-        "user": request.user,
-        "conversation_id": request.conversation_id,
-        "turn": request.turn,
+        "user": request.scheduled.conversation.user,
+        "conversation_id": request.scheduled.conversation.conversation_id,
+        "turn": request.scheduled.turn,
         "prompt_tokens": completion.prompt_tokens,
         "matched_tokens": matched_tokens,
         "cached_tokens": completion.cached_tokens,

@@ -52,9 +52,7 @@ class Prompt:
 class RenderedRequest:
     """A scheduled request as tokens. `reply` is the recorded reply, empty when replies are generated."""
 
-    user: str
-    conversation_id: str
-    turn: int
+    scheduled: ScheduledRequest
     prompt: Prompt
     reply: NDArray[np.int32]
 
@@ -81,7 +79,6 @@ class Script:
         self._rendered: list[RenderedRequest] = []
         self._waiting: set[int] = set()  # indices of requests with placeholders
         self.longest_tokens = 0
-        ready: list[ScheduledRequest] = []
         for request in requests:
             try:
                 rendered, is_waiting = self._prepare(request)
@@ -90,12 +87,11 @@ class Script:
                     raise
                 continue
             if is_waiting:
-                self._waiting.add(len(ready))
-            ready.append(request)
+                self._waiting.add(len(self._rendered))
             self._rendered.append(rendered)
-        self.requests = tuple(ready)
-        self.skipped_requests = len(requests) - len(ready)
-        if not ready:
+        self.requests = tuple(each.scheduled for each in self._rendered)
+        self.skipped_requests = len(requests) - len(self.requests)
+        if not self.requests:
             raise ScriptError(f"nothing to replay: none of {len(requests)} requests fits {loaded.name}.")
 
     def __len__(self) -> int:
@@ -148,7 +144,7 @@ class Script:
         limit = self._loaded.context_length
         self.longest_tokens = max(self.longest_tokens, longest if limit is None else min(longest, limit))
         prompt = Prompt(tokens, marks, system_end, messages[-1]["role"] == "user", reply_tokens)
-        return RenderedRequest(conversation.user, conversation.conversation_id, request.turn, prompt, reply)
+        return RenderedRequest(request, prompt, reply)
 
     def _system_end(self, conversation: Conversation, messages: Messages, tokens: NDArray[np.int32]) -> int:
         """The end of the system prompt, as mlx-lm's server finds it: the start of an empty first question."""
