@@ -1,5 +1,6 @@
 """Replaying conversations through every cache gives the same answers, and each cache restores what it promises."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -300,6 +301,14 @@ def test_replies_that_were_never_recorded_are_generated_once_and_the_same_for_ev
     assert text.index("Name a colour.") < text.index("assistant") < text.index("Another.")
     with pytest.raises(ScriptError, match="earlier replies were not recorded"):
         Script(loaded, schedule(conversations), max_tokens=4, recorded=True)
+
+
+def test_the_system_prompt_is_found_if_the_record_asks_for_the_opening_of_a_reply():
+    loaded, plain = load_model("tiny:llama"), conversation("a", "ann", "Hello?")
+    asking = replace(plain, arguments={"add_generation_prompt": True})
+    found, expected = (Script(loaded, schedule([each]), max_tokens=4)[0].prompt for each in (asking, plain))
+    assert found.system_end == expected.system_end > 0
+    assert found.tokens.tolist() == expected.tokens.tolist()
 
 
 def test_a_prompt_beyond_the_models_context_is_named_before_anything_runs():
