@@ -35,7 +35,7 @@ RANGES = {
 
 
 @dataclass(frozen=True)
-class Synth:
+class Synth(Pace):
     """Parameters of the traffic; `radixcache synth --help` explains each."""
 
     requests: int = 10_000
@@ -48,24 +48,18 @@ class Synth:
     branching: float = 0.05
     context_tokens: int = 131_072
     sessions_per_hour: float = 600.0
-    think_s: float = 30.0
-    tool_s: float = 3.0
-    output_tokens_per_s: float = 40.0
     system_tokens: float = 1_000
     user_tokens: float = 60
     reply_tokens: float = 200
     tool_result_tokens: float = 400
 
     def __post_init__(self) -> None:
-        pace = vars(self.pace())
+        super().__post_init__()
         for name, value in vars(self).items():
             low, high = RANGES.get(name, (1, math.inf))
-            if name not in pace and not (low <= value <= high and value < math.inf):
+            if not hasattr(Pace, name) and not (low <= value <= high and value < math.inf):
                 wanted = f"{low} or more" if high == math.inf else f"{low} to {high:g}"
                 raise ValueError(f"{name} is {value:g}; wanted {wanted}.")
-
-    def pace(self) -> Pace:
-        return Pace(self.sessions_per_hour, self.think_s, self.tool_s, self.output_tokens_per_s)
 
     def length(self, name: str, draw: random.Random) -> int:
         median: float = getattr(self, name)
@@ -136,8 +130,7 @@ class _Traffic:
     """All conversations on one time axis, as (time, order, conversation); None: the next conversation begins."""
 
     def __init__(self, parameters: Synth, draw: random.Random) -> None:
-        self._parameters, self._pace = parameters, parameters.pace()
-        self._draw = draw
+        self._parameters, self._draw = parameters, draw
         self._numbers: dict[object, int] = {}
         self._pieces = count()
         self._order = count()
@@ -151,7 +144,7 @@ class _Traffic:
         while made < self._parameters.requests:
             at_s, _, conversation = heapq.heappop(self._agenda)
             if conversation is None:
-                self._plan(at_s + self._pace.session_gap_s(self._draw), None)
+                self._plan(at_s + self._parameters.session_gap_s(self._draw), None)
                 conversation = self._begin()
                 self._ask(conversation)
             if conversation.text.tokens > self._parameters.context_tokens:
@@ -179,7 +172,7 @@ class _Traffic:
         )
         self._say(text, output_tokens)
         is_tool = conversation.calls_left > 0
-        gap_s = self._pace.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
+        gap_s = self._parameters.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
         if is_tool:
             conversation.calls_left -= 1
             conversation.turn += 1

@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,8 @@ class Pace:
     output_tokens_per_s: float = 40.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in (each.name for each in fields(Pace)):
+            value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value:g}; wanted more than 0.")
 
