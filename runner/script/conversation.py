@@ -8,7 +8,7 @@ Invariants of a `Conversation` that a reader returns:
   CV1  At least one message has the role user; every role is one of `ROLES`.
   CV2  `content` is text, or is missing if a reply calls tools; all text can be encoded as UTF-8.
   CV3  A tool call has a function with a name, and arguments that are JSON text or an object.
-  CV4  `first_turn` is the number of a user turn that exists.
+  CV4  `asked_messages` is less than the number of messages.
 """
 
 from __future__ import annotations
@@ -80,41 +80,39 @@ class Call(NamedTuple):
 class Conversation:
     """A conversation as it was recorded.
 
-    A regenerated or edited conversation repeats messages of an earlier one and asks only from turn `first_turn` on.
-    Without `replies_recorded` only the user's turns are known, and each gets a reply. `source` is a file and a line.
-    `arguments` are those of the chat template: `chat_template_kwargs` of the record. `left_out` counts parts that no
-    template has text for, such as images, by their type. A conversation that `is_request` is the body of one request
-    of a log; replies to its first `asked_messages` messages were asked for by earlier bodies. `calls` are those of an
-    agent's log, one for each of the last replies; None: the reply is no request of this conversation.
+    A regenerated, edited or logged conversation repeats messages of an earlier one. It does not ask for replies to its
+    first `asked_messages` messages. Without `replies_recorded` only the user's turns are known, and each gets a reply.
+    `source` is a file and a line. `arguments` are those of the chat template: `chat_template_kwargs` of the record.
+    `left_out` counts parts that no template has text for, such as images, by their type. A conversation that
+    `is_request` is the body of one request of a log. `calls` are those of an agent's log, one for each of the last
+    replies; None: the reply is no request of this conversation.
     """
 
     conversation_id: str
     user: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
-    first_turn: int = 0
+    asked_messages: int = 0
     source: str = ""
     replies_recorded: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
     is_request: bool = False
-    asked_messages: int = 0
     calls: tuple[Call | None, ...] = ()
 
 
-def checked_conversation(conversation: Conversation, where: str) -> Conversation:
-    """Return the conversation if it has a turn to ask. InputError: no message, no user turn, no `first_turn`."""
-    turns = sum(message["role"] == "user" for message in conversation.messages)
-    if not conversation.messages:
+def turn_start(messages: Sequence[Mapping[str, Any]], turn: int, where: str) -> int:
+    """The position of the user's message that begins a turn, from 0. InputError: there is none."""
+    starts = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    if not messages:
         raise InputError(f"{where}: the conversation is empty; wanted at least one message of role user.")
-    if turns == 0:
-        roles = ", ".join(sorted({message["role"] for message in conversation.messages}))
-        raise InputError(f"{where}: no user turn among {len(conversation.messages)} messages (roles: {roles}).")
-    if not 0 <= conversation.first_turn < turns:
-        raise InputError(
-            f"{where}: first_turn is {conversation.first_turn}; wanted 0 to {turns - 1} (there are {turns} user turns)."
-        )
-    return conversation
+    if not starts:
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        raise InputError(f"{where}: no user turn among {len(messages)} messages (roles: {roles}).")
+    if not 0 <= turn < len(starts):
+        wanted = f"wanted 0 to {len(starts) - 1} (there are {len(starts)} user turns)"
+        raise InputError(f"{where}: first_turn is {turn}; {wanted}.")
+    return starts[turn]
 
 
 def checked_tools(values: Any, where: str) -> tuple[dict[str, Any], ...] | None:

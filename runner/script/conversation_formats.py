@@ -28,7 +28,6 @@ from runner.script.conversation import (
     SYSTEM,
     Conversation,
     as_tool,
-    checked_conversation,
     checked_tools,
     first_finding,
     found_in,
@@ -39,6 +38,7 @@ from runner.script.conversation import (
     paths,
     reasoning_arguments,
     require_unicode,
+    turn_start,
     with_text,
     without_billing,
 )
@@ -207,7 +207,6 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
         user=printable(record.path.stem) if is_request else _name(record, form.user) or base,
         messages=(),
         tools=checked_tools(tools, where),
-        first_turn=first_turn,
         source=f"{printable(record.path.name)}:{record.line}",
         replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
         calls=calls if isinstance(calls := value.get("calls"), tuple) else (),  # JSON has no tuples
@@ -225,16 +224,15 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
         known = sum(name in messages for name in path[:shared])
         if known == len(chain) and (known or form.parent):
             continue
-        users = sum(message["role"] == "user" for message in chain[: known + 1])
-        found = replace(
+        chain = [*beginning, *chain]
+        start = turn_start(chain, 0 if known else first_turn, where)
+        yield replace(
             whole,
             conversation_id=f"{base}/{count}" if count else base,
-            messages=(*beginning, *chain),
-            first_turn=max(users - 1, 0) if known else first_turn,
-            asked_messages=len(beginning) + known - 1 if known else 0,
+            messages=tuple(chain),
+            asked_messages=max(start, len(beginning) + known - 1),
             left_out=dict(sum((read[name][1] for name in path[shared:]), _left_out(value))),
         )
-        yield checked_conversation(found, where)
         count += 1
 
 

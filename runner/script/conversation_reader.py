@@ -164,9 +164,9 @@ def _asked_once(conversation: Conversation, asked: set[bytes]) -> Conversation:
         return conversation
     messages = conversation.messages
     *earlier, last = beginnings(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
-    asked_messages = max((length for length, digest in enumerate(earlier) if digest in asked), default=0)
+    known = [length for length, digest in enumerate(earlier) if digest in asked]
     asked.add(last)
-    return replace(conversation, asked_messages=asked_messages)
+    return replace(conversation, asked_messages=max([conversation.asked_messages, *known]))
 
 
 def _without(replies: set[str], conversation: Conversation) -> Conversation | None:

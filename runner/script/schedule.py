@@ -142,9 +142,9 @@ def requests_of(conversation: Conversation) -> Iterator[ScheduledRequest]:
     users = [*accumulate(message["role"] == "user" for message in conversation.messages)]
     index = 0
     for end in ends:
-        turn, call, is_known = users[end - 1] - 1, calls.get(end), end <= conversation.asked_messages
-        if turn >= conversation.first_turn and not is_known and (call is not None or not of_log):
-            yield ScheduledRequest(index, conversation, turn, end, call)
+        call = calls.get(end)
+        if end > conversation.asked_messages and (call is not None or not of_log):
+            yield ScheduledRequest(index, conversation, users[end - 1] - 1, end, call)
             index += 1
 
 

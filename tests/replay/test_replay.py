@@ -55,7 +55,7 @@ CONVERSATIONS = [
     conversation("a", "ann", "Which river runs through Rome?", "Tiber.", "And through Paris?", "Seine.", "And Cairo?"),
     conversation("b", "bob", "Name a noble gas.", "Argon.", "Another one.", "Neon.", "A heavier one, please."),
     # Ann edits her second question.
-    conversation("a2", "ann", "Which river runs through Rome?", "Tiber.", "And through Vienna?", first_turn=1),
+    conversation("a2", "ann", "Which river runs through Rome?", "Tiber.", "And through Vienna?", asked_messages=3),
 ]
 
 

@@ -49,7 +49,7 @@ def test_jsonl_holds_a_conversation_per_line_with_id_user_tools_and_first_turn(t
     first, second, third = read_conversations(path).conversations
     calling = {"role": "assistant", "tool_calls": [CALL]}
     assert first == Conversation("a", "ann", (HELLO, calling, RESULT, REPLY), (TOOL,), 0, "chat.jsonl:1")
-    assert second == Conversation("7", "7", (HELLO, REPLY, HELLO), None, 1, "chat.jsonl:3")
+    assert second == Conversation("7", "7", (HELLO, REPLY, HELLO), None, 2, "chat.jsonl:3")
     assert third == Conversation("chat#2", "chat#2", (HELLO, REPLY), None, 0, "chat.jsonl:4")
 
 

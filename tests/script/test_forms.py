@@ -258,7 +258,7 @@ def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in branches(None, 0, 1, 2, 1, 4, 0, None)))
     found = read_conversations(path).conversations
-    assert [(each.conversation_id, each.user, each.first_turn) for each in found] == [
+    assert [(each.conversation_id, each.user, each.asked_messages) for each in found] == [
         ("m0", "m0", 0), ("m0/1", "m0", 1), ("m0/2", "m0", 0), ("m7", "m7", 0),
     ]  # fmt: skip
     asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
@@ -281,7 +281,7 @@ def test_trees_of_one_record_are_asked_each_from_its_first_turn(tmp_path: Path) 
     }
     path.write_text(json.dumps({"conversation_id": "a", "mapping": nodes}))
     found = read_conversations(path).conversations
-    assert [(each.conversation_id, each.first_turn, len(each.messages)) for each in found] == [
+    assert [(each.conversation_id, each.asked_messages, len(each.messages)) for each in found] == [
         ("a", 0, 4), ("a/1", 1, 3), ("a/2", 0, 1),
     ]  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_only_what_ends_with_the_user_or_comes_before_a_reply_is_asked() -> None
     assert request.messages == messages[:2]
     (request,) = schedule([Conversation("a", "ann", (said("user", "one"), said("user", "two")))])
     assert (request.turn, len(request.messages), request.recorded_reply) == (1, 2, None)
-    requests = schedule([talk("a", "ann", 3), talk("b", "ann", 3, first_turn=2)])
+    requests = schedule([talk("a", "ann", 3), talk("b", "ann", 3, asked_messages=5)])
     assert [(each.conversation.conversation_id, each.turn) for each in requests] == [
         ("a", 0),
         ("a", 1),
@@ -144,7 +144,7 @@ def test_generated_replies_stand_between_questions_that_have_no_recorded_ones() 
 
 
 def test_edited_conversation_shares_the_generated_replies_of_the_one_it_repeats() -> None:
-    edited = Conversation("b", "ann", (*turns(2, "a")[:3], said("user", "edited?"), said("assistant", "ok")), None, 1)
+    edited = Conversation("b", "ann", (*turns(2, "a")[:3], said("user", "edited?"), said("assistant", "ok")), None, 3)
     first, second, branch = schedule([talk("a", "ann", 2), edited])
     replies = GeneratedReplies()
     replies.record(first, "generated")
