@@ -65,7 +65,7 @@ class Opening(StrEnum):
 class Call(NamedTuple):
     """What the log of an agent says of one request. `prompt_tokens` and `cached_tokens`: as the provider reported.
 
-    `time` is the reply's, as ISO 8601 in UTC: texts in their order.
+    `time` is the reply's, as ISO 8601 in UTC: without the Z, texts in their order.
     """
 
     reply_id: str

@@ -197,6 +197,8 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     arguments = value.get("chat_template_kwargs")
     expect(isinstance(arguments, dict | None), f"{where}: chat_template_kwargs is", arguments, "an object")
     require_unicode(arguments, f"{where}: chat_template_kwargs")
+    own = sorted({"messages", "tokenizer", "tools"}.intersection(arguments or ()))
+    expect(not own, f"{where}: chat_template_kwargs has", own, "other variables of the template")
     # A body of an API whose last turn awaits a reply.
     awaits_reply = bool(given) and given[-1]["role"] != "assistant"
     is_request = form.is_body and ("is_request" in value or ("model" in value and awaits_reply))

@@ -123,7 +123,8 @@ def schedule(
         raise ValueError(f"max_requests is {max_requests}; wanted at least 1.")
     queues = [queue for queue in list(waiting.values())[:users] if queue]
     if all(conversation.calls for conversation in conversations):
-        found = sorted(chain.from_iterable(queues), key=lambda each: each.call.time if each.call else "")
+        # Without the Z, 10 comes before 10.5.
+        found = sorted(chain.from_iterable(queues), key=lambda each: each.call.time.rstrip("Z") if each.call else "")
         return [replace(request, index=index) for index, request in enumerate(found[:max_requests])]
     draw = random.Random(seed)
     ordered: list[ScheduledRequest] = []

@@ -189,6 +189,10 @@ BAD_RECORDS = [
     ({"messages": [HELLO], "id": ""}, "id is str ''; wanted text that is not empty."),
     ({"messages": [HELLO], "first_turn": 1}, "first_turn is 1; wanted 0 to 0 (there are 1 user turns)."),
     ({"messages": [HELLO], "first_turn": -1}, "first_turn is -1; wanted 0 to 0 (there are 1 user turns)."),
+    (
+        {"messages": [HELLO], "chat_template_kwargs": {"tools": [], "day": 1}},
+        "chat_template_kwargs has list ['tools']; wanted other variables of the template.",
+    ),
     ({"messages": [HELLO], "first_turn": "0"}, "first_turn is str '0'; wanted a whole number."),
     ({"conversations": {}}, "conversations is dict {}; wanted a list of messages."),
     ({"conversations": [{"from": "cat", "value": ""}]}, "message 0 has from str 'cat'; wanted one of system, "),

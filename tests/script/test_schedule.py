@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.script.conversation import Conversation
+from runner.script.conversation import Call, Conversation
 from runner.script.schedule import GeneratedReplies, ScheduledRequest, schedule
 
 
@@ -86,6 +86,12 @@ def test_schedule_is_a_function_of_its_seed() -> None:
     assert schedule(conversations, seed=1) == schedule(conversations, seed=1)
     orders = {tuple(request.conversation.user for request in schedule(conversations, seed=seed)) for seed in range(5)}
     assert len(orders) == 5
+
+
+def test_requests_of_logs_come_by_time_with_and_without_fractions_of_a_second() -> None:
+    times = ["2026-11-01T10:00:10Z", "2026-11-01T10:00:10.500Z", "2026-11-01T10:00:11Z"]
+    logs = [talk(name, name, 1, calls=(Call("r", time, "m"),)) for name, time in zip("cab", times, strict=True)]
+    assert [each.call.time for each in schedule(logs[::-1]) if each.call] == times
 
 
 def test_users_takes_the_first_ones_and_max_requests_the_beginning() -> None:
