@@ -415,7 +415,7 @@ class Check:
         errors = difference.row_errors
         if not self._has_experts or difference.error <= self._tolerance:
             return difference.error > self._tolerance
-        if errors is None:
+        if errors is None or difference.error > 2 * PICKED_TOLERANCE:  # more than any other token's
             return difference.error > max(self._tolerance, PICKED_TOLERANCE)
         compared = len(errors) if difference.part is Part.ROWS else np.count_nonzero(errors)
         return int(np.count_nonzero(errors > self._tolerance)) > max(1, compared * PICKED_ROWS)

@@ -18,11 +18,13 @@ its modules, such as an adapter's scale.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from hashlib import blake2b
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any, cast
 
 import mlx.core as mx
@@ -40,8 +42,6 @@ from radixcache.tokens import arguments_of
 STATE_VERSION = 1
 #: Elements of each array of weights in the digest.
 SAMPLES = 64
-#: Integers by bytes.
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 DIGEST_BYTES = 32
 
 Buffers = Mapping[str, Buffer]
@@ -53,8 +53,9 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
     """The identity of models that make state together. `name` is for people; by default the first model's type."""
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc weights")
     for model in models:
-        _update(digest, f"{type(model).__module__}.{type(model).__qualname__}".encode())
-        for label, module in sorted(model.named_modules()):
+        arguments = re.sub(" at 0x[0-9a-f]+", "", repr(arguments_of(model)))
+        _update(digest, f"{type(model).__module__}.{type(model).__qualname__} {arguments}".encode())
+        for label, module in sorted(getattr(model, "named_modules", list)(), key=itemgetter(0)):
             _update(digest, f"{label} {sorted(_settings_of(module).items())}".encode())
         weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
         found = [_digested(array) for _, array in weights]
@@ -67,16 +68,23 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
 
 
 def _settings_of(module: Any) -> dict[str, str]:
-    """The plain attributes of a module of a model, and its arguments."""
-    given = {key: value for key, value in vars(module).items() if key not in ("_training", "_no_grad")}
-    return {k: repr(v) for k, v in given.items() if isinstance(v, (bool, int, float, str)) or is_dataclass(v)}
+    """The plain attributes of a module of a model, tuples and lists of them, and its arguments."""
+    given = {key: value for key, value in (*vars(module).items(), *module.items()) if key != "_training"}
+    return {key: repr(value) for key, value in given.items() if _is_plain(value) or is_dataclass(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _digested(array: mx.array) -> tuple[mx.array, mx.array]:
     """The sums of an array's rows, and samples of it; both of its bits, not evaluated."""
     flat = array.reshape(-1)
-    bits = flat.view(UNSIGNED[array.dtype.size])
-    sums = bits.reshape(array.shape).sum(axis=-1) if array.ndim else bits
+    # Not of 32 bits: an even number of changed signs would not change the sum.
+    bits = flat.view(mx.uint8 if array.dtype.size == 1 else mx.uint16)
+    sums = bits.reshape(*array.shape[:-1], -1).sum(axis=-1) if array.size else bits
     return sums, flat[:: max(1, array.size // SAMPLES) | 1].view(mx.uint8)
 
 

@@ -165,14 +165,20 @@ class Evictor:
         idle = self._idle()
         nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in idle)
         in_idle = sum(1 << path.slot for path in idle)
-        for node in self._states.tree.nodes():
-            state = node.payload
-            if state.is_kept:
-                nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
-                nbytes += self._states.windows.needed_bytes(node)
+        counted: set[int] = set()
+        for kept in self._states.tree.nodes():
+            node, state = kept, kept.payload
+            if not state.is_kept:
+                continue
+            nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
+            nbytes += self._states.windows.needed_bytes(kept)
+            while node.parent is not None and id(node) not in counted:  # what is above it stays as well
+                counted.add(id(node))
+                state = node.payload
                 if state.readers or not state.live_mask & ~in_idle:  # else it is in the buffers of an open session
                     stored_bytes = (node.end - node.start) * self._layout.stored_token_bytes
                     nbytes += stored_bytes if state.spans is None else state.spans.nbytes
+                node = node.parent
         return nbytes
 
     def _evict_while(self, over: Callable[[], int]) -> int:
@@ -314,8 +320,11 @@ class Evictor:
         return any(self._page_out_or_cut(path, over, want_bytes) for path in self._idle())
 
     def _page_out_or_cut(self, path: LivePath, over: Callable[[], int], want_bytes: int) -> bool:
-        """Page an idle live path out if that takes fewer bytes or rows read a copy in the tree; else cut its tail."""
-        if path.tip is not None and (self._layout.is_smaller_at_rest or path.tip.payload.readers):
+        """Page an idle live path out if that takes fewer bytes or its end must stay; else cut its tail."""
+        tip, layout = path.tip, self._layout
+        # Point layers have their state in a checkpoint, too.
+        is_twice = tip is not None and (tip.payload.readers or (layout.has_points and tip.payload.is_kept))
+        if tip is not None and (layout.is_smaller_at_rest or is_twice):
             return self.empty_slot(path, over)
         return self._cut_tail(path, want_bytes)
 

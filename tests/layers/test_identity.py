@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +33,14 @@ def add_an_adapter(model: Any) -> None:
     model.layers[0].self_attn.q_proj = LoRALinear.from_base(model.layers[0].self_attn.q_proj)
 
 
+def negated_row(model: Any) -> None:
+    model.model.embed_tokens.weight[1] *= -1.0
+
+
+def other_layer_types(model: Any) -> None:
+    model.model.layer_types = ["sliding_attention", *model.model.layer_types[1:]]
+
+
 def half(model: Any) -> None:
     model.set_dtype(mx.bfloat16)
 
@@ -49,7 +58,18 @@ def other_setting(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [scale_one, one_row, add_an_adapter, half, nn.quantize, other_arguments, other_setting]
+    "change",
+    [
+        scale_one,
+        one_row,
+        negated_row,
+        other_layer_types,
+        add_an_adapter,
+        half,
+        nn.quantize,
+        other_arguments,
+        other_setting,
+    ],
 )
 def test_what_changes_a_model_changes_its_identity(change: Callable[[Any], object]) -> None:
     model = tiny_model("llama")
@@ -72,6 +92,15 @@ def test_the_scale_of_an_adapter_counts_and_arguments_by_the_name_of_config_and_
     assert weights_identity(model) == before
     model.config.rms_norm_eps = 0.5
     assert weights_identity(model).digest != before.digest
+    found = set()
+    for theta in (1e4, 1e6):
+        model = tiny_model("llama")
+        del model.model.args
+        for layer in model.layers:
+            del layer.args
+        model.args = SimpleNamespace(model_type="llama", rope_theta=theta)
+        found.add(weights_identity(model).digest)
+    assert len(found) == 2
 
 
 def test_models_that_make_state_together_are_told_apart_by_all_and_their_order() -> None:

@@ -215,6 +215,28 @@ def test_one_namespace_is_dropped_with_its_pins_and_the_others_stay_as_they_are(
     cache.check()
 
 
+def test_what_is_above_a_pinned_end_counts_as_pinned(llama: Any) -> None:
+    system = tokens(1, 200)
+    cache = PrefixCache(llama, budget_bytes=600 * TOKEN_BYTES_OF_LLAMA)
+    for number in (2, 3):
+        serve(cache, llama, [*system, *tokens(number, 40, first=number)])
+    cache.pin([*system, *tokens(3, 40, first=3)][:230])
+    with cache.begin_many(capacity=1000) as group:
+        assert group.has_bytes_for({}, np.array(tokens(4, 350, first=7)), 350)
+        assert not group.has_bytes_for({}, np.array(tokens(4, 400, first=7)), 400)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_pinned_state_of_point_layers_is_held_once_under_pressure(kind: str) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    cache.warm(model, tokens(1, 90), name="system")
+    cache.reclaim(0)
+    cache.check()
+    assert held_bytes(cache) == cache.stats.pinned_bytes
+    assert cache.explain([*tokens(1, 90), 5]).resumable_tokens == 90
+
+
 @pytest.mark.parametrize("is_live", [True, False])
 def test_no_room_is_promised_that_pinned_state_takes(llama: Any, is_live: bool) -> None:
     pinned, other = tokens(1, 250), tokens(2, 400, first=7)

@@ -340,18 +340,21 @@ def test_other_experts_after_rounding_are_no_wrong_state(kind: str, seeds: Seque
         assert cache.mismatches == ()
 
 
-@pytest.mark.parametrize("wrong_rows", [1, 30])
-def test_of_a_model_with_experts_many_wrong_rows_are_found(wrong_rows: int) -> None:
+@pytest.mark.parametrize(("wrong_rows", "times", "is_found"), [(1, 1, False), (30, 1, True), (1, 1000, True)])
+def test_of_a_model_with_experts_many_wrong_rows_or_large_errors_are_found(
+    wrong_rows: int, times: int, is_found: bool
+) -> None:
     model = shared_model("deepseek_v3")
     cache = PrefixCache(model, stored_bits=8, verify=1.0)
     for prompt in (FIRST, OTHER):
         serve(cache, model, prompt)
     node = inside.nodes(cache)[0]
-    codes = node.payload.spans.leaves[1].segments[0][0]
+    codes, scales, *_ = node.payload.spans.leaves[1].segments[0]
     codes[..., 40 : 40 + wrong_rows, :] = mx.bitwise_invert(codes[..., 40 : 40 + wrong_rows, :])
+    scales[..., 40 : 40 + wrong_rows, :] *= times
     with warnings.catch_warnings(record=True):
         serve(cache, model, [*FIRST, 3])
-    assert [each.row for each in cache.mismatches] == ([40] if wrong_rows == 30 else [])
+    assert [each.row for each in cache.mismatches] == ([40] if is_found else [])
 
 
 def test_many_switches_do_not_add_up() -> None:
