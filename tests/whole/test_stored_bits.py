@@ -32,6 +32,8 @@ FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
 SECOND = [*FIRST[:60], *tokens(3, 60)]
 #: Every layer that is rounded, one beside recurrent layers, and two kinds of window.
 FAST = ("llama", "qwen3_next", "gemma3_text", "llama4")
+#: Recurrent layers and heads of less than 32 elements stay as they are.
+HARDLY_SMALLER = "baichuan_m1 gpt_bigcode jamba lfm2 mamba mamba2 recurrent_gemma rwkv7 step3p5".split()
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in TINY_KINDS]
 
 
@@ -373,7 +375,7 @@ def test_many_switches_do_not_add_up() -> None:
     assert max(errors[-8:]) < 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [each for each in KINDS if each.values[0] not in HARDLY_SMALLER])
 def test_a_conversation_too_long_for_live_buffers_is_kept_as_it_is_stored(kind: str) -> None:
     model, prompt, cached = shared_model(kind), tokens(1, 1000), {}
     budget_bytes = 1 << 30
@@ -388,8 +390,7 @@ def test_a_conversation_too_long_for_live_buffers_is_kept_as_it_is_stored(kind: 
         if name == "all":
             serve(cache, model, OTHER)
             stored = cache.stats.paged_bytes
-            if stored > 0.8 * held:
-                pytest.skip("hardly smaller at rest")
+            assert stored < 0.8 * held
             budget_bytes = (held + stored) // 2
         cached[name], _ = serve(cache, model, [*prompt, 5])
     assert cached["all"] == cached["less"] == 1000
