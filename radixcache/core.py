@@ -316,9 +316,8 @@ class Core:
         request, _ = self.read_store(request)
         match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
         nodes = [each for each in plan.path if each.start < plan.resume]
-        stored = self._states.windows.stored(nodes)
         with self._states.guarded(match.node):
-            caches = self._pager.allocating(self._pager.restored, nodes, plan, stored)
+            caches = self._pager.allocating(self._pager.restored, nodes, plan)
         self._states.touch(nodes, plan.source, request.use)
         self._evictor.tidy(match.node)
         self.count_request(request, plan, "fetch")
@@ -433,12 +432,13 @@ class Core:
 
         Without a checkpoint, windows also take what the live caches hold.
         """
-        windows, held = self._states.windows, None
+        # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
+        stored = [*self._states.windows.stored(live.nodes()), *own.windows]
         if checkpoint is None and target:
             held = self._pager.captured(live.caches, live.nodes(), target, own.windows)
+            stored += [] if held is None else [held]
         self.leave_beyond(live, target)
         self.layout.rewind_spans(live.caches, target)
-        stored = [*windows.stored(live.nodes()), *own.windows, *([] if held is None else [held])]
         self.layout.restore_points(live.caches, checkpoint, target, stored)
         own.cut(0, target)
         live.measure()

@@ -48,7 +48,7 @@ from radixcache.layers.trials import BothModels
 from radixcache.lock import FORKED
 from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops, distant_marks
 from radixcache.settings import require_count
-from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace, token_ids
+from radixcache.tokens import Keys, TokenIds, checked_prompt, common_length, require_namespace, token_ids
 
 #: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
 LOGITS_TOKENS = 32
@@ -304,7 +304,7 @@ class Group:
                 found.append(logits)
                 return [1] * len(rows)
 
-            self.check_drafts(model, rows, np.asarray(array).tolist(), keep)
+            self._check(model, rows, list(np.asarray(array)), keep)
             return found[0]
         self._start(model, rows)
         self._room.require_tokens(len(rows))
@@ -395,6 +395,10 @@ class Group:
                     f"row {row.id}: {row.prompt_left} tokens of its prompt are left, and {len(its)} are to be checked."
                 )
         self._require_prompts(rows, mx.array(np.stack([its[:1] for its in given])))
+        return self._check(model, rows, given, accept)
+
+    def _check(self, model: Any, rows: Sequence[Row], given: Sequence[TokenIds], accept: Accept) -> list[int]:
+        """As `check_drafts`, also for rows that have not begun, or have more of their prompt left."""
         owed = [row.owed_tokens for row in rows]
         ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
         longest = max(map(len, ids))
@@ -414,11 +418,11 @@ class Group:
             return list(map(add, counts, owed))
 
         array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
-        lengths, is_ragged = [*map(len, ids)], self._way(model).is_ragged
+        lengths, side_by_side = [*map(len, ids)], self._way(model).is_ragged and self._begin_alike(rows)
         in_prompt = [row.prompt_left for row in rows]
-        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=is_ragged))
+        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=side_by_side))
         for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
-            row.known.report(its, known, count)
+            row.known.report(its, min(known, count), count)
         self._say(rows)
         self._room.measure()
         return counts

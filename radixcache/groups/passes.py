@@ -27,7 +27,7 @@ first row for all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from radixcache.adapters.contract import Spans
 from radixcache.adapters.registry import adapter_for
 from radixcache.errors import ShiftError, UnsupportedCacheError
 from radixcache.groups.attention import Pair, serve
-from radixcache.groups.batch import Batch, Held, LostStateError
+from radixcache.groups.batch import Batch, Held
 from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
 from radixcache.layers.shift import Rotation, rotations
@@ -269,9 +269,7 @@ class Passes:
         ours = self._is_ours(batch, parts, ids)
         try:
             logits = batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt, counts=counts)
-        except BaseException as error:
-            for row in batch.open_rows if isinstance(error, LostStateError) else ():
-                row.lost = str(error)
+        except BaseException:
             with self._lock:
                 self._room.book()
             raise
@@ -313,17 +311,10 @@ class Passes:
 
 
 def _undo(done: Sequence[DonePass], error: BaseException) -> None:
-    """Undo passes after an error. LostStateError: the rows of one are lost, and say so."""
-    lost: LostStateError | None = None
-    for batch, held, _ in done:
-        try:
-            batch.roll_back(held, error)
-        except LostStateError as found:
-            lost = found
-            for row in batch.open_rows:
-                row.lost = str(found)
-    if lost is not None:
-        raise lost from error
+    """Undo all of these passes after an error, as `Batch.undo` does."""
+    with ExitStack() as stack:
+        for batch, held, _ in done:
+            stack.callback(batch.undo, held, error)
 
 
 def _parts(batch: Batch) -> list[Part]:
@@ -524,9 +515,15 @@ def _ragged(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
     return mx.stack([drafted[:, 0], mx.stack([rest[0, -1], rest[1, 0]])], axis=1)
 
 
+class TrialRow:
+    """A row of a trial, which has nothing but its place in a batch."""
+
+    lost: str | None = None
+
+
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, steps: Steps) -> mx.array:
     """Logits (2, steps, V) of both rows."""
-    first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
+    first, second = (Batch.of_one(fresh(), TrialRow()) for _ in range(2))
     ours = way is Way.SEGMENTS
     for batch in (first, second):
         batch.forward(model, mx.array([SHARED]), ours=ours)

@@ -139,11 +139,11 @@ class Sharing:
     def _stand(self, row: Row) -> ResumePlan:
         """Move a row to where it resumes, guard that path and restore point layers; or raise and change nothing."""
         request, room = row.request, self._room
-        plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
-        stored = self._states.windows.stored(plan.path)
-        node = self._pager.allocating(self._end_of, plan)
-        if node is not None:
-            self._states.read(node, 1)
+        match, _, plan = self._core.lookup(request.keys, request.namespace, request.limit)
+        with self._states.guarded(match.node):
+            node = self._pager.allocating(self._end_of, plan)
+            if node is not None:
+                self._states.read(node, 1)
         try:
             batch = Batch.of_one(self._layout.fresh(), row, plan.resume)
             room.require_tokens(room.used_tokens(node) - room.used_tokens())
@@ -153,7 +153,7 @@ class Sharing:
             if self._layout.has_points and node is not None:
                 room.ask(lambda _: room.point_bytes(plan.resume), 0)
                 points = batch.points(0, self._layout.fresh())
-                self._restoring(lambda: self._layout.restore_points(points, plan.checkpoint, plan.resume, stored))
+                self._restoring(lambda: self._layout.restore_points(points, plan.checkpoint, plan.resume, plan.windows))
                 if node.payload.checkpoint is None:
                     self._pager.add_checkpoint(node, points, "branch", request.use)
         except BaseException:

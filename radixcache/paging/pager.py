@@ -43,8 +43,6 @@ class Pager:
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
-        # Before making room, which drops first what no checkpoint needs.
-        stored = self._states.windows.stored(plan.path) if layout.windows else []
         path = plan.path
         if path and path[-1].end > plan.resume:
             path = self.allocating(self._split_at, plan)
@@ -75,7 +73,7 @@ class Pager:
         finally:
             self._evictor.spared = ()
         if layout.has_points and not plan.is_live:
-            self.allocating(layout.restore_points, live.caches, plan.checkpoint, plan.resume, stored)
+            self.allocating(layout.restore_points, live.caches, plan.checkpoint, plan.resume, plan.windows)
             has_changed = True
         if has_changed:
             live.measure()
@@ -97,8 +95,8 @@ class Pager:
         for node in leaving:
             self.allocating(live.page_out, node)
 
-    def restored(self, nodes: list[StateNode], plan: ResumePlan, stored: Sequence[Spans]) -> list[Any]:
-        """Fresh caches at `plan.resume`, from the state of `nodes`, and what windows need there."""
+    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
         for node in nodes if self._layout.token_bytes else []:
             offset, end = node.start, min(node.end, plan.resume)
@@ -109,7 +107,7 @@ class Pager:
                 self._layout.page_in(caches, spans, min(spans.end, end))
                 offset = spans.end
         if plan.resume and self._layout.has_points:
-            self._layout.restore_points(caches, plan.checkpoint, plan.resume, stored)
+            self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:

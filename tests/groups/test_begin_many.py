@@ -619,6 +619,26 @@ def test_a_model_that_raises_in_any_chunk_leaves_the_row_where_it_was_and_the_gr
     cache.check()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_interrupt_over_wrapped_windows_stays_one_and_the_rows_say_that_they_are_lost(rows: int) -> None:
+    model, prompts = shared_model("llama_sliding"), [tokens(1, 24), tokens(2, 6)][:rows]
+    cache = PrefixCache(model)
+    with cache.begin_many([*prompts, tokens(3, 20)], capacity=200) as group:
+        *stepped, other = group.rows
+        for row in group.rows:
+            prefilled(group, model, row)
+        group.step(model, stepped, [5] * rows)
+        with fused(model, Fuse(1, raising(KeyboardInterrupt, after=True))), pytest.raises(KeyboardInterrupt):
+            group.step(model, stepped, [6] * rows)
+        for row in stepped:
+            with pytest.raises(SessionClosedError, match="overwritten wrapped windows: KeyboardInterrupt"):
+                group.step(model, [row], [6])
+        assert error(group.step(model, [other], [7])[0, -1], cold(model, [*tokens(3, 20), 7])) < ROUNDING
+    cache.check()
+    for prompt in prompts:
+        resumed(cache, model, [*prompt, 5])
+
+
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = opened("llama")
     stored(cache, model, PROMPTS[0])
