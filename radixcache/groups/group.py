@@ -262,7 +262,7 @@ class Group:
             if row.prompt_left == 0:
                 raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         wanted = None if tokens is None else require_count("tokens", tokens, "tokens")
-        self._start(model, rows)
+        self._start(model, rows, resumes=True)
         ends = {}
         for row in rows:
             ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
@@ -543,14 +543,19 @@ class Group:
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
 
-    def _start(self, model: Any, rows: Sequence[Row]) -> None:
-        """Before the first pass of a row, let it resume after what other rows have of its prompt now."""
+    def _start(self, model: Any, rows: Sequence[Row], *, resumes: bool = False) -> None:
+        """Place rows before their first pass.
+
+        `resumes`: first move them behind what other rows have of their prompts now. Not where the caller has given a
+        token or a range: these are of the row's position.
+        """
         self._core.settings.require_model(model)
         for row in rows:
             if row.is_fresh:
                 in_segments = self._way(model).way is Way.SEGMENTS
                 with self._lock:
-                    self._run(partial(self._sharing.restore_more, row))
+                    if resumes:
+                        self._run(partial(self._sharing.restore_more, row))
                     self._run(partial(self._sharing.place, row, in_segments=in_segments))
                     row.is_fresh = False
                     self._room.book()
