@@ -310,6 +310,9 @@ class Group:
         self._room.require_tokens(len(rows))
         side_by_side = self._way(model).way is not Way.SINGLE and self._begin_alike(rows)
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
+        if not self._layout.is_known:
+            with self._lock:
+                self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
                 row.known.report(array, index, index + 1)

@@ -70,6 +70,17 @@ def test_a_token_that_is_given_to_a_row_is_evaluated_where_the_row_stood(kind: s
         checked(cache, group)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba"])
+def test_what_the_first_steps_of_a_cache_evaluate_is_shared(kind: str) -> None:
+    with grouped(kind, capacity=256) as (model, cache, group):
+        first, second = group.admit([*SYSTEM, 7]), group.admit([*SYSTEM[:3], 8])
+        for token in SYSTEM[:5]:
+            group.step(model, [first], [token])
+        assert error(prefilled(group, model, second), cold(model, [*SYSTEM[:3], 8])) < ROUNDING
+        assert second.cached_tokens == (0 if kind == "mamba" else 3)
+        checked(cache, group)
+
+
 def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped("mamba", capacity=256) as (model, cache, group):
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])
