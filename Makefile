@@ -17,7 +17,7 @@ SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay serve test test-slow docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
+.PHONY: help replay serve test test-slow test-nightly docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,8 +33,11 @@ serve: $(INSTALLED) openblas ## serve the demo model to clients of OpenAI's and 
 test: $(INSTALLED) openblas redis ## run the tests, without the slow ones
 	@$(PYTEST) $(ARGS)
 
-test-slow: $(INSTALLED) openblas browser redis ## run the slow tests
-	@$(PYTEST) -m slow $(ARGS)
+test-slow: $(INSTALLED) openblas browser redis ## run the slow tests, without the nightly ones
+	@$(PYTEST) -m "slow and not nightly" $(ARGS)
+
+test-nightly: $(INSTALLED) openblas ## run the nightly tests, some of which install real clients with npm and pip
+	@$(PYTEST) -m nightly $(ARGS)
 
 mutants: $(INSTALLED) openblas redis ## break the code in one place after the other, and see which test finds out
 	@$(BIN)/python -m tests.mutants $(ARGS)

@@ -59,7 +59,10 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first: several processes are through soonest when none is left alone with one of them."""
+    """Put the longest tests first, so that no process is left alone with one. A nightly test is a slow one, too."""
+    for item in items:
+        if item.get_closest_marker("nightly") is not None:
+            item.add_marker("slow")
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 

@@ -327,7 +327,7 @@ def test_a_client_is_known_by_its_key_or_its_address(tmp_path: Any, monkeypatch:
 # All of it, on a real server
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["message", "eight"])
 def test_others_wait_half_a_second_at_most_beside_a_hostile_request_of_full_size(name: str) -> None:
     rows = []

@@ -107,7 +107,7 @@ def test_replies_that_end_are_json_of_their_schemas(talking: Scheduler) -> None:
     require_valid(talking, range(24))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replies_to_two_hundred_schemas_are_json_of_them(talking: Scheduler) -> None:
     require_valid(talking, range(1000, 1200))
 
@@ -194,7 +194,7 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.own_process
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_schemas_made_to_explode_are_refused_or_cost_little(tmp_path: Path) -> None:
     """Processor time of compiling and of masks, and memory of all of them together, each in many copies."""
     tokenizer = load_tokenizer(write_talking_model(tmp_path / "model", "llama"))
