@@ -56,7 +56,7 @@ from radixcache.settings import (
     require_pin,
     require_use,
 )
-from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, Source
+from radixcache.speculate.drafting import MOST_PREDICTED, Drafting, PredictionSource, PromptSource, Source
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
 from radixcache.tokens import (
@@ -301,6 +301,7 @@ class PrefixCache:
         *,
         speculate: Literal["tree", "prompt"] | None = "tree",
         prediction: Any = None,
+        max_tokens: int | None = None,
     ) -> Drafting:
         """What may be proposed to a request as its next tokens, to be checked several in a forward pass.
 
@@ -310,10 +311,11 @@ class PrefixCache:
             speculate: "tree": what was said before in the namespace, and in the prompt; "prompt": in the prompt alone;
                 None: nothing but the prediction.
             prediction: token ids that the reply is expected to have, as `prompt`.
+            max_tokens: most tokens of the reply; of a prediction, twice as many are used. None: all.
 
         Raises:
-            ValueError: another `speculate`; or it or a prediction is given and the cache is exact, as a pass over
-                several tokens rounds differently, and measured times decide over how many.
+            ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
+                cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
         """
         core = self._core
         if speculate not in ("tree", "prompt", None):
@@ -321,9 +323,11 @@ class PrefixCache:
         if core.settings.exact and (speculate is not None or prediction is not None):
             name = "prediction" if speculate is None else "speculate"
             raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
+        most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
         sources: list[Source] = []
         if prediction is not None and np.asarray(prediction, dtype=object).size:
-            sources.append(PredictionSource(token_ids(prediction, core.settings.vocab_size, "prediction")))
+            predicted = token_ids(prediction, core.settings.vocab_size, "prediction")
+            sources.append(PredictionSource(predicted[:most]))
         if speculate == "tree":
             sources.append(core.tree_source(namespace))
         if speculate is not None:

@@ -26,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from radixcache.chat import RenderedChat, TokenSpans
 from radixcache.chat_parts import TOOL_LIST, Chat, message_name
 from radixcache.chat_template import ChatTemplate, common_rendering
+from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 
@@ -58,7 +59,8 @@ class RenderedPrompt:
         parts: where each part ends, and its name; empty: not known, see `part_at`.
         chat: what the template took; None: there is no template.
         echo: its text, if the request wants it with the reply.
-        prediction: the reply that the client expects, in tokens; None: it expects none, or there are images.
+        prediction: the reply that the client expects, in tokens, as far as a reply can use it; None: it expects none,
+            or there are images.
     """
 
     tokens: list[int]
@@ -122,7 +124,9 @@ def prompt_of(
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
         if request.prediction and prompt.vision is None:
-            predicted = tokenizer.encode(request.prediction, add_special_tokens=False)
+            longest = UNBOUNDED_TOKENS if most_tokens is None else most_tokens
+            most_predicted = min(longest, MOST_PREDICTED * (request.max_tokens or longest))
+            predicted = predicted_tokens(request.prediction, tokenizer, most_predicted)
             prompt = replace(prompt, prediction=predicted)
     except ApiError:
         raise
