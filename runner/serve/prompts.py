@@ -29,6 +29,7 @@ from radixcache.chat_template import ChatTemplate, common_rendering
 from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
+from runner.serve.rules import typed_tools
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
@@ -61,6 +62,7 @@ class RenderedPrompt:
         echo: its text, if the request wants it with the reply.
         prediction: the reply that the client expects, in tokens, as far as a reply can use it; None: it expects none,
             or there are images.
+        typed_tools: the tools of the request, as mlx-lm's parsers of replies take them.
     """
 
     tokens: list[int]
@@ -71,6 +73,7 @@ class RenderedPrompt:
     chat: Chat | None = None
     echo: str = ""
     prediction: list[int] | None = None
+    typed_tools: list[dict[str, Any]] | None = None
 
     @property
     def keys(self) -> list[int] | None:
@@ -123,6 +126,7 @@ def prompt_of(
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
+        prompt = replace(prompt, typed_tools=typed_tools(request.tools))
         if request.prediction and prompt.vision is None:
             longest = UNBOUNDED_TOKENS if most_tokens is None else most_tokens
             most_predicted = min(longest, MOST_PREDICTED * (request.max_tokens or longest))

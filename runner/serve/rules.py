@@ -11,12 +11,11 @@ stands as it is between them, anything else is JSON.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import llguidance
 
@@ -51,6 +50,14 @@ OF_OBJECTS = (
 )  # fmt: skip
 
 
+T = TypeVar("T")
+
+#: What was found of the schemas in one root, by the identity of a schema and its depth. Very many references may lead
+#: to one schema, which is looked into once at each depth.
+Met: TypeAlias = dict[tuple[int, int], T]
+Text: TypeAlias = str | tuple[str, ...]  # a text as it is, or all that match some regular expressions, as terms
+ANY: Mapping[str, Any] = {}  # a schema that allows any value
+
 # Schemas
 
 
@@ -82,7 +89,9 @@ def checked_schema(schema: Any, at: str) -> str:
 
 
 def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
-    _require(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
+    product = 1
+    for each in {each for schema in schemas for each in _multiples(schema)}:
+        _require(product := product * each, MAX_MULTIPLE, "multipleOf", at)  # of all, it may have millions of digits
 
 
 def _multiples(node: Any) -> Iterator[int]:
@@ -278,7 +287,10 @@ class _CallRules:
         self.rules: list[str] = []
         self._characters = 0  # of all rules
         self._at = ""
-        self._met: dict[tuple[int, str], str] = {}  # rules of referenced schemas, which may refer to themselves
+        # Of the function at hand:
+        self._met: dict[str, str] = {}  # rules of referenced schemas, which may refer to themselves
+        self._kinds: Met[frozenset[str]] = {}
+        self._allowed: Met[tuple[Text, ...]] = {}
 
     def call(self, function: dict[str, Any], index: int) -> str:
         """The name of the rule of a function's calls. ApiError: one of its arguments cannot be written."""
@@ -287,6 +299,7 @@ class _CallRules:
         if not re.fullmatch(form.names, name, re.DOTALL):
             self._refuse(f"the name {name!r}")
         parameters = json.loads(whole)
+        self._met, self._kinds, self._allowed = {}, {}, {}
         is_bare = bool(form.bare) and not parameters.get("required")
         if is_bare or not form.open:
             arguments = f"%json {whole}"
@@ -351,7 +364,7 @@ class _CallRules:
         """A rule of a value and of what closes it; empty: the form has no such value."""
         if not isinstance(schema, dict) or "$ref" not in schema:
             return self._alternatives(schema, root)
-        met = id(root), str(schema["$ref"])
+        met = str(schema["$ref"])
         if met not in self._met:
             at, self._met[met] = len(self.rules), self._rule("")
             body = self._alternatives(schema, root)
@@ -360,7 +373,7 @@ class _CallRules:
         return self._met[met]
 
     def _alternatives(self, schema: Any, root: Any) -> str:
-        form, kinds = self._form, kinds_of(schema, root)
+        form, kinds = self._form, kinds_of(schema, root, met=self._kinds)
         is_typed = isinstance(schema, dict) and schema.get("type") == "string"
         if is_typed if form.texts == "typed" else form.texts == "possible" and "string" in kinds:
             found = [*self._texts(schema, root, is_typed=is_typed)]
@@ -380,7 +393,7 @@ class _CallRules:
         """Terms of texts with what closes them."""
         form = self._form
         after = form.quote + form.close
-        for text in texts_of(schema, root):
+        for text in texts_of(schema, root, met=self._allowed):
             if isinstance(text, str):
                 yield self._literal(form.quote + text + after)
                 continue
@@ -427,37 +440,44 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
         path, schema = schema["$ref"].removeprefix("#").split("/")[1:], root
         for name in path:
             schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) else {}
+    return schema if isinstance(schema, dict) else ANY
 
 
-def kinds_of(schema: Any, root: Any, hops: int = 0) -> frozenset[str]:
-    """The types of JSON that a schema may allow."""
+def kinds_of(schema: Any, root: Any, hops: int = 0, met: Met[frozenset[str]] | None = None) -> frozenset[str]:
+    """The types of JSON that a schema may allow. `met`: what was found so far, if more of the same root is asked."""
+    met = {} if met is None else met
     node, found = resolved(schema, root), frozenset(KINDS.values())
     if hops == MAX_HOPS:
         return found
+    if (key := (id(node), hops)) in met:
+        return met[key]
     if "const" in node or isinstance(node.get("enum"), list):
         found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
     for name in ("anyOf", "oneOf"):
         if isinstance(node.get(name), list):
-            found &= frozenset().union(*(kinds_of(each, root, hops + 1) for each in node[name]))
+            found &= frozenset().union(*(kinds_of(each, root, hops + 1, met) for each in node[name]))
     for each in node["allOf"] if isinstance(node.get("allOf"), list) else ():
-        found &= kinds_of(each, root, hops + 1)
+        found &= kinds_of(each, root, hops + 1, met)
     declared = node.get("type")
     if isinstance(declared, str | list):
         found &= {each for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)}
+    met[key] = found
     return found
 
 
-def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]:
-    """The texts that a schema allows: one as it is, or all that match some regular expressions, as terms."""
-    node = resolved(schema, root)
+def texts_of(schema: Any, root: Any, hops: int = 0, met: Met[tuple[Text, ...]] | None = None) -> tuple[Text, ...]:
+    """The texts that a schema allows, each once. `met` as in `kinds_of`."""
+    met = {} if met is None else met
+    node, found = resolved(schema, root), dict[Text, None]()
+    if (key := (id(node), hops)) in met:
+        return met[key]
     branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
     if "const" in node or "enum" in node:
-        yield from (each for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
+        found.update((each, None) for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
     elif branches:
         if hops < MAX_HOPS and ("allOf" not in node or len(branches) == 1):
-            for each in branches:
-                yield from texts_of(each, root, hops + 1)
+            for each in {id(each): each for each in (resolved(branch, root) for branch in branches)}.values():
+                found.update(dict.fromkeys(texts_of(each, root, hops + 1, met)))
     elif "string" in kinds_of(node, root):
         parts = []
         if "minLength" in node or "maxLength" in node:
@@ -467,7 +487,9 @@ def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]
             before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if has_end else "(?s:.*)"
             inner = pattern.removeprefix("^")[: -1 if has_end else None]
             parts.append(f"/{llguidance.regex_to_lark(f'{before}({inner}){after}')}/")
-        yield parts
+        found[tuple(parts)] = None
+    met[key] = tuple(found)
+    return met[key]
 
 
 def typed_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -477,25 +499,27 @@ def typed_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] 
         parameters = tool["function"].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         if isinstance(properties, dict):
-            typed = {key: _typed(schema, parameters) for key, schema in properties.items()}
+            met: Met[frozenset[str]] = {}
+            typed = {key: _typed(schema, parameters, met) for key, schema in properties.items()}
             tool = {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": typed}}}
         found.append(tool)
     return found or None
 
 
-def _typed(schema: Any, root: Any) -> dict[str, Any]:
+def _typed(schema: Any, root: Any, met: Met[frozenset[str]]) -> dict[str, Any]:
     if not isinstance(schema, dict):
         return {}
     if isinstance(schema.get("type"), str):
         return schema
     rest = {name: value for name, value in schema.items() if name != "type"}
-    return rest if "string" in kinds_of(schema, root) else {**rest, "type": "object"}
+    return rest if "string" in kinds_of(schema, root, met=met) else {**rest, "type": "object"}
 
 
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
     """The functions that may be called, by their index in the request's tools."""
     assert request.constraint is not None
-    names = request.constraint.functions
+    functions = request.constraint.functions
+    names = None if functions is None else frozenset(functions)
     for index, tool in enumerate(request.tools or ()):
         if names is None or tool["function"]["name"] in names:
             yield index, tool["function"]

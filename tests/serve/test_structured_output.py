@@ -19,7 +19,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
-from runner.serve.grammars import Grammars
+from runner.serve import rules
+from runner.serve.grammars import Grammars, Marks
 from runner.serve.mlx_lm_border import ToolCallFormatter, make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
@@ -403,6 +404,42 @@ def test_forced_calls_of_random_tokens_parse_and_are_of_their_schemas(form: str,
 @pytest.mark.parametrize("form", [form for form in FORMS if "[ARGS]" not in form])
 def test_forced_calls_parse_where_marks_are_text(form: str, tmp_path: Path) -> None:
     require_calls_at_random(tokenizer_of(tmp_path, form, is_special=False), range(20))
+
+
+def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once_at_each_depth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With six references and eight hops there are 1.7 million ways, and all mean the same as one reference."""
+    tokenizer = tokenizer_of(tmp_path, "qwen3_coder", is_special=False)
+    own = Marks.of(tokenizer, len(tokenizer)).tokenizer
+    looks, real = 0, rules.resolved
+
+    def counting(schema: Any, root: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return real(schema, root)
+
+    monkeypatch.setattr(rules, "resolved", counting)
+    for last in ({"type": ["string", "null"]}, {"type": "integer"}, {"enum": ["yes", 5]}):
+        found = []
+        for count in (1, 6):
+            whole = {"properties": {"a": {"anyOf": [*[{"$ref": "#/properties/a"}] * count, last]}}, "required": ["a"]}
+            tools = [{"type": "function", "function": {"name": "f", "parameters": whole}}]
+            typed = rules.typed_tools(tools)
+            assert typed is not None
+            asked = Request(ModelNames(), 1, tools=tools, constraint=Constraint(calls="required", has_tools=True))
+            schema = whole["properties"]["a"]  # type: ignore[call-overload]
+            kinds, texts = rules.kinds_of(schema, whole), rules.texts_of(schema, whole)
+            is_any = "type" not in typed[0]["function"]["parameters"]["properties"]["a"]
+            found.append((kinds, texts, is_any, "TEXT" in rules.call_rules(asked, tokenizer, own)))
+        assert found[0] == found[1]
+    assert looks < 2000
+
+
+def test_a_product_of_many_large_multiples_is_refused_without_its_digits() -> None:
+    schema = {"properties": {f"p{index}": {"multipleOf": 10**300 * (index + 1)} for index in range(40)}}
+    with pytest.raises(ApiError, match="multipleOf"):
+        rules.checked_schema(schema, "response_format")
 
 
 def test_what_a_form_cannot_write_is_refused_and_named(tmp_path: Path) -> None:
