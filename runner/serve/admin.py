@@ -242,16 +242,16 @@ async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], d
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
-    """Return the routes; `memory` has the conversations that a body to explain may go on with."""
+    """Return the routes; `memory` has the conversations that a body to explain may go on with, and is cleared, too."""
     router = APIRouter()
     watch.attach(scheduler)
 
-    async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
+    async def evicted(cause: str, evict: Callable[[Models, list[PrefixCache]], object]) -> Response:
         def work(models: Models) -> dict[str, Any]:
             caches = [cache for _, cache in scheduler.caches()]
             before = sum(map(_held_bytes, caches))
             with watch.evicting(cause):
-                evict(caches)
+                evict(models, caches)
             return {"freed_bytes": before - sum(map(_held_bytes, caches))}
 
         return await _on_generation_thread(scheduler, work)
@@ -302,12 +302,18 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
     @router.post(RECLAIM, openapi_extra=body_schema(ReclaimBody, RECLAIM))
     async def reclaim(http_request: HttpRequest) -> Response:
         body = await read_json(http_request, functools.partial(checked, ReclaimBody))
-        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes, body.namespace))
+        return await evicted("reclaim", lambda models, caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")
     async def clear(namespace: str | None = None) -> Response:
-        drop = functools.partial(PrefixCache.clear, namespace=namespace)
-        return await evicted("clear", lambda caches: list(map(drop, caches)))
+        def drop(models: Models, caches: list[PrefixCache]) -> None:
+            for cache in caches:
+                cache.clear(namespace)
+            if models.current is not None:
+                models.current.forget(namespace)
+
+        memory.clear(namespace)
+        return await evicted("clear", drop)
 
     @router.post("/cache/check")
     async def check() -> Response:

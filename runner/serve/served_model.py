@@ -191,6 +191,10 @@ class ServedModel:
             draft_model=self.draft_model,
         )
 
+    def forget(self, namespace: str | None) -> None:
+        """Forget the chats of a namespace, or all, with which later prompts are compared."""
+        self._chats.clear(namespace)
+
     def rehearse(self) -> None:
         """Do once what the first client would wait for: compile and allocate, render and decode a prompt.
 
@@ -349,7 +353,7 @@ class ServedModel:
             record.naming = self._renderer.submit(
                 opened.request.client, self._name_fork, opened, prompt, found.fork.start
             )
-        if prompt.chat is not None:
+        if prompt.chat is not None and opened.request.is_kept:
             self._chats.add(record.keys, prompt.chat, opened.request.namespace)
 
     def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:
