@@ -111,7 +111,7 @@ class Core:
         owns_trace: bool,
     ) -> None:
         self.settings = settings
-        self.layout = states.layout
+        self.layout, self.budget = states.layout, evictor.budget
         self.lock = states.account.ledger.lock
         self._states, self._account, self._ledger = states, states.account, states.account.ledger
         self._slots, self._pins, self._quarantine = slots, pins, quarantine
@@ -282,7 +282,7 @@ class Core:
         match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
         assert live is not None, plan
         try:
-            self.require_memory(self.layout.request_bytes(length))
+            self.budget.fits(self.layout.request_bytes(length), who="request").require()
         except RequestTooLargeError:
             self._evictor.tidy(match.node)
             raise
@@ -349,49 +349,8 @@ class Core:
 
     # Serving
 
-    def require_memory(self, need_bytes: int, held_bytes: int = 0) -> None:
-        """Raise RequestTooLargeError unless a request may take `need_bytes`, of which it has `held_bytes`."""
-        refused = self._beyond_limit(need_bytes) or self.beyond_device(need_bytes, held_bytes)
-        if refused is not None:
-            raise refused
-
-    def beyond_device(self, need_bytes: int, held_bytes: int = 0) -> RequestTooLargeError | None:
-        """The error if `need_bytes`, of which `held_bytes` are held, fit neither the budget nor the device.
-
-        The device has what it can spare now, and what eviction can free.
-        """
-        ledger, more_bytes = self._ledger, need_bytes - held_bytes
-        if more_bytes <= 0 or ledger.held_bytes + more_bytes <= ledger.budget_bytes:
-            return None
-        available = self.layout.device_bytes()
-        if more_bytes > available:
-            available += max(0, self._account.total_bytes - self._evictor.fixed_bytes())
-        return RequestTooLargeError(need_bytes, held_bytes + available) if more_bytes > available else None
-
-    def beyond_all(self, need_bytes: int) -> RequestTooLargeError | None:
-        """The error if a request could not take so many bytes even if no other one ran."""
-        ledger, refused = self._ledger, self._beyond_limit(need_bytes)
-        if refused is None and need_bytes > ledger.budget_bytes:
-            available = self.layout.device_bytes() + ledger.total_bytes - ledger.pinned_bytes
-            refused = RequestTooLargeError(need_bytes, available) if need_bytes > available else None
-        return refused
-
-    def kept_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens of a prompt the budget can keep, with a checkpoint at their end; 0: all, or not known."""
-        token_bytes = self.layout.token_bytes
-        if not token_bytes:
-            return 0
-        point_bytes = self.layout.request_bytes(prompt_tokens) - prompt_tokens * token_bytes
-        # Twice the point state: it is live, too. Buffers have room for one token more.
-        kept = (self._ledger.budget_bytes - 2 * point_bytes) // token_bytes - 1
-        return max(kept, 0) if kept < prompt_tokens else 0
-
-    def _beyond_limit(self, need_bytes: int) -> RequestTooLargeError | None:
-        most = self.settings.max_request_bytes
-        return None if most is None or need_bytes <= most else RequestTooLargeError(need_bytes, most, is_limit=True)
-
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        self.require_memory(self.layout.request_bytes(need_tokens), live.booking.live_bytes)
+        self.budget.fits(self.layout.request_bytes(need_tokens), live.booking.live_bytes, "request").require()
         self._pager.grow(live, need_tokens)
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
@@ -487,7 +446,7 @@ class Core:
         own.pending = None
         need = sum(self.layout.window_bytes(window) for window in windows) * (end - start)
         room = self._evictor.checkpoint_budget_bytes - self._account.checkpoint_bytes
-        if need and need <= room and not self._evictor.over_bytes(need):
+        if need and need <= room and not self.budget.over_bytes(need):
             wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
             try:
                 found = self.layout.capture(caches, start, end, wanted)
@@ -516,14 +475,14 @@ class Core:
 
         Own checkpoints that are not worth their bytes go before anything that the tree has stored.
         """
-        while self._evictor.over_bytes() and own.give_up(only_dear=True):
+        while self.budget.over_bytes() and own.give_up(only_dear=True):
             pass
         self._evictor.thin_checkpoints()
         fits = self._evictor.make_room()
         while not fits or self._account.checkpoint_bytes > self._evictor.checkpoint_budget_bytes:
             if not own.give_up():
                 return
-            fits = self._evictor.over_bytes() == 0
+            fits = self.budget.over_bytes() == 0
 
     def book_second(self, live: LivePath, nbytes: int) -> bool:
         """Book `nbytes` in all for the state of a cold run beside a session; False: no room, and nothing is booked."""
@@ -836,7 +795,7 @@ class Core:
         rest = [] if node.parent is None else node.parent.path()
         for path in self._slots.remove_branch(node, was_wrong=True):
             if not path.is_open:
-                self._evictor.empty_slot(path, self._evictor.over_bytes)
+                self._evictor.empty_slot(path, self.budget.over_bytes)
         return rest
 
     def _empty(self, live: LivePath) -> None:

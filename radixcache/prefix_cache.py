@@ -39,6 +39,7 @@ from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
+from radixcache.paging.budget import ByteBudget
 from radixcache.paging.evictor import Evictor, guarded
 from radixcache.paging.live_path import Slots
 from radixcache.paging.pager import Pager
@@ -121,7 +122,8 @@ def assemble(
     pins = Pins(settings, states, quarantine)
     slots = Slots(layout, states, pins, settings.live_slots)
     checkpoint_budget_bytes = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
-    evictor = Evictor(states, slots, checkpoint_budget_bytes, settings.trim_step_tokens)
+    budget = ByteBudget(layout, states, slots, settings.max_request_bytes)
+    evictor = Evictor(states, slots, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
     pager = Pager(layout, states, evictor, slots)
     if disk is not None:
         tier = Tier(disk, layout, states, evictor, slots, pager)

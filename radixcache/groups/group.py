@@ -122,10 +122,10 @@ class Group:
             ends: where each open row will end.
             keys, end, namespace: of the new row.
         """
-        namespace, room = self.namespace if namespace is None else namespace, self._room
+        namespace, room, core = self.namespace if namespace is None else namespace, self._room, self._core
         with self._lock:
             shared = self._sharing.sharable_tokens(keys, namespace)
-            match = room.states.match(self._core.unquarantined(keys, namespace), namespace)
+            match = room.states.match(core.unquarantined(keys, namespace), namespace)
             in_use = max((node.end for node in match.path if node.payload.readers), default=0)
             tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
             tails.append(end - shared if self._sharing.is_long(shared) else end)
@@ -136,7 +136,7 @@ class Group:
             nbytes += self._sharing.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
             if self._layout.stored_bits:
                 nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
-            return room.evictor.could_fit(nbytes - room.booking.live_bytes)
+            return core.budget.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
         """The error if there is no memory for a row of `tokens` tokens even alone; None: there is, or not known."""
@@ -146,7 +146,7 @@ class Group:
     @property
     def is_over_budget(self) -> bool:
         """Whether the cache holds more than its budget with everything evictable gone."""
-        return self._room.evictor.over_bytes() > 0
+        return self._core.budget.over_bytes() > 0
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
         """How many tokens of a prompt with these keys would be shared with the open rows if it were admitted now."""
@@ -210,7 +210,7 @@ class Group:
             self._next_id += 1
             if self._layout.has_points:
                 length, limit = len(prompt), request.limit
-                found, kept = (row.matched_tokens, row.position, limit), core.kept_tokens(length)
+                found, kept = (row.matched_tokens, row.position, limit), core.budget.kept_tokens(length)
                 least = mark_tokens if self._layout.has_states else 1  # with windows, a checkpoint cuts no pass
                 distant = distant_marks(request.marks, row.position, least)
                 stops = checkpoint_stops(core.settings, length, distant, *found, kept)
@@ -489,7 +489,7 @@ class Group:
                 self._close([row for row in rows if not row.is_closed])
             finally:
                 self._room.booking.book_live(self.nbytes)
-                if self._room.evictor.over_bytes():
+                if self._core.budget.over_bytes():
                     self._passes.settle()
                 self._core.enforce_budget()
 

@@ -221,7 +221,7 @@ class Passes:
             spare_rows = sum(row.tail_tokens + row.prompt_left <= longest for row in others)
         # Twice, as the tree gets a copy at the end: spare rows must not evict anything.
         wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
-        if room.evictor.over_bytes(wanted):
+        if room.core.budget.over_bytes(wanted):
             spare_rows = 0
         all_rows = len(rows) + spare_rows
 
@@ -305,7 +305,7 @@ class Passes:
         try:
             columns.capacity = size + ask(is_strict=True)
         except OverBudgetError:
-            if not room.evictor.over_bytes():  # else the others have no more than they need
+            if not room.core.budget.over_bytes():  # else the others have no more than they need
                 self.settle(spared=batch)
             columns.capacity = size + ask(is_strict)
 

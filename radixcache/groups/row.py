@@ -260,11 +260,10 @@ class Room:
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
         """The error for a row of so many tokens if it cannot have its memory even alone; None: it can, or not known."""
-        return self.core.beyond_all(self.bytes_of(1, tokens, tokens))
+        return self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").refusal
 
     def require_row(self, tokens: int) -> None:
-        if (refused := self.refusal_of(tokens)) is not None:
-            raise refused
+        self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").require()
 
     def ask(
         self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0, *, owed: int = 0, is_strict: bool = False
@@ -276,14 +275,14 @@ class Room:
         with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
         OverBudgetError: with `is_strict`, in place of going beyond the budget.
         """
-        evictor = self.evictor
+        budget, evictor = self.core.budget, self.evictor
         generous = nbytes(spare) - freed_bytes
-        if not evictor.over_bytes(generous):
+        if not budget.over_bytes(generous):
             self.booking.book_live(self.booking.live_bytes + max(0, generous))
             return spare
         need = nbytes(0) - freed_bytes
         if need > 0 and not evictor.find_room(need):
-            if evictor.could_fit(need - self.booking.checkpoint_bytes):
+            if budget.could_fit(need - self.booking.checkpoint_bytes):
                 for row in self.rows.values():
                     row.own.clear()
             if not evictor.find_room(need):
@@ -296,7 +295,7 @@ class Room:
     def _ask_device(self, nbytes: Callable[[int], int], spares: Sequence[int], freed_bytes: int) -> int:
         refused: RequestTooLargeError | None = None
         for spare in spares:
-            refused = self.core.beyond_device(nbytes(spare), freed_bytes)
+            refused = self.core.budget.fits(nbytes(spare), freed_bytes, "rows").refusal
             if refused is None:
                 more_bytes = max(0, nbytes(spare) - freed_bytes)
                 self.evictor.make_room(more_bytes)

@@ -77,7 +77,7 @@ class Sharing:
         match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
         offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
         if other is not None and offered > plan.resume:
-            start, has_room = min(match.offset, offered), self._evictor.could_fit
+            start, has_room = min(match.offset, offered), self._core.budget.could_fit
             plain = self._in_place_from(other, keys[:offered]) is not None
             end = self._end_with_room(other, start, offered, has_room, plain=plain)
             if end is not None:
@@ -204,7 +204,7 @@ class Sharing:
             row.own.clear()
             self._release(node)
             self._room.rows.pop(row.id, None)
-            if self._evictor.over_bytes():  # what this row held is room for the next one
+            if self._core.budget.over_bytes():  # what this row held is room for the next one
                 self._room.booking.book_live(self._room.nbytes)
             self._core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
@@ -350,7 +350,7 @@ class Sharing:
         if need <= 0 or has_room(need):
             return end
         if not layout.has_points:
-            end -= -(-self._evictor.over_bytes(need) // max(1, token_bytes))
+            end -= -(-self._core.budget.over_bytes(need) // max(1, token_bytes))
         return end if not layout.has_points and end > start else None
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:

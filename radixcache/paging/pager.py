@@ -38,7 +38,8 @@ class Pager:
     """Page-in and page-out for one cache."""
 
     def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
-        self._layout, self._states, self._evictor, self._slots = layout, states, evictor, slots
+        self._layout, self._states, self._slots = layout, states, slots
+        self._evictor, self._budget = evictor, evictor.budget
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
@@ -63,7 +64,7 @@ class Pager:
             if incoming and layout.token_bytes:
                 like = self.allocating(self.spans_at, incoming[0], shared, shared + 1)
             # Larger buffers are shrunk only if bytes are short.
-            if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
+            if (capacity or like is not None) and (capacity < capacity_tokens or self._budget.over_bytes()):
                 self.allocating(layout.reserve, live.caches, capacity_tokens, like)
                 has_changed = True
                 if incoming:
@@ -86,7 +87,7 @@ class Pager:
             copied = self.allocating(self._layout.page_out, source.caches, node.start, node.end)
             self._states.set_spans(node, copied)
         else:
-            self._evictor.empty_slot(source, self._evictor.over_bytes)
+            self._evictor.empty_slot(source, self._budget.over_bytes)
 
     def retreat(self, live: LivePath, end: int) -> None:
         """Leave the live nodes beyond `end`: make room, and page out what is nowhere else."""
@@ -203,7 +204,7 @@ class Pager:
                 need = (end - start) * token_bytes
                 if not self._evictor.make_room(need) and not self._layout.has_points:
                     # Span layers alone: store as much as fits.
-                    end = max(start, end - -(-self._evictor.over_bytes(need) // token_bytes))
+                    end = max(start, end - -(-self._budget.over_bytes(need) // token_bytes))
                 points = caches if self._layout.has_points else None
                 spans = self.allocating(self._layout.page_out, caches, start, end) if end > start else None
                 self.put(keys[:end], namespace, spans, points, use)
@@ -246,7 +247,7 @@ class Pager:
         """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
         more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
-        return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
+        return need_tokens if self._budget.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
         offset = node.start

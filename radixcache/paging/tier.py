@@ -271,8 +271,8 @@ class StoreReader:
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
         """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""
-        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
-        fitting = list(links)
+        fitting, nbytes = list(links), self._bytes(links)
+        room = nbytes + self._evictor.budget.fits(nbytes, who="eviction").spare_bytes
         while fitting and (self._bytes(fitting) > room or not self._can_resume(fitting[-1])):
             fitting.pop()
         return fitting if self._evictor.find_room(self._bytes(fitting)) else []

@@ -350,7 +350,7 @@ class Session(Progress):
                 was_known = True
                 with self._core.lock, self._noting_refusal():
                     whole_bytes = self._layout.request_bytes(len(self.prompt))
-                    self._core.require_memory(whole_bytes, self._live.booking.live_bytes)
+                    self._core.budget.fits(whole_bytes, self._live.booking.live_bytes, "request").require()
             if end in stops:
                 self._take_checkpoint(stops[end])
             if on_progress is not None:
@@ -361,7 +361,7 @@ class Session(Progress):
         if not self._layout.has_points:
             return {}
         settings, position, marks = self._core.settings, self.position, self._request.marks
-        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.kept_tokens(len(self.prompt))
+        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.budget.kept_tokens(len(self.prompt))
         stops = checkpoint_stops(settings, len(self.prompt), marks, *found, kept)
         if settings.exact:
             return stops_on_grid(stops, settings.step_size, position, last)
