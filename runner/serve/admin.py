@@ -43,6 +43,7 @@ from runner.serve.request import (
     ApiError,
     Count,
     ModelNames,
+    Name,
     Request,
     RequestRecord,
     body_schema,
@@ -175,7 +176,7 @@ class ReclaimBody(Checked):
     #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     #: Only the state of this namespace counts and goes.
-    namespace: str | None = None
+    namespace: Name | None = None
 
 
 class PromptBody(Checked):
@@ -187,7 +188,7 @@ class PromptBody(Checked):
     tokens: Annotated[Many[Count], Field(min_length=1)] | None = None
     prompt: str | None = None
     messages: Many[dict[str, Any]] | None = None
-    namespace: str = ""
+    namespace: Name = ""
 
     def request(self, options: ServeOptions) -> Request:
         """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
@@ -222,7 +223,7 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
 class WarmBody(PromptBody):
     """POST /cache/warm: the prompt to prefill. With a name or a time it is pinned."""
 
-    name: Annotated[str, Field(min_length=1)] | None = None
+    name: Annotated[Name, Field(min_length=1)] | None = None
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     ttl_s: Annotated[float, Field(gt=0, le=2**31)] | None = None
 
@@ -291,6 +292,8 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
             if body.tokens is not None:
+                if (length := len(body.tokens)) > (most := loaded.most_tokens):
+                    raise ApiError(400, f"wanted at most {most} tokens, the context; found {length}.", param="tokens")
                 checked_prompt(body.tokens, None, (), vocabulary_size(loaded.model))
             evaluated = loaded.warm(
                 made, request.namespace, name=body.name, ttl_requests=body.ttl_requests, ttl_s=body.ttl_s

@@ -125,6 +125,8 @@ def prompt_of(
             prompt = replace(prompt, chat=chat)
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
+            if most_tokens is not None:
+                require_fitting([text], tokenizer, most_tokens)  # a small body may name a long role many times
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
         prompt = replace(prompt, typed_tools=typed_tools(request.tools))
         if request.prediction and prompt.vision is None:
@@ -182,9 +184,11 @@ def _chat_prompt(
 
 
 def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
-    """Raise ApiError.of_length if the texts of a request are too long, whatever the template makes of them."""
+    """Raise ApiError.of_length if a request is too long, whatever the template makes of its texts."""
     if not isinstance(request.prompt, str | None):
-        return  # token ids cost nothing
+        if len(request.prompt) > most_tokens:
+            raise ApiError.of_length(len(request.prompt), most_tokens)
+        return
     said = [request.prompt or "", *(text for message in request.messages for text in _contents(message))]
     require_fitting(said, tokenizer, most_tokens)
     length = _characters([request.messages, request.tools, request.chat_template_kwargs])

@@ -156,6 +156,48 @@ def test_a_prompt_with_more_characters_than_the_context_can_have_is_refused_befo
     assert error.anthropic_message == f"prompt is too long: at least {least} tokens > {most_tokens} maximum"
 
 
+def test_token_ids_beyond_the_context_are_refused_before_their_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "decode", None, raising=False)
+    with pytest.raises(ApiError, match="resulted in 101 tokens"):
+        prompt_of(Request(ModelNames(), 1, prompt=[5] * 101, echo=True), tokenizer, {}, most_tokens=100)
+
+
+def test_a_long_name_of_a_role_counts_as_often_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer(CHATML))
+    tokenizer.has_chat_template = False
+    monkeypatch.setattr(type(tokenizer._tokenizer), "_encode_plus", None)
+    request = Request(ModelNames(), 1, messages=[user("a")] * 1000, role_mapping={"user": "x" * 1000})
+    with pytest.raises(ApiError, match="maximum context length is 2000 tokens"):
+        prompt_of(request, tokenizer, {}, most_tokens=2000)
+
+
+def test_no_more_tokens_are_warmed_than_a_prompt_may_have() -> None:
+    with application() as (app, _):
+        answer = local_client(app).post("/cache/warm", json={"tokens": [5] * 32769})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tokens")
+        assert "wanted at most 32768 tokens, the context; found 32769" in error["message"]
+
+
+def test_names_are_no_longer_than_paths_in_any_api() -> None:
+    name, chat = "m" * 4097, {"messages": [user("?")], "max_tokens": 1}
+    with application() as (app, _):
+        client = local_client(app)
+        for path, body in {
+            "/v1/chat/completions": {**chat, "model": name},
+            "/v1/completions": {"prompt": "?", "adapters": name},
+            "/v1/responses": {"input": "?", "model": name},
+            "/v1/messages": {**chat, "model": name},
+            "/api/chat": {**chat, "model": name},
+            "/cache/warm": {"tokens": [1], "name": name},
+            "/cache/explain": {"prompt": "?", "namespace": name},
+            "/cache/reclaim": {"target_bytes": 0, "namespace": name},
+        }.items():
+            answer = client.post(path, json=body)
+            assert (answer.status_code, "at most 4096 characters" in answer.text) == (400, True), (path, answer.text)
+
+
 @pytest.mark.parametrize("hidden", ["tools", "reasoning", "arguments"])
 def test_what_a_template_may_leave_out_is_bounded_more_loosely(hidden: str) -> None:
     def asked(length: int) -> Request:
