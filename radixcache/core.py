@@ -307,9 +307,13 @@ class Core:
 
     def draw_check(self, request: PrefixRequest, live: LivePath, plan: ResumePlan) -> Check | None:
         """The check of a restored session, if it is drawn for verification."""
-        if not self.settings.verify or not self._verifier.is_drawn(plan.resume):
+        if not plan.resume or not self._verifier.is_drawn():
             return None
         return Check(self._verifier, self.layout, request.prompt, live.caches, plan.resume)
+
+    def draw_row(self) -> Verifier | None:
+        """What checks a new row, if it is drawn for verification."""
+        return self._verifier if self._verifier.is_drawn() else None
 
     def fetch(self, request: PrefixRequest) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches; returns them and the token ids left."""
@@ -336,8 +340,8 @@ class Core:
         if plan.reason is not None:
             self._short_reasons[plan.reason] += 1
         self._pins.request_passed()
-        if by != "begin":
-            self._verifier.pass_over(plan.resume)
+        if by == "fetch" and plan.resume:
+            self._verifier.pass_over()
         detail = {"matched_tokens": plan.matched, "reason": plan.reason, "by": by}
         nbytes = plan.resume * self.layout.token_bytes
         self._states.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)
@@ -484,12 +488,13 @@ class Core:
                 return
             fits = self.budget.over_bytes() == 0
 
-    def book_second(self, live: LivePath, nbytes: int) -> bool:
-        """Book `nbytes` in all for the state of a cold run beside a session; False: no room, and nothing is booked."""
-        growth = nbytes - live.booking.second_bytes
-        fits = growth <= 0 or self._evictor.find_room(growth)
-        live.booking.book_second(nbytes if fits else 0)
-        return fits
+    def book_second(self, booking: Booking, nbytes: int) -> bool:
+        """Book `nbytes` in all for the state of a cold run beside a request; False: no room, and nothing is booked."""
+        with self.lock:
+            growth = nbytes - booking.second_bytes
+            fits = growth <= 0 or self._evictor.find_room(growth)
+            booking.book_second(nbytes if fits else 0)
+            return fits
 
     # Storing
 
@@ -613,7 +618,9 @@ class Core:
         except OSError as error:
             warnings.warn(f"{trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 
-    def expel(self, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
+    def expel(
+        self, live: LivePath | None, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False
+    ) -> int:
         """Quarantine what begins with `keys` from `start` on, remove it from the tree, empty `live`; returns the start.
 
             root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
@@ -643,12 +650,14 @@ class Core:
             self._tier.remove(keys, start, namespace)
         for group in self.groups():
             group.distrust(keys, start, namespace)
-        guarded = [] if live.guarded is None else [live.guarded]
-        live.guard(None)
+        guarded = [] if live is None or live.guarded is None else [live.guarded]
+        if live is not None:
+            live.guard(None)
         chain = match.node.path()
         if match.offset == len(keys):
             chain = self._cut_off(match.node, start)
-        self._empty(live)
+        if live is not None:
+            self._empty(live)
         for node in reversed(chain):
             if node.payload is None or node.end <= start or not node.is_leaf:
                 break

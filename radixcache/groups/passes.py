@@ -40,8 +40,8 @@ from radixcache.adapters.registry import adapter_for
 from radixcache.errors import ShiftError, UnsupportedCacheError
 from radixcache.groups.attention import Pair, serve
 from radixcache.groups.batch import Batch, Held
-from radixcache.groups.row import OverBudgetError, Room, Row
-from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
+from radixcache.groups.row import OverBudgetError, Piece, Room, Row
+from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import BothModels, allowed_error, by_slot, error_of, logits_alone, once_per_model
 
@@ -50,8 +50,6 @@ FEWEST_SCORES = 2048
 
 #: From logits (N, T, V) of a check, how many tokens of each row to keep.
 Accept = Callable[[mx.array], Sequence[int]]
-#: Keys and values of the tokens [start, start + T).
-Piece = tuple[int, Pair]
 
 
 class DonePass(NamedTuple):
@@ -352,7 +350,7 @@ class Removal(NamedTuple):
             held, token_bytes = before.nbytes, room.layout.token_bytes
             least = held + (length + 1 - before.columns.capacity) * token_bytes
             columns.capacity = length + 1 + room.ask(lambda more: least + more * token_bytes, row.prompt_left, held)
-            pieces = [self._pieces(leaf, index) for index, leaf in enumerate(before.leaves)]
+            pieces = [row.pieces(index, begin) for index in range(len(before.leaves))]
             moved = [self._moved(its, rotating[index]) for index, its in enumerate(pieces)]
             points = [self._point(leaf, rotating[index]) for index, leaf in enumerate(before.leaves)]
             mx.eval(moved, [arrays for arrays in points if arrays is not None])
@@ -380,24 +378,6 @@ class Removal(NamedTuple):
                     f"row {row.id} is at {leaf.offset}; without [{begin}, {end}), its windows of {leaf.max_size} tokens"
                     " would need earlier tokens, which are no longer there."
                 )
-
-    def _pieces(self, leaf: Any, index: int) -> list[Piece]:
-        """The keys and values of one layer that do not stay in place, in order."""
-        row = self.row
-        if not isinstance(leaf, TailLayer) or (leaf.empty() and not row.reads()):
-            return []
-        found: list[Piece] = []
-        column = position = 0
-        for spans in row.reads():
-            if spans.start > position:
-                found.append((position, leaf.columns_of(0, column, column + spans.start - position)))
-                column += spans.start - position
-            if spans.end > self.begin and spans.leaves[index] is not None:
-                found += [(first, pair) for first, _, pair in spans.leaves[index].parts(spans.start, spans.end)]
-            position = spans.end
-        if position < row.position:
-            found.append((position, leaf.columns_of(0, column, column + row.position - position)))
-        return found
 
     def _moved(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
         """The pieces without the gap; keys behind it are rotated to their new positions."""

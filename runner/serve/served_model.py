@@ -15,7 +15,6 @@ reads the flag itself.
 from __future__ import annotations
 
 import logging
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -115,7 +114,6 @@ class ServedModel:
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
-        self._draws = random.Random(0)
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
@@ -294,8 +292,7 @@ class ServedModel:
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
             raise ApiError(400, f"{found}; at most {MAX_SCORED_TOKENS} get log-probabilities.", param="echo")
-        is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
-        is_alone |= request.scores_prompt
+        is_alone = self._generator is None or has_images or request.scores_prompt
         prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
         started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
