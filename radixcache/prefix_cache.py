@@ -167,8 +167,9 @@ class PrefixCache:
             simulate`. Or a TraceWriter.
         on_event: called with an Event for everything that happens to stored state, after the call that caused it.
         tokenizer: an object with `decode`. With it, explain(), dump() and render() show text beside token ids.
-        verify: share of the resumed requests, 0 to 1, that are also prefilled cold and compared. Wrong state is
-            quarantined, and the request is served cold. fetch() and begin_many() are not checked.
+        verify: share of the resumed sessions and of all rows, 0 to 1, that are also prefilled cold and compared; a row
+            also when it closes. Wrong state is quarantined, and an answer that has not begun is served cold. fetch() is
+            not checked.
         verify_seed: seed that draws these requests.
         exact: resume only if the answer equals that of a cold run bit for bit.
         step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.

@@ -30,9 +30,9 @@ from radixcache.verify import Check, Finding, Part, Verifier
 
 
 class Noted(NamedTuple):
-    """Logits (V,) behind the token at an index; `is_wide`: of a pass of several tokens."""
+    """Logits (V,) behind the token at an offset; `is_wide`: of a pass of several tokens."""
 
-    index: int
+    at: int
     logits: mx.array
     is_wide: bool
 
@@ -122,14 +122,14 @@ class RowChecks:
         if row.lost is not None or its.model is None or not position == row.clean_tokens <= row.known_tokens:
             return
         # A row that owes tokens is in front of those whose logits were noted.
-        end = position if noted is None else max(position, noted.index + 1)
+        end = position if noted is None else max(position, noted.at + 1)
         tokens = row.known.ids()[:end]
         if len(tokens) < end:
             return
-        at = None if noted is None else noted.index
+        at = None if noted is None else noted.at
         check, found = self._run(its, row, tokens, position, at)
         if found is None and noted is not None:
-            found = check.compare_last(noted.logits[None, None], noted.index)
+            found = check.compare_last(noted.logits[None, None], noted.at)
         its.is_whole = check.was_made
         if found is not None:
             self._report(its, row, _of_end(found, row, its.proven), is_first=False)

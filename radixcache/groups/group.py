@@ -575,7 +575,9 @@ class Group:
             if row.is_fresh:
                 in_segments = self._way(model).way is Way.SEGMENTS
                 with self._lock:
-                    if is_prefill:
+                    if row.right_tokens is not None:  # what it stands on was found wrong meanwhile
+                        self._room.start_over(row)
+                    elif is_prefill:
                         self._run(partial(self._sharing.restore_more, row))
                     self._run(partial(self._sharing.place, row, in_segments=in_segments))
                     row.is_fresh = False
