@@ -543,3 +543,13 @@ def test_a_group_that_closes_because_of_an_error_stores_its_rows_without_a_check
         raise ZeroDivisionError
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
     assert inside.stored_tokens(cache, PROMPT_B) == len(PROMPT_B)
+
+
+def test_a_row_that_steps_its_prompt_and_closes_in_the_middle_of_it_raises_no_alarm() -> None:
+    model, prompt = shared_model("llama"), tokens(1, 20)
+    cache = PrefixCache(model, verify=1.0)
+    with cache.begin_many([prompt], capacity=200) as group:
+        for token in prompt[:12]:
+            group.step(model, group.rows, [token])
+    assert cache.stats.verify_mismatches == 0
+    assert cache.stats.verified_requests == 1
