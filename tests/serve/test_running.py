@@ -226,6 +226,24 @@ def test_requests_that_are_drawn_for_verification_run_beside_others(options: dic
     assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches) == (2, 0, 0)
 
 
+def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
+    ended: list[str] = []
+    with running() as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [
+            Waiting(thread, prompt="abc", max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name), **more)
+            for name, count, more in (
+                ("before", 30, {}),
+                ("alone", 20, {"echo": True, "logprobs": 1}),
+                ("behind", 1, {}),
+            )
+        ]
+        held.set()
+        assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
+    assert ended == ["before", "alone", "behind"]
+
+
 def ended(thread: Scheduler, **asked: Any) -> Waiting:
     waiting = Waiting(thread, **asked)
     waiting.end()
