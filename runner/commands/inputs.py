@@ -68,12 +68,13 @@ def _from_stdin() -> Path:
     return path
 
 
-def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
+def read_chosen(paths: Sequence[Path] | None, skip_bad: bool, *, is_short: bool = False) -> Sequence[Conversation]:
+    """The conversations of these files; without files, the built-in ones, or the few of the short replay."""
     from runner.files import InputError
     from runner.script.conversation_reader import builtin_conversations, read_conversations
 
     if not paths:
-        return builtin_conversations()
+        return builtin_conversations("builtin_short.jsonl" if is_short else "builtin.jsonl")
     with usage_errors(InputError):
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
     if result.skipped:

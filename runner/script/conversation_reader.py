@@ -71,9 +71,12 @@ class _UnreadableError(InputError):
     """A whole file cannot be read."""
 
 
-def builtin_conversations() -> list[Conversation]:
-    """Conversations of four applications with two users each; some turns are edited or regenerated."""
-    with as_file(files(__package__) / "builtin.jsonl") as path:
+def builtin_conversations(name: str = "builtin.jsonl") -> list[Conversation]:
+    """Conversations of four applications with two users each; some turns are edited or regenerated.
+
+    "builtin_short.jsonl": four users of one application take turns. One edits a question, and two begin with one text.
+    """
+    with as_file(files(__package__) / name) as path:
         return read_conversations(path).conversations
 
 
