@@ -184,4 +184,9 @@ def _welcome(options: ServeOptions, url: str) -> str:
     body = {"messages": [{"role": "user", "content": "Which river runs through Rome?"}], "max_tokens": 32}
     key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
-    return f"serving {options.model} at {url}\n{line}" if options.model else f"serving at {url}"
+    if options.model:
+        return f"serving {options.model} at {url}\n{line}"
+    return (
+        f'serving at {url}\nNo --model: a request names a folder or a hub id in its field "model". To serve one from '
+        "the start, pass it: --model OWNER/NAME, or --model demo for a small one (93 MB)."
+    )

@@ -17,7 +17,7 @@ import httpx2
 import mlx_lm.server
 import pytest
 
-from runner.commands.serve import serve
+from runner.commands.serve import _welcome, serve
 from runner.serve.options import ServeOptions
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, ROOT, serving
@@ -128,6 +128,16 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
         "prompt_cache_size",
         "quantized_kv_start",
     }
+
+
+def test_without_a_model_the_first_lines_say_how_to_name_one_and_offer_the_demo_model() -> None:
+    url = "http://127.0.0.1:8080"
+    first, second = _welcome(ServeOptions(), url).split("\n")
+    assert first == f"serving at {url}"
+    assert '"model"' in second
+    assert "--model OWNER/NAME" in second
+    assert "--model demo" in second
+    assert "--model" not in _welcome(ServeOptions(model="tiny"), url)
 
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:
