@@ -45,7 +45,8 @@ def doctor() -> None:
     that says `next` names a command to go on with.
     """
     verdicts = list(_verdicts())
-    if not any(mark == PROBLEM for _, (mark, _) in verdicts):
+    has_problem = any(mark == PROBLEM for _, (mark, _) in verdicts)
+    if not has_problem:
         verdicts += [("replay", (NEXT, "to compare four caches in a minute: radixcache replay"))]
         verdicts += [("serve", (NEXT, "to serve a model: radixcache serve --model demo, or the name of another one"))]
     columns = shutil.get_terminal_size((MOST_COLUMNS, 0)).columns  # a file or a pipe gets a line for each subject
@@ -58,7 +59,7 @@ def doctor() -> None:
         lines.append(filled.replace("\xa0", " "))
     results = Outputs({})
     results.print("\n".join(lines))
-    if any(mark == PROBLEM for _, (mark, _) in verdicts):
+    if has_problem:
         raise typer.Exit(EXIT_CHECK_FAILED)
     results.finish()
 

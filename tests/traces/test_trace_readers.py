@@ -390,7 +390,7 @@ documents = st.recursive(
     | st.binary(),
     st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_file_is_read_or_refused_with_its_name_in_bounded_memory(
     tmp_path_factory, content: bytes, skip_bad
 ) -> None:
