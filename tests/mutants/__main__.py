@@ -95,7 +95,9 @@ def failing_without(code: Code, tests: Sequence[str]) -> list[str]:
     with checkout() as copy:
         for path, text in code.texts().items():
             (copy / path).write_text(text)
-        _, output = _pytest(copy, [*IN_PARALLEL, *tests], SUITE_SECONDS)
+        status, output = _pytest(copy, [*IN_PARALLEL, *tests], SUITE_SECONDS)
+    if status not in (0, 1):  # pytest runs nothing if it does not find one of the tests
+        raise RuntimeError(f"pytest ended with {status} without any mutant:\n{output[-4000:]}")
     return re.findall(FAILED, output, re.MULTILINE)
 
 

@@ -7,7 +7,9 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tests.mutants.__main__ import CAUGHT
+import pytest
+
+from tests.mutants.__main__ import CAUGHT, failing_without
 from tests.mutants.mutants import Code, definitions, read_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,12 @@ def test_each_mutant_has_a_recorded_catch_by_a_test_that_exists() -> None:
             wrong.append(f"{name}: no such test: {test}")
     wanted = "Find a catch: python -m tests.mutants --record --only NAME"
     assert not wrong, "\n".join([*wrong, wanted])
+
+
+@pytest.mark.slow
+def test_a_run_without_mutants_that_does_not_find_its_test_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"pytest ended with [45] without any mutant"):
+        failing_without(Code(ROOT), ["tests/policies/test_policies.py::test_that_is_not_here"])
 
 
 @cache
