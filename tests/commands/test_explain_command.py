@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,34 @@ def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_templat
     assert (worst.role, worst.piece, worst.reason) == ("assistant", "template", "diverged")
     assert sorted(worst.messages) == [2, 4]
     assert "the template renders them differently" in breaks_text(report)
+
+
+# As Qwen3's: a last reply has thinking tags, even empty ones.
+EMPTY_TAGS = (
+    PARROT_TEMPLATES["qwen3"]
+    .replace("if message.reasoning_content and", "if (message.reasoning_content or loop.last) and")
+    .replace("{{ message.reasoning_content }}", "{{ message.reasoning_content or '' }}")
+)
+
+
+def test_empty_thinking_tags_that_the_template_writes_into_a_last_reply_lose_nothing(tmp_path: Path) -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = EMPTY_TAGS
+    growing = conversation("c", "Read a.txt.", "It says marmalade.", "And b.txt?", "Quicksand.", "Thanks.", system="")
+    log = ClaudeLog()
+    log.ask("Why does the test fail?")
+    log.reply(call("c"))
+    log.result("c", "marmalade")
+    log.reply("Done: the parser takes both.")
+    thinking = [*read_conversations(written(tmp_path, log.records)).conversations, growing]
+    for talk in thinking:
+        report = broken([replace(talk, arguments={"enable_thinking": True})], outline)
+        assert (report.lost_tokens, report.resumed_tokens > 0) == (0, True)
+    reasoned = [
+        {**each, "reasoning_content": SYSTEM} if each["role"] == "assistant" else each for each in growing.messages
+    ]
+    talk = replace(growing, messages=tuple(reasoned), arguments={"enable_thinking": True})
+    assert the_break(broken([talk], outline)) == ("the chat template", "part", 2)
 
 
 def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:
