@@ -22,7 +22,9 @@ from pydantic import ValidationError
 from radixcache.observe.trace import FORMAT
 from runner.files import TOOL_FILES, InputError, Record, expect, read_json
 from runner.script import anthropic_blocks, response_items
-from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
+from runner.script.agent_sessions import Known
+from runner.script.claude_code_sessions import claude_code
+from runner.script.codex_sessions import OLD_META, codex, old_codex
 from runner.script.conversation import (
     ROLES,
     SYSTEM,
@@ -105,7 +107,7 @@ class Form:
     is_body: bool = False
     tells: Callable[[dict[str, Any]], bool] = lambda record: True
     read: Read | None = None
-    join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
+    join: Callable[[Sequence[Record], Known], Iterable[Record]] | None = None
 
     def has(self, record: Any) -> bool:
         keys = (key.split("|") for key in self.keys.split())
@@ -349,12 +351,15 @@ def _tools_value(record: dict[str, Any], where: str) -> Any:
 # What no row can say
 
 
-def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
+def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]], turns: str) -> Read:
     def read(record: Record) -> Iterator[dict[str, Any]]:
         given = {name: value for name, value in record.value.items() if value is not None}
         try:
             chat = {**chat_of_log(given), **{key: given[key] for key in _BESIDE if key in given}}
-            yield {**chat, "left_out": chat["left_out"] + _left_out(given)}
+            left_out = chat["left_out"] + _left_out(given)
+            if (counted := given.get("counted")) and isinstance(counted, tuple):  # JSON has no tuples
+                left_out -= chat_of_log({turns: [*counted]})["left_out"]
+            yield {**chat, "left_out": left_out}
         except ValidationError as error:
             field, message = first_finding(error.errors())
             raise InputError(f"{record.where}: {field}: {message}.") from None
@@ -447,7 +452,7 @@ def _read_oasst_tree(record: Record) -> Iterator[dict[str, Any]]:
     yield {"id": record.value["message_tree_id"], "mapping": nodes}
 
 
-def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
+def _join_oasst_rows(records: Sequence[Record], _: Known) -> Iterator[Record]:
     trees: dict[str, list[Record]] = {}
     for record in records:
         if form_of(record.value) is None:
@@ -470,7 +475,8 @@ _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and 
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
 _TREE = "a message with `replies`; each path of the tree is a conversation"
 _TURNS = "turns with `speaker` and `utterance`; or the user's texts alone"
-_anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(response_items.chat_of_log)
+_anthropic = _read_api(anthropic_blocks.chat_of_log, "messages")
+_responses = _read_api(response_items.chat_of_log, "input")
 _SPEECH: Any = {"role": "role from", "content": "content value text", "roles": _SPEAKERS}
 _ROW = {**_SPEECH, "id": "conversation_id id", "user": "hashed_ip user"}
 _NODES: Any = {

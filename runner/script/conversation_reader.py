@@ -27,6 +27,7 @@ from runner.files import (
     nothing_found,
     read_text,
 )
+from runner.script.agent_sessions import Known
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import (
     OUTPUT_KEYS,
@@ -98,7 +99,8 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     asked: set[bytes] = set()
     replies: set[str] = set()
     # Conversations without an id are named after their file, and its folder if the file's name is not unique.
-    every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad) for path in found)
+    known = Known()
+    every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad, known) for path in found)
     for record in _with_outputs(chain.from_iterable(every)):
         try:
             read = [_asked_once(each, asked) for each in _parsed(record, sources)]
@@ -184,7 +186,7 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
     return replace(conversation, calls=calls) if any(calls) else None
 
 
-def _records(path: Path, label: str, skip_bad: bool) -> Iterator[Record]:
+def _records(path: Path, label: str, skip_bad: bool, known: Known) -> Iterator[Record]:
     """Each record of a file; one InputError for a bad file."""
     # With `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record.
     errors = "surrogateescape" if skip_bad else "strict"
@@ -207,7 +209,7 @@ def _records(path: Path, label: str, skip_bad: bool) -> Iterator[Record]:
         else:
             yield record
     try:
-        yield from form.join(own)
+        yield from form.join(own, known)
     except InputError as error:
         yield own[0]._replace(value=error)
 

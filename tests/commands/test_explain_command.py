@@ -21,7 +21,7 @@ from runner.simulate.simulator import grow_tree
 from runner.traces.trace_reader import read_trace
 from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
-from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, item, thought, turn, written
+from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, compacted, item, thought, turn, written
 from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
 OUTLINE = load_outline("tiny")
@@ -335,6 +335,20 @@ def test_traces_of_sessions_have_their_times_and_trees_and_traces_share_nothing_
     requests = schedule(with_replies(list(read_conversations(path).conversations)))
     cache, _ = grow_tree(requests, OUTLINE.tokenizer, ModelBytes("llama", 1, 0, (), "float32"), budget_bytes=1 << 40)
     assert set(cache.view().namespaces) == {"opus", "haiku"}
+
+
+def test_a_compaction_costs_the_same_below_the_summary_and_below_what_it_keeps(tmp_path: Path) -> None:
+    found = []
+    for form in ("summary", "tail"):
+        log = session()
+        head, tail = (each["uuid"] for each in log.records[-2:])
+        summary = compacted(log, head, tail)
+        log.ask("And now?", after={"summary": summary, "tail": tail}[form])
+        log.reply("Now I answer.")
+        report = broken_log(tmp_path / form, log.records)
+        assert the_break(report) == ("the history", "part", 1)
+        found.append((report.requests, report.prompt_tokens, report.lost_tokens))
+    assert found[0] == found[1]
 
 
 def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path: Path) -> None:
