@@ -78,7 +78,7 @@ class _Log:
             self._answers |= dict.fromkeys(calls, f"results of {name}")
         else:
             results = (str(block.get("tool_use_id")) for block in blocks)
-            name = next((self._answers[id] for id in results if id in self._answers), uuid)
+            name = next((self._answers[each] for each in results if each in self._answers), uuid)
         while name in self._node_copies:
             name = self._node_copies[name]
         self._names[uuid] = name
@@ -98,8 +98,8 @@ class _Log:
         """The nodes by their names, each with the node above it and with the results that the model saw."""
         for node in self._nodes.values():
             node.turn["content"] = [
-                {**block, "content": self._replaced[id]}
-                if (id := str(block.get("tool_use_id"))) in self._replaced
+                {**block, "content": self._replaced[call]}
+                if (call := str(block.get("tool_use_id"))) in self._replaced
                 else block
                 for block in node.turn["content"]
             ]
@@ -174,11 +174,13 @@ def _added(node: Node, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     """The blocks that a record adds to a message: those of a record that is written again are in the message."""
     content = node.turn["content"]
     ids = {_id_of(each) for each in content}
-    named = [id for each in blocks if (id := _id_of(each))]
+    named = [*filter(None, map(_id_of, blocks))]
     if named and ids.issuperset(named):
         return []
     return [
-        each for each in blocks if (id not in ids if (id := _id_of(each)) else not node.is_reply or each not in content)
+        each
+        for each in blocks
+        if (call not in ids if (call := _id_of(each)) else not node.is_reply or each not in content)
     ]
 
 
