@@ -35,9 +35,10 @@ Conversations are JSON, or JSONL with one per line; id and tools are optional ke
 {"user": "ann", "messages": [{"role": "user", "content": "Hello"}]}
 {"user": "ben", "messages": [{"role": "user", "content": "Hi"}]}
 
-Sessions of Claude Code and Codex, logs of Anthropic's and OpenAI's APIs, batches, ChatGPT's export, and files of
-OpenAssistant, ShareGPT, LMSYS-Chat-1M, WildChat, tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too,
-also with .gz. A folder means all files below it; - is stdin.
+Sessions of Claude Code, Codex, qwen-code, Gemini CLI, pi and opencode, logs of Anthropic's and OpenAI's APIs, batches,
+exports of ChatGPT, Open WebUI, Langfuse and Helicone, and files of OpenAssistant, ShareGPT, LMSYS-Chat-1M, WildChat,
+tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too, also with .gz. A folder means all files below it; -
+is stdin.
 """
 
 TRACES = """

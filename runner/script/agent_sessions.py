@@ -1,7 +1,8 @@
 """Sessions of coding agents: from the messages of a log to the requests that the agent made.
 
-A reader of one agent's logs makes a tree of `Node`s. Each path of the tree that ends with a reply becomes a body of the
-provider's API. Where the agent does not go on from the request before, the `Call` has the `Opening`:
+The files `*_sessions.py` beside this one read the logs of one kind of agent each, and make a tree of `LogNode`s. Each
+path of the tree that ends with a reply becomes a body of the provider's API. Where the agent does not go on from the
+request before, the `Call` has the `Opening`:
 
     user, reply, user, reply | summary, kept messages, user, reply        compaction
                  user, reply | user', reply'                              the user went back and asked otherwise
@@ -16,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,7 @@ class Known:
 
 
 @dataclass
-class Node:
+class LogNode:
     """A message or an item of a log, and the name of the one above it; of a reply also its call.
 
     `opening`: why a conversation begins here, if one does. `is_copy`: it stands elsewhere, too.
@@ -57,7 +58,7 @@ class Node:
     is_copy: bool = False
 
 
-def bodies(nodes: Mapping[str, Node], turns: str, left_out: Counter[str], **about: Any) -> Iterator[Record]:
+def bodies(nodes: Mapping[str, LogNode], turns: str, left_out: Counter[str], **about: Any) -> Iterator[Record]:
     """A body for each path of a log that has calls; `turns` is the key of its turns."""
     asking = {name for name, node in nodes.items() if not (node.is_reply or node.turn.get("role") == "developer")}
     replies = {name for name, node in nodes.items() if node.is_reply and node.above in asking}
@@ -93,10 +94,69 @@ def bodies(nodes: Mapping[str, Node], turns: str, left_out: Counter[str], **abou
         count += 1
 
 
-def call_of(reply_id: str, record: Record, model: str, prompt_tokens: int = 0, cached_tokens: int = 0) -> Call:
-    """The call of a reply; no prompt tokens: the provider reported no figures."""
-    time = str(record.value.get("timestamp", ""))
-    return Call(reply_id, time, model, None, prompt_tokens or None, cached_tokens if prompt_tokens else 0)
+class Tree:
+    """The nodes of a log whose rows become chat messages. A row goes on from another one, its parent."""
+
+    def __init__(self, known: Known) -> None:
+        self.nodes: dict[str, LogNode] = {}
+        self.left_out: Counter[str] = Counter()
+        self.said: dict[str, Sequence[dict[str, Any]]] = {}  # by row
+        self._known = known
+        self._ends: dict[str | None, str | None] = {}  # by row: the last message that a row below sees
+
+    def add(
+        self,
+        row: str,
+        parent: str | None,
+        messages: Sequence[dict[str, Any]],
+        record: Record,
+        *,
+        call: Call | None = None,
+        opening: Opening = Opening.SESSION,
+        left_out: Mapping[str, int] | None = None,
+    ) -> None:
+        """Add what a row says behind its parent. With a call, its first reply is one."""
+        is_new = self._known.adds(row)
+        if is_new:
+            self.left_out.update(left_out or {})
+        self.said[row] = messages
+        self._chain(row, self._ends.get(parent), messages, record, opening, call, is_copy=not is_new)
+
+    def compact(self, row: str, messages: Sequence[dict[str, Any]], record: Record) -> None:
+        """Let the rows below this one see these messages in place of the history."""
+        self.said[row] = ()
+        self._chain(row, None, messages, record, Opening.COMPACTION, None, is_copy=True)
+
+    def _chain(
+        self,
+        row: str,
+        above: str | None,
+        messages: Sequence[dict[str, Any]],
+        record: Record,
+        opening: Opening,
+        call: Call | None,
+        *,
+        is_copy: bool,
+    ) -> None:
+        for at, message in enumerate(messages):
+            name, is_reply = f"{row}/{at}", message["role"] == "assistant"
+            self.nodes[name] = LogNode(message, record, above, is_reply, opening, call if is_reply else None, is_copy)
+            above, call = name, None if is_reply else call
+        self._ends[row] = above
+
+
+def reply(content: str, reasoning: str = "", calls: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+    """A message of the assistant."""
+    said = {"reasoning_content": reasoning or None, "tool_calls": [*calls] or None}
+    return {"role": "assistant", "content": content, **{key: value for key, value in said.items() if value}}
+
+
+def call_of(
+    reply_id: str, value: Mapping[str, Any], model: Any, prompt_tokens: int = 0, cached_tokens: int = 0
+) -> Call:
+    """The call of a reply, with the time of its row; no prompt tokens: the provider reported no figures."""
+    time = str(value.get("timestamp", ""))
+    return Call(reply_id, time, str(model or ""), None, prompt_tokens or None, cached_tokens if prompt_tokens else 0)
 
 
 def count_in(value: Any, name: str) -> int:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, Node, bodies, call_of, count_in
+from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
 from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
 
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
@@ -40,7 +40,7 @@ class _Log:
     def __init__(self, known: Known, uuids: set[str]) -> None:
         self.left_out: Counter[str] = Counter()
         self._known, self._uuids = known, uuids
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, LogNode] = {}
         self._names: dict[str | None, str] = {}  # the node of a message, by the uuid of its record
         self._above: dict[str | None, str | None] = {}  # of every record with a uuid, attachments included
         self._answers: dict[str, str] = {}  # the node of the results of a reply, by the ids of the reply's calls
@@ -85,16 +85,16 @@ class _Log:
         opening = Opening.SUBAGENT if value.get("isSidechain") else Opening.SESSION
         opening = Opening.COMPACTION if is_summary else opening
         turn = {"role": kind, "content": list[Any]()}
-        new = Node(turn, record, self._above[uuid], kind == "assistant", opening, is_copy=not is_new)
+        new = LogNode(turn, record, self._above[uuid], kind == "assistant", opening, is_copy=not is_new)
         node = self._nodes.setdefault(name, new)
         node.turn["content"] += _added(node, blocks)
         model = str(found_in(node.record.value, "message/model")[1] or "")
         if node.is_reply and model != SYNTHETIC and not name.startswith(_COPY):
             counts = ("cache_read_input_tokens", "input_tokens", "cache_creation_input_tokens")
             cached, *others = (count_in(message, f"usage/{each}") for each in counts)
-            node.call = call_of(name, node.record, model, cached + sum(others), cached)
+            node.call = call_of(name, node.record.value, model, cached + sum(others), cached)
 
-    def finished(self) -> dict[str, Node]:
+    def finished(self) -> dict[str, LogNode]:
         """The nodes by their names, each with the node above it and with the results that the model saw."""
         for node in self._nodes.values():
             node.turn["content"] = [
@@ -170,7 +170,7 @@ class _Log:
 _COPY = "copy of "
 
 
-def _added(node: Node, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _added(node: LogNode, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks that a record adds to a message: those of a record that is written again are in the message."""
     content = node.turn["content"]
     ids = {_id_of(each) for each in content}

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, Node, bodies, call_of, count_in
+from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
 from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
 from runner.script.response_items import ITEM_KINDS
 
@@ -54,13 +54,13 @@ class _Log:
     def __init__(self, records: Sequence[Record], known: Known) -> None:
         metas = [object_of(each.value.get("payload")) for each in records if each.value.get("type") == "session_meta"]
         self.meta = next(iter(metas), {})
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, LogNode] = {}
         self.left_out: Counter[str] = Counter()
         self._known = known
         self._opening = Opening.SUBAGENT if isinstance(self.meta.get("source"), dict) else Opening.SESSION
         self._end = _End(None, b"")
         self._questions: list[_End] = []  # what stood before each question that still stands
-        self._asked: Node | None = None  # the reply that the next figures are of
+        self._asked: LogNode | None = None  # the reply that the next figures are of
         self._model = ""
         self._times: Counter[bytes] = Counter()  # how often each history was there
         self._session = str(self.meta.get("id"))
@@ -104,11 +104,13 @@ class _Log:
             self._asked = None if is_reply else self._asked
             return
         name = str(len(self.nodes))
-        node = self.nodes[name] = Node(item, record, above, is_reply, self._opening, is_copy=is_copy or not is_said)
+        node = self.nodes[name] = LogNode(item, record, above, is_reply, self._opening, is_copy=is_copy or not is_said)
         if is_said and is_reply and not (before and before.is_reply):
             self._asked = node
             ids = filter(None, map(item.get, ("id", "call_id", "encrypted_content")))
-            node.call = None if is_copy else call_of(str(next(ids, f"{record.where} {name}")), record, self._model)
+            node.call = (
+                None if is_copy else call_of(str(next(ids, f"{record.where} {name}")), record.value, self._model)
+            )
         if is_said and item.get("role") == "user" and not _is_context(item):
             self._questions.append(self._before_context())
         self._end = _End(name, digest)

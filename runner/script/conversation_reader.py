@@ -14,6 +14,7 @@ from importlib.resources import as_file, files
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from runner.files import (
     BLANK,
@@ -138,12 +139,18 @@ def _with_outputs(records: Iterable[Record]) -> Iterator[Record]:
             outputs[name].append(record)
         else:
             requests.append(record)
+    asked, counted = Counter(request.value["custom_id"] for request in requests), Counter[str]()
     for request in requests:
-        found = outputs.get(request.value["custom_id"], ())
-        value = {key: each.value[key] for each in found for key in OUTPUT_KEYS & each.value.keys()} | request.value
-        if len(found) > 1:
-            value = InputError(f"{request.where}: several outputs have its custom_id; wanted one batch.")
-        yield request._replace(value=value)
+        name = request.value["custom_id"]
+        found, at, merged = outputs.get(name, []), counted[name], dict[str, Any]()
+        counted[name] += 1
+        for each in found:
+            merged |= {key: each.value[key] for key in OUTPUT_KEYS & each.value.keys()}
+        merged |= request.value | ({"custom_id": f"{name}/{at}"} if at else {})
+        is_clear = len(found) <= 1 and (not found or asked[name] == 1)
+        what = "several outputs have" if len(found) > 1 else "another request has"
+        error = InputError(f"{request.where}: {what} its custom_id; wanted one batch.")
+        yield request._replace(value=merged if is_clear else error)
     names = {request.value["custom_id"] for request in requests}
     for lone in (each for name, found in outputs.items() if name not in names for each in found):
         lacking = "is an output without its request; wanted both files of the batch."
