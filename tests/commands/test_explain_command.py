@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
+from runner.models.demo import demo_model_place
 from runner.models.footprint import ModelBytes
-from runner.models.load import load_outline
+from runner.models.load import is_downloaded, load_outline
 from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
@@ -456,3 +457,25 @@ def test_the_commands_take_the_folders_of_agents(command: Any, tmp_path: Path) -
         "replay", "--conversations", LOGS, "--model", "tiny", "--requests", 3, "--cache", "none,radix"
     )
     assert code == 0, err
+
+
+def test_a_download_of_a_tokenizer_is_announced(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, talks: Path
+) -> None:
+    # The hub's client asks the environment once, when it is imported; offline it only looks into its cache.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    code, _, err = command("explain", LOGS, "--model", "nobody/nothing")
+    announced = "the tokenizer of nobody/nothing is not on this machine; it is downloaded now"
+    assert (code, announced in err, err.index(announced) < err.index("cannot be loaded")) == (2, True, True)
+    monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path / "empty"))
+    assert [is_downloaded(spec) for spec in ("demo", "nobody/nothing", "tiny", str(tmp_path))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    demo_model_place().mkdir(parents=True)
+    assert is_downloaded("demo")
+    code, _, err = command("explain", talks, "--model", "tiny")
+    assert (code, "downloaded" in err) == (0, False)

@@ -85,7 +85,8 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
     [
         (
             line(tokens=6758, ids=list(range(12))),
-            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens.",
+            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens. "
+            "Are the blocks of another length? Name it with --block-tokens.",
         ),
         (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers, or of texts."),
         (line(ids=[0, True]), "wanted a list of whole numbers, or of texts."),
