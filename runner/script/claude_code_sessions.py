@@ -45,8 +45,10 @@ class _Log:
         self._above: dict[str | None, str | None] = {}  # of every record with a uuid, attachments included
         self._answers: dict[str, str] = {}  # the node of the results of a reply, by the ids of the reply's calls
         self._replaced: dict[str, Any] = {}  # what the prompts had in place of long results, by the ids of calls
-        # After a compaction: the copy of a record, that of a node, what stands last behind a summary, and behind any.
+        # After a compaction: the copy of a record or of its copy, and back; the copy of a node; what stands last behind
+        # a summary, and behind any.
         self._copies: dict[str, str] = {}
+        self._originals: dict[str, str] = {}
         self._node_copies: dict[str, str] = {}
         self._behind: dict[str, str] = {}
         self._end: str | None = None
@@ -79,9 +81,7 @@ class _Log:
         else:
             results = (str(block.get("tool_use_id")) for block in blocks)
             name = next((self._answers[each] for each in results if each in self._answers), uuid)
-        while name in self._node_copies:
-            name = self._node_copies[name]
-        self._names[uuid] = name
+        self._names[uuid] = name = self._latest(name)
         opening = Opening.SUBAGENT if value.get("isSidechain") else Opening.SESSION
         opening = Opening.COMPACTION if is_summary else opening
         turn = {"role": kind, "content": list[Any]()}
@@ -131,35 +131,44 @@ class _Log:
             at = self._above[at]
         return self._copies.get(at or "", parent)
 
+    def _latest(self, name: str) -> str:
+        """The last copy of a node, or the node."""
+        while name in self._node_copies:
+            name = self._node_copies[name]
+        return name
+
     def _keep(self, preserved: Mapping[str, Any], tails: Iterable[Any]) -> None:
         """Put copies of what a compaction keeps behind its summary; the last one is the first of `tails` in the log."""
         anchor, kept = str(preserved.get("anchorUuid")), preserved.get("uuids")
         if not isinstance(kept, list):
             segments = (self._segment(preserved.get("headUuid"), tail) for tail in tails)
             kept = next(filter(None, segments), [])
-        last, copies = anchor, dict[str, str]()
+        last, copies, node_copies = anchor, dict[str, str](), dict[str, str]()
         for uuid in (each for each in kept if isinstance(each, str) and each in self._uuids):
             stands = self._copies.get(uuid, uuid)
             if stands not in self._above:  # a copied session has the kept records behind the boundary
                 self._placed[uuid], last = last, uuid
                 continue
-            copies[uuid] = copy = f"{_COPY}{uuid} behind {anchor}"
+            copy = f"{_COPY}{uuid} behind {anchor}"
+            copies[uuid] = copies[stands] = copy
+            self._originals[copy] = uuid
             self._above[copy], last = last, copy
             if (name := self._names.get(stands)) is not None:
-                self._names[copy] = self._node_copies[name] = f"{_COPY}{name} behind {anchor}"
+                name = self._latest(name)
+                self._names[copy] = node_copies[name] = f"{_COPY}{name} behind {anchor}"
                 moved = replace(self._nodes[name], above=self._above[copy], opening=Opening.COMPACTION)
                 self._nodes.setdefault(self._names[copy], replace(moved, call=None, is_copy=True))
         self._copies |= copies
+        self._node_copies |= node_copies
         self._end = last
         if last != anchor:
             self._behind[anchor] = last
 
     def _segment(self, head: Any, tail: Any) -> list[str]:
         """The records from `head` to `tail`, each of which stands above the next; none if they are not joined."""
-        originals = {copy: uuid for uuid, copy in self._copies.items()}
         found: dict[str, None] = {}
         at = self._behind.get(str(tail)) or self._copies.get(str(tail), tail)
-        while isinstance(at, str) and at in self._above and (uuid := originals.get(at, at)) not in found:
+        while isinstance(at, str) and at in self._above and (uuid := self._originals.get(at, at)) not in found:
             found[uuid] = None
             if uuid == head:
                 return [*reversed(found)]

@@ -14,10 +14,8 @@ from runner.files import Record
 from runner.script.agent_sessions import Known, Tree, bodies, call_of, count_in, reply
 from runner.script.conversation import as_parts, as_tool, dicts_in, object_of
 
-COMPACTED = (
-    "The conversation history before this point was compacted into the following summary:\n\n<summary>\n{}\n</summary>"
-)
-BRANCHED = "The following is a summary of a branch that this conversation came back from:\n\n<summary>\n{}</summary>"
+COMPACTED = "The conversation history before this point was compacted into the following summary:\n\n<summary>\n"
+BRANCHED = "The following is a summary of a branch that this conversation came back from:\n\n<summary>\n"
 
 
 def pi(records: Sequence[Record], known: Known) -> Iterator[Record]:
