@@ -146,6 +146,12 @@ class Batch:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
 
+    @property
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of a row's recurrent state, which may grow with the first tokens of a text."""
+        states = [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
+        return [array.shape[1:] for leaf in states for array in _arrays_of(leaf)]
+
     def forward(
         self,
         model: Any,

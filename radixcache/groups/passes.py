@@ -180,6 +180,9 @@ class Passes:
 
     def _seated(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
         """The batch of all these rows, with room for so many tokens more; OverBudgetError."""
+        batches = list({id(row.batch): row.batch for row in rows}.values())
+        if len(batches) > 1 and any(each.state_shapes != batches[0].state_shapes for each in batches[1:]):
+            raise OverBudgetError
         with self._lock:
             return self._joined(rows, count) or self._gathered(rows, count, is_prompt)
 

@@ -209,7 +209,7 @@ class Row:
 
 
 class OverBudgetError(Exception):
-    """The budget has no room for rows side by side; they go on one by one."""
+    """The budget has no room for rows side by side, or their states differ in shape; they go on one by one."""
 
 
 class Room:

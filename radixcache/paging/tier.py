@@ -317,14 +317,13 @@ class StoreReader:
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
-        in_tree = states.windows.stored(match.path)  # held, since making room may take it out of the tree
         with states.guarded(match.node):
             try:
                 if not self._evictor.find_room(nbytes.total()):
                     return "no room"
                 checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
                 spans = self._joined([each.spans for each in more], held, end) if end > held else None
-                self._pager.put(now[:end], namespace, spans, None, use, [*in_tree, *windows], checkpoints)
+                self._pager.put(now[:end], namespace, spans, None, use, windows, checkpoints)
             finally:
                 self._evictor.tidy(match.node)
         states.tally.add(brought_tokens=end - resume)

@@ -168,6 +168,21 @@ def test_prompts_whose_tokens_were_stepped_go_on_in_chunks_together(kind: str) -
         resumed(cache, model, [*prompt, 7])
 
 
+def test_rows_whose_states_differ_in_shape_step_one_by_one() -> None:
+    """longcat_flash_ngram keeps the last token ids: one of them behind the first token, then two."""
+    model, cache = shared_model("longcat_flash_ngram"), PrefixCache(shared_model("longcat_flash_ngram"))
+    texts = [[5, 6, 7, 8], [9]]
+    with cache.begin_many(texts, capacity=400) as group:
+        for row in group.rows:
+            prefilled(group, model, row)
+        for token in (1, 2):
+            logits = group.step(model, group.rows, [token, token])
+            for text, found in zip(texts, logits, strict=True):
+                text.append(token)
+                assert error(found[-1], cold(model, text)) < ROUNDING
+    cache.check()
+
+
 @pytest.mark.parametrize("prompt", [[7], [7, 8, 9]])
 def test_a_row_steps_its_prompt_beside_a_row_that_evaluates_rejected_tokens_again(prompt: list[int]) -> None:
     model, cache = shared_model("qwen3_next"), PrefixCache(shared_model("qwen3_next"))
