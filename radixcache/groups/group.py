@@ -571,22 +571,31 @@ class Group:
         go on from 0. Where the caller has given a token or a range, these are of the row's position: it catches up.
         """
         self._core.settings.require_model(model)
-        for row in rows:
-            if row.is_fresh:
-                in_segments = self._way(model).way is Way.SEGMENTS
-                with self._lock:
-                    if row.right_tokens is not None:  # what it stands on was found wrong meanwhile
-                        self._room.start_over(row)
-                    elif is_prefill:
-                        self._run(partial(self._sharing.restore_more, row))
-                    self._run(partial(self._sharing.place, row, in_segments=in_segments))
-                    row.is_fresh = False
-                    self._room.book()
-                self._checks.compare_restored(model, row)
+        fresh = [row for row in rows if row.is_fresh]
+        for row in fresh:
+            in_segments = self._way(model).way is Way.SEGMENTS
+            with self._lock:
+                self._leave_wrong_state(row)
+                if is_prefill:
+                    self._run(partial(self._sharing.restore_more, row))
+                self._run(partial(self._sharing.place, row, in_segments=in_segments))
+                row.is_fresh = False
+                self._room.book()
+            self._checks.compare_restored(model, row)
+        for row in fresh:
+            with self._lock:
+                self._leave_wrong_state(row)  # the check of another one of these has found it
         if not is_prefill:
             self._catch_up(model, rows)
         for row in rows:
             row.due = 0
+
+    def _leave_wrong_state(self, row: Row) -> None:
+        """Let a row that has evaluated nothing begin again if what it stands on was found wrong. The lock is held."""
+        if row.right_tokens is not None:
+            self._core.count_more_hits(-row.position)
+            self._room.start_over(row)
+            self._room.book()
 
     def _catch_up(self, model: Any, rows: Sequence[Row]) -> None:
         """Evaluate again what the caller has seen evaluated of rows that began again at 0."""
