@@ -62,8 +62,9 @@ class RowChecks:
             return
         its.model = model
         if row.position:
+            its.is_whole = False  # unless the check is made
             check, found = self._run(its, row, row.prompt, row.position)
-            its.is_whole &= check.was_made
+            its.is_whole = check.was_made
             if found is not None:
                 self._report(its, row, found, is_first=True)
             elif check.was_made:
@@ -117,7 +118,7 @@ class RowChecks:
 
     def _compare_end(self, its: RowCheck, row: Row) -> None:
         position, noted = row.position, its.noted
-        its.is_whole = False  # unless the check is made
+        was_whole, its.is_whole = its.is_whole, False  # unless the check is made
         # Not in the middle of a pass, where more is evaluated than is known.
         if row.lost is not None or its.model is None or not position == row.clean_tokens <= row.known_tokens:
             return
@@ -130,7 +131,7 @@ class RowChecks:
         check, found = self._run(its, row, tokens, position, at)
         if found is None and noted is not None:
             found = check.compare_last(noted.logits[None, None], noted.at)
-        its.is_whole = check.was_made
+        its.is_whole = was_whole and check.was_made
         if found is not None:
             self._report(its, row, _of_end(found, row, its.proven), is_first=False)
 

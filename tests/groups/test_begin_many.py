@@ -345,6 +345,21 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
     cache.check()
 
 
+def test_a_row_whose_prompt_is_stepped_by_hand_stays_where_it_is_when_others_have_more_of_it() -> None:
+    with grouped("llama", [PROMPTS[0]], capacity=512) as (model, cache, group):
+        (first,) = group.rows
+        group.prefill(model, first, 10)
+        text = [*PROMPTS[0], 4]
+        row = group.admit(text)
+        assert row.position == 10
+        prefilled(group, model, first)
+        for token in text[10:]:
+            logits = group.step(model, [row], [token])
+        assert row.position == len(text)
+        assert error(logits[0, -1], cold(model, text)) < ROUNDING
+    resumed(cache, model, [*text, 5])
+
+
 def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
     keys = np.array(PROMPTS[0], dtype=np.int64)
     prompts = [[*PROMPTS[0], 1], [*PROMPTS[0], 3]]
