@@ -376,9 +376,8 @@ class Layout:
             if batch - {1}:
                 raise SnapshotError(f"layer {layer} ({type(cache).__name__}) has batch {max(batch)}; wanted 1.")
             shapes = adapter.shapes(cache)
-            # One side may not have an array yet.
             both = zip(shapes, known or shapes, strict=False)
-            if len(shapes) != len(known or shapes) or any(a != b and ("none",) not in (a, b) for a, b in both):
+            if len(shapes) != len(known or shapes) or not all(_fit(*each) for each in both):
                 raise SnapshotError(f"layer {layer} has shapes {shapes}; the tree holds {known}.")
 
     def release(self) -> None:
@@ -655,6 +654,12 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
             f"tokens of shape {ids.shape} for {row_count} rows; wanted at least one row, and one token for each."
         )
     return ids.reshape(row_count, 1)
+
+
+def _fit(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    """Whether arrays may be of one model. One side may have none yet, or fewer of the last token ids (1, T)."""
+    are_ids = len(ours) == len(theirs) == 3 and ours[-1] == theirs[-1] and mx.issubdtype(ours[-1], mx.integer)
+    return ours == theirs or ("none",) in (ours, theirs) or are_ids
 
 
 def _incomplete(cache: Any, target: int) -> LiveStateError:

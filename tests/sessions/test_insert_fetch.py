@@ -166,6 +166,18 @@ def test_another_dtype_or_shape_than_the_trees_is_refused_with_both(llama: Any, 
     assert resumed(cache, llama, [*PROMPT, 1]) == 60
 
 
+def test_caches_of_a_first_token_are_stored_though_they_have_fewer_token_ids_than_later_ones() -> None:
+    model, longer = tiny_model("longcat_flash_ngram"), [5, 6, 7, 8]
+    cache = PrefixCache(model)
+    with cache.begin(longer) as session:
+        session.prefill(model)
+        session.step(model, longer[-1:])
+    caches, _ = cache.fetch([9])
+    mx.eval(model(mx.array([[9]]), cache=caches))
+    assert cache.insert([9], caches) == 1
+    cache.check()
+
+
 def test_other_cache_classes_or_another_number_of_them_are_refused_by_name(llama: Any) -> None:
     cache = PrefixCache(llama)
     caches = filled(llama, PROMPT)
