@@ -215,10 +215,17 @@ def _records(path: Path, label: str, skip_bad: bool, known: Known) -> Iterator[R
             own.append(record)
         else:
             yield record
+    has_found = False
     try:
-        yield from form.join(own, known)
+        for record in form.join(own, known):
+            has_found = True
+            yield record
     except InputError as error:
         yield own[0]._replace(value=error)
+    else:
+        if not has_found:
+            lacking = f"no reply of a model in {plural(len(own), 'record')} of {form.name}; wanted a session."
+            yield own[0]._replace(value=InputError(f"{own[0].where}: {lacking}"))
 
 
 def _split(text: str, path: Path) -> Iterable[Record]:

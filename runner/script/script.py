@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from radixcache import render_chat
 from radixcache.chat import RenderedChat
-from radixcache.chat_template import ChatTemplate, common_rendering
+from radixcache.chat_template import BREAK, ChatTemplate, common_rendering
 from radixcache.tokens import common_length, token_text
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.conversation import Conversation
@@ -195,16 +195,18 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
         return np.empty(0, np.int32)
     template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
     last = RenderedChat(template, [*request.messages, reply], "message")
-    spelled = _spelled(last, request.end, prompt)
     with suppress(ValueError):  # the template refuses the next message
         following = request.conversation.messages[request.end + 1 :][:1] or (_answer_to(reply),)
         later = RenderedChat(template, [*request.messages, reply, *following], "reply")
-        if common_rendering(last.rendering, later.rendering) < len(last.rendering):
-            found = _spelled(later, request.end, prompt)
+        said = [each.strip() for key in ("reasoning_content", "content") if (each := reply.get(key))]
+        # Tokenizing takes long, so what the rendering leaves out is looked up in its text first.
+        text = later.rendering.replace(BREAK, "") if isinstance(later.rendering, str) else "".join(said)
+        is_rewritten = common_rendering(last.rendering, later.rendering) < len(last.rendering)
+        if is_rewritten and all(each in text for each in said) and len(found := _spelled(later, request.end, prompt)):
             text = token_text(found.tolist(), tokenizer)
-            said = (reply.get(key) or "" for key in ("reasoning_content", "content"))
-            spelled = found if len(found) and all(each.strip() in text for each in said) else spelled
-    if len(spelled):
+            if all(each in text for each in said):
+                return found
+    if len(spelled := _spelled(last, request.end, prompt)):
         return spelled
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
     return np.array(tokenizer.encode(reply.get("content") or "", add_special_tokens=False), np.int32)

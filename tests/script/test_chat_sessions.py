@@ -115,6 +115,25 @@ def test_rows_of_qwen_code_in_pieces_written_twice_or_copied_into_a_branch_are_t
     assert result.notes[0].endswith("1 inlineData.")
 
 
+def test_what_a_folder_of_qwen_code_has_beside_its_sessions_is_counted(tmp_path: Path) -> None:
+    log = QwenLog()
+    log.ask("One.")
+    log.reply("First.")
+    written(tmp_path, log.records, "projects/home/chats/s.jsonl")
+    (tmp_path / "settings.json").write_text('{"model": {"name": "qwen3"}}')
+    row = {"sessionId": "s", "messageId": 0, "type": "user", "message": "One.", "timestamp": "2026-01-01"}
+    (tmp_path / "logs.json").write_text(json.dumps([row, row]))
+    unanswered = QwenLog("t")
+    unanswered.ask("Two.")
+    written(tmp_path, unanswered.records, "projects/home/chats/t.jsonl")
+    result = read_conversations(tmp_path)
+    assert [outline(each) for each in schedule(result.conversations)] == [["u:One."]]
+    logs, session, settings = sorted(result.skipped)
+    assert "logs.json:1: no reply of a model in 2 records of Claude Code; wanted a session." in logs
+    assert "t.jsonl:1: no reply of a model in 1 record of qwen-code; wanted a session." in session
+    assert "settings.json:1: no known form of conversation (keys: model)" in settings
+
+
 def test_every_reply_of_gemini_cli_is_a_request_in_both_of_its_forms(tmp_path: Path) -> None:
     def row(id: str, kind: str, content: Any, **more: Any) -> dict[str, Any]:
         return {"id": id, "timestamp": f"2026-01-01T00:00:0{id}.000Z", "type": kind, "content": content, **more}
