@@ -63,9 +63,9 @@ class _Log:
         self._asked: LogNode | None = None  # the reply that the next figures are of
         self._model = ""
         self._times: Counter[bytes] = Counter()  # how often each history was there
-        self._session = str(self.meta.get("id"))
+        self._session = str(self.meta.get("id") or records[0].where)
         # The head of a fork names the session before; or heads of older sessions follow.
-        older = {str(each.get(key)) for each in metas for key in ("id", "forked_from_id")} - {self._session, "None"}
+        older = {str(id) for each in metas for key in ("id", "forked_from_id") if (id := each.get(key))}
         self._older = known.older[self._session] = older.union(*(known.older.get(each, ()) for each in older))
 
     def add(self, record: Record) -> None:
@@ -107,10 +107,10 @@ class _Log:
         node = self.nodes[name] = LogNode(item, record, above, is_reply, self._opening, is_copy=is_copy or not is_said)
         if is_said and is_reply and not (before and before.is_reply):
             self._asked = node
-            ids = filter(None, map(item.get, ("id", "call_id", "encrypted_content")))
-            node.call = (
-                None if is_copy else call_of(str(next(ids, f"{record.where} {name}")), record.value, self._model)
-            )
+            # Ids of calls are of one session only.
+            place = f"{item['call_id']} {row}" if "call_id" in item else f"{record.where} {name}"
+            reply_id = item.get("id") or item.get("encrypted_content") or place
+            node.call = None if is_copy else call_of(str(reply_id), record.value, self._model)
         if is_said and item.get("role") == "user" and not _is_context(item):
             self._questions.append(self._before_context())
         self._end = _End(name, digest)

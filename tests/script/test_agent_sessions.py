@@ -395,6 +395,19 @@ def test_a_session_of_codex_that_was_forked_is_asked_once_also_without_ids(tmp_p
     assert found == [["u:One."], ["u:One.", "a:First.", "u:Two."]]
 
 
+def test_a_session_of_codex_in_two_files_is_asked_once_and_ids_of_calls_are_of_one_session(tmp_path: Path) -> None:
+    function = ("response_item", {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "shell:0"})
+    output = ("response_item", {"type": "function_call_output", "call_id": "shell:0", "output": "Done."})
+    said = [item("user", "One."), item("assistant", "First."), item("user", "Two."), function, output]
+    more = [item("assistant", "Second.")]
+    written(tmp_path, codex_log(*said, session="s"), "a.jsonl")
+    written(tmp_path, codex_log(*said, *more, session="s"), "b.jsonl")
+    written(tmp_path, codex_log(item("user", "Go."), function, output, session="other"), "c.jsonl")
+    found = [outline(each)[1:] for each in requests_of_log(tmp_path)]
+    two = ["u:One.", "a:First.", "u:Two."]
+    assert sorted(found, key=len) == [["u:One."], ["u:Go."], two, [*two, "a:(shell)", "t:Done."]]
+
+
 def codex_log(*payloads: tuple[str, dict[str, Any]], session: str = "thread") -> list[dict[str, Any]]:
     meta = ("session_meta", {"id": session, "base_instructions": {"text": "Be kind."}})
     return [
