@@ -9,6 +9,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY policies policies
 COPY radixcache radixcache
 COPY runner runner
+# With pip, which the server downloads the demo model with.
 RUN python -m venv /opt/radixcache \
     && /opt/radixcache/bin/pip install --no-cache-dir ".[${EXTRAS}]"
 

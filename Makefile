@@ -28,6 +28,7 @@ help: ## show this list
 		printf '  make %-14s %s\n' "$$target" "$$text"; done
 
 replay: $(HAS)-runtime openblas ## serve the built-in conversations through four caches and compare them
+	@echo "Serving conversations through four caches; the demo model (93 MB) is downloaded once." >&2
 	@$(BIN)/radixcache replay $(ARGS)
 
 serve: $(HAS)-runtime openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs

@@ -146,5 +146,5 @@ class DraftedMachine(SaidMachine):
         spells(caches, [*prompt, *found, WRONG][: len(prompt) + len(found) + 1 - len(rest)], self.model.kinds)
 
 
-TestDrafted = walking(DraftedMachine, examples=40)
+TestDrafted = walking(DraftedMachine, examples=25)
 TestDraftedLonger = pytest.mark.slow(walking(DraftedMachine, examples=600, steps=30))
