@@ -15,7 +15,7 @@ PYTHON ?=
 # Each schema comes with the package; nothing is fetched.
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 # uv makes an environment without ensurepip.
-NEW_ENOUGH := import sys, venv; $(if $(shell command -v uv),,import ensurepip;) sys.exit(sys.version_info < (3, 11))
+NEW_ENOUGH := import sys, venv; $(if $(shell command -v uv 2>/dev/null),,import ensurepip;) sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
 .PHONY: help replay serve test test-slow test-nightly docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
