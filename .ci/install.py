@@ -25,7 +25,7 @@ def main(extra: str) -> str:
     if not _succeeds(PYTHON, "-c", NEW_ENOUGH) and (failure := _make_venv(uv)):
         return failure
     if uv is None:
-        if not OWN_UV.exists() and (failure := _run("Installing uv into .venv", *PIP, "uv>=0.8,<1")):
+        if not OWN_UV.exists() and (failure := _pip("Installing uv into .venv", "uv>=0.8,<1")):
             _say(f"uv cannot be installed: {_last_line(failure)}")
         uv = str(OWN_UV) if OWN_UV.exists() else None
     package = ["-e", "." if extra == "runtime" else f".[{extra}]"]
@@ -35,9 +35,7 @@ def main(extra: str) -> str:
         if not failure:
             return ""
         _say(f"uv cannot install it: {_last_line(failure)} Trying pip, with its own configuration.")
-        if not _succeeds(PYTHON, "-m", "pip", "--version"):  # uv makes environments without pip
-            _run("Installing pip into .venv", PYTHON, "-m", "ensurepip")
-    return _run(title, *PIP, *package)
+    return _pip(title, *package)
 
 
 def _make_venv(uv: str | None) -> str:
@@ -45,6 +43,12 @@ def _make_venv(uv: str | None) -> str:
     if uv and not _run(title, uv, "venv", "--quiet", "--clear", f"--python={sys.executable}", VENV):
         return ""
     return _run(title, sys.executable, "-m", "venv", "--clear", VENV)
+
+
+def _pip(title: str, *packages: str) -> str:
+    if not _succeeds(PYTHON, "-m", "pip", "--version"):  # uv makes environments without pip
+        _run("Installing pip into .venv", PYTHON, "-m", "ensurepip")
+    return _run(title, *PIP, *packages)
 
 
 def _run(title: str, *command: str | Path) -> str:
