@@ -345,6 +345,19 @@ def test_calls_and_results_whose_records_are_written_again_are_in_the_prompt_onc
     assert requests[1].messages[1]["reasoning_content"] == "hm"
 
 
+def test_a_text_beside_a_result_is_in_the_prompt_once_if_its_record_is_written_again(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("Look.")
+    log.reply(call("a"), id="m")
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "one"}
+    log.add("user", [result, {"type": "text", "text": "Mind the gap."}])
+    last = log.records[-1]
+    log.records.append({**last, "uuid": "again", "parentUuid": last["uuid"]})
+    log.reply("I do.")
+    request = requests_of_log(written(tmp_path, log.records))[-1]
+    assert outline(request) == ["u:Look.", "a:(Read)", "t:one", "u:Mind the gap."]
+
+
 def test_what_copies_of_a_session_and_branches_leave_out_counts_once(tmp_path: Path) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     log = ClaudeLog()
