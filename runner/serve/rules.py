@@ -2,10 +2,10 @@
 
     schema_of, arguments_schema    a schema that costs a bounded amount, as JSON
     call_rules                     rules of calls; CALL_FORMS has the forms
-    typed_tools                    tools whose arguments mlx-lm's parsers read by their schemas
+    kinds_of, named_values         which values a schema allows
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON.
+stands as it is between them, anything else is JSON. tagged_calls.py reads these forms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NoReturn
@@ -43,6 +43,8 @@ KINDS = {
     dict: "object",
     type(None): "null",
 }
+#: Names of types that JSON Schema lacks, and tools written by hand have.
+ALIASES = {"bool": "boolean", "dict": "object", "float": "number", "int": "integer", "list": "array", "str": "string"}
 SCALARS = frozenset(("boolean", "integer", "number", "null"))
 #: Keywords of a function's parameters that single arguments cannot satisfy.
 OF_OBJECTS = (
@@ -155,10 +157,9 @@ class CallForm:
         begin, between, end: what stands around all calls.
         comma: between two arguments.
         quote: text around a text.
-        texts: which arguments are texts: those that may be one, or those whose `type` says so, or none.
+        has_texts: an argument that may be a text is one; else texts are JSON, too.
         values: how other arguments are written: as JSON, as JSON without lists and objects, or as Gemma 4 does.
         marks: what no text may have, besides `close` and the end of a call.
-        is_stripped: the parser removes white space around a text.
         names, keys: the names of functions and arguments that the parser reads.
         bare: a call of a function that needs no arguments, if such a call has another form.
     """
@@ -171,10 +172,9 @@ class CallForm:
     end: str = ""
     comma: str = ""
     quote: str = ""
-    texts: Literal["possible", "typed", "none"] = "possible"
+    has_texts: bool = True
     values: Literal["json", "flat", "gemma4"] = "json"
     marks: tuple[str, ...] = ()
-    is_stripped: bool = False
     names: str = r"[\w.-]+"
     keys: str = r"[\w.-]+"
     bare: str = ""
@@ -204,8 +204,6 @@ CALL_FORMS = {
         "</arg_value>",
         between="NL",
         comma="NL",
-        texts="typed",
-        is_stripped=True,
     ),
     "longcat": CallForm(
         '"<longcat_tool_call>" NAME NL ARGUMENTS NL "</longcat_tool_call>"',
@@ -213,8 +211,6 @@ CALL_FORMS = {
         "</longcat_arg_value>",
         between="NL",
         comma="NL",
-        texts="typed",
-        is_stripped=True,
         bare='"<longcat_tool_call>" JSON_CALL "</longcat_tool_call>"',
     ),
     "minimax_m2": CallForm(
@@ -224,14 +220,13 @@ CALL_FORMS = {
         begin=r'"<minimax:tool_call>\n"',
         end='"</minimax:tool_call>"',
         marks=("</parameter>", "</invoke>"),
-        is_stripped=True,
     ),
     "minicpm5": CallForm(
         r'"<function name=\"" NAME "\">" ARGUMENTS "</function>"',
         r'"<param name=\"" KEY "\">"',
         "</param>",
         between="NL",
-        is_stripped=True,
+        marks=("<![CDATA[",),
     ),
     "pythonic": CallForm(
         'NAME "(" ARGUMENTS ")"',
@@ -240,7 +235,7 @@ CALL_FORMS = {
         between='", "',
         end='"]" "<|tool_call_end|>"',
         comma='", "',
-        texts="none",
+        has_texts=False,
         names=r"[\w.]+",
         keys=r"\w+",
     ),
@@ -265,6 +260,11 @@ CALL_FORMS = {
     ),
 }
 JSON_CALL = r'"{\"name\": " QUOTED ", \"arguments\": " ARGUMENTS "}"'
+#: Texts that are read as values of another type, where a schema allows that type, too.
+_READ_AS = {
+    "null": r"\s*null\s*", "boolean": r"\s*(true|false)\s*", "array": r"\s*\[(?s:.*)", "object": r"\s*\{(?s:.*)",
+    "integer": r"\s*-?[0-9]+\s*", "number": r"\s*-?[0-9][0-9.eE+-]*\s*",
+}  # fmt: skip
 _TERM = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|\S+')
 _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be one special token
 
@@ -361,10 +361,9 @@ class _CallRules:
 
     def _alternatives(self, schema: Any, root: Any) -> str:
         form, kinds = self._form, kinds_of(schema, root)
-        is_typed = isinstance(schema, dict) and schema.get("type") == "string"
-        if is_typed if form.texts == "typed" else form.texts == "possible" and "string" in kinds:
-            found = [*self._texts(schema, root, is_typed=is_typed)]
-            if "null" in kinds and not is_typed:
+        if form.has_texts and "string" in kinds:
+            found = [*self._texts(schema, root, kinds)]
+            if "null" in kinds:
                 found.append(self._literal("null" + form.close))
         elif form.values == "json" or kinds <= SCALARS:
             found = [f"{self._json(schema, root)} {self._literal(form.close)}"]
@@ -376,7 +375,7 @@ class _CallRules:
         named = {name: root[name] for name in ("$defs", "definitions") if name in root}
         return self._rule(f"%json {checked_schema({**schema, **named} if isinstance(schema, dict) else {}, self._at)}")
 
-    def _texts(self, schema: Any, root: Any, *, is_typed: bool) -> Iterator[str]:
+    def _texts(self, schema: Any, root: Any, kinds: frozenset[str]) -> Iterator[str]:
         """Terms of texts with what closes them."""
         form = self._form
         after = form.quote + form.close
@@ -386,11 +385,8 @@ class _CallRules:
                 continue
             marks = "|".join(map(_as_regex, filter(None, (after.strip(), self._end, *form.marks))))
             parts = ["/(?s:.*)/", f"~/(?s:.*)({marks})(?s:.*)/", *text]
-            if text and form.is_stripped:
-                parts.append(r"/(\S((?s:.*)\S)?)?/")
-            if form.texts == "possible" and not form.quote:
-                # Parsers read these as JSON, whatever the schema says.
-                parts += [r"~/(?i:null)/"] + [r"~/\s*[\[{](?s:.*)/"] * (not is_typed)
+            if not form.quote:
+                parts += [f"~/{pattern}/" for kind, pattern in _READ_AS.items() if kind in kinds]
             closing = self._literals(after)
             is_special = closing[0].startswith("<[")
             name = f"TEXT_{len(self.rules)}"
@@ -444,7 +440,10 @@ def kinds_of(schema: Any, root: Any, hops: int = 0) -> frozenset[str]:
         found &= kinds_of(each, root, hops + 1)
     declared = node.get("type")
     if isinstance(declared, str | list):
-        found &= {each for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)}
+        names = [
+            each.lower() for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)
+        ]
+        found &= {ALIASES.get(each, each) for each in names}
     return found
 
 
@@ -470,26 +469,16 @@ def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]
         yield parts
 
 
-def typed_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools with a `type` for each argument that cannot be a text. To mlx-lm's parsers others may be text."""
-    found = []
-    for tool in tools or ():
-        parameters = tool["function"].get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        if isinstance(properties, dict):
-            typed = {key: _typed(schema, parameters) for key, schema in properties.items()}
-            tool = {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": typed}}}
-        found.append(tool)
-    return found or None
-
-
-def _typed(schema: Any, root: Any) -> dict[str, Any]:
-    if not isinstance(schema, dict):
-        return {}
-    if isinstance(schema.get("type"), str):
-        return schema
-    rest = {name: value for name, value in schema.items() if name != "type"}
-    return rest if "string" in kinds_of(schema, root) else {**rest, "type": "object"}
+def named_values(schema: Any, root: Any, hops: int = 0) -> Iterator[Any]:
+    """The values that a schema names one by one."""
+    node = resolved(schema, root)
+    if "const" in node:
+        yield node["const"]
+    if isinstance(node.get("enum"), list):
+        yield from node["enum"]
+    for name in ("anyOf", "oneOf", "allOf") if hops < MAX_HOPS else ():
+        for each in node[name] if isinstance(node.get(name), list) else ():
+            yield from named_values(each, root, hops + 1)
 
 
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -50,8 +50,8 @@ from runner.serve.request import (
     Started,
     Token,
 )
-from runner.serve.rules import typed_tools
 from runner.serve.service import FairThreads, ReplyReader
+from runner.serve.tagged_calls import CallReader
 
 logger = logging.getLogger(__name__)
 
@@ -282,10 +282,11 @@ class ServedModel:
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
         machine = mlx_lm_border.make_text_state_machine(tokenizer)
-        formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, typed_tools(request.tools))
+        marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+        calls = CallReader(tokenizer.tool_parser, request.tools)
         is_single = request.constraint is not None and request.constraint.is_single
         how = {"has_one_call": is_single, "drops_breaks": self._drops_breaks}
-        reader = ReplyReader(machine, prompt.initial_state, formatter, **how)
+        reader = ReplyReader(machine, prompt.initial_state, calls, call_marks=marks, **how)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:

@@ -20,12 +20,12 @@ from mlx_lm.utils import load_tokenizer
 
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
 from runner.serve.grammars import Grammars
-from runner.serve.mlx_lm_border import ToolCallFormatter, make_text_state_machine
+from runner.serve.mlx_lm_border import make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
-from runner.serve.rules import typed_tools
 from runner.serve.scheduler import Scheduler
 from runner.serve.service import ReplyReader
+from runner.serve.tagged_calls import CallReader
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
 from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER
@@ -361,7 +361,7 @@ def called_at_random(grammars: Grammars, tokenizer: Any, request: Request, seed:
             break
         if len(tokens) > 2000:
             return None
-    formatter = ToolCallFormatter(tokenizer.tool_parser, typed_tools(request.tools))
+    formatter = CallReader(tokenizer.tool_parser, request.tools)
     reader = ReplyReader(make_text_state_machine(tokenizer), "normal", formatter)
     delta = reader.add(Token(tokenizer.decode(tokens[:-1]), tokens[-1], 0.0, (), "stop"))
     last = reader.finish()
