@@ -1,8 +1,6 @@
-"""Rules of llguidance: JSON of a schema, and tool calls in the form that a model's template has. Never imports MLX.
+"""Rules of llguidance: tool calls in the form that a model's template has. Never imports MLX.
 
-    schema_of, arguments_schema    a schema that costs a bounded amount, as JSON
-    call_rules                     rules of calls; CALL_FORMS has the forms
-    kinds_of, named_values         which values a schema allows
+    call_rules    rules of calls; CALL_FORMS has the forms
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
 stands as it is between them, anything else is JSON. tagged_calls.py reads these forms.
@@ -11,137 +9,32 @@ stands as it is between them, anything else is JSON. tagged_calls.py reads these
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Literal, NoReturn
 
 import llguidance
 
-from runner.serve.request import ApiError, Constraint, Request
+from runner.serve.request import ApiError, Request
+from runner.serve.schemas import (
+    MAX_HOPS,
+    SCALARS,
+    arguments_schema,
+    checked_schema,
+    kinds_of,
+    require_few_multiples,
+    require_most,
+    resolved,
+    schema_at,
+)
 
-MARGIN = 1e-9  # of a number to an exclusive bound
-MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
 MAX_TOOLS_CHARACTERS = 1_000_000  # of the rules of all tools that may be called
-MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
-MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
-MAX_HOPS = 8  # references that are followed, and schemas inside of schemas that are looked into
-#: White space between the parts of JSON is bounded: a model may write it without end.
-JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ",[ \\n]{0,20}"}
-#: Formats that are enforced in JSON. JSON Schema lets all others say nothing about a value.
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
-MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of names to schemas
-KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-#: Names of types that JSON Schema lacks, and tools written by hand have.
-ALIASES = {"bool": "boolean", "dict": "object", "float": "number", "int": "integer", "list": "array", "str": "string"}
-SCALARS = frozenset(("boolean", "integer", "number", "null"))
 #: Keywords of a function's parameters that single arguments cannot satisfy.
 OF_OBJECTS = (
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "minProperties",
     "maxProperties", "propertyNames",
 )  # fmt: skip
-
-
-# Schemas
-
-
-def schema_of(constraint: Constraint) -> str:
-    return checked_schema(constraint.schema, constraint.at)
-
-
-def arguments_schema(function: Mapping[str, Any], index: int) -> str:
-    """The schema of a function's arguments, of which a function without parameters has none."""
-    parameters, at = function.get("parameters") or {"properties": {}, "additionalProperties": False}, schema_at(index)
-    if not isinstance(parameters, dict):
-        raise ApiError(400, "wanted a JSON schema.", param=at)
-    return checked_schema({"type": "object", **parameters}, at)
-
-
-def schema_at(index: int) -> str:
-    return f"tools.{index}.function.parameters"
-
-
-def checked_schema(schema: Any, at: str) -> str:
-    """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
-    length = 0
-    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
-        length += len(part)
-        _require(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
-    _require_few_multiples([schema], at)
-    found = _checked(schema, at)
-    return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
-
-
-def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
-    _require(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
-
-
-def _multiples(node: Any) -> Iterator[int]:
-    """The digits of each `multipleOf` as a whole number."""
-    for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if key == "multipleOf" and isinstance(each, int | float) and each > 0:
-            digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
-            yield int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
-        else:
-            yield from _multiples(each)
-
-
-def _checked(node: Any, at: str) -> Any:
-    if isinstance(node, list):
-        return [_checked(each, at) for each in node]
-    if not isinstance(node, dict):
-        return node
-    properties, required = node.get("properties"), node.get("required")
-    if isinstance(properties, dict):
-        optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-        _require(optional, MAX_OPTIONAL, "properties, the number of optional ones", at)
-    for key in ("const", "enum"):
-        _require(max(map(len, _texts(node.get(key))), default=0), MAX_STRING_CHARACTERS, f"{key}, in characters", at)
-    node = _with_inclusive_bounds(node)
-    checked = {}
-    for key, each in node.items():
-        if key in MAPS and isinstance(each, dict):
-            checked[key] = {name: _checked(one, at) for name, one in each.items()}
-        elif key != "x-guidance" and (key != "format" or each in FORMATS):
-            checked[key] = each if key in VALUES else _checked(each, at)
-    return checked
-
-
-def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
-    changed = {**node}
-    for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
-        bound, other = node.get(key), node.get(name)
-        if node.get("type") != "integer" and isinstance(bound, int | float) and not isinstance(bound, bool):
-            inside = changed.pop(key) + sign * MARGIN * max(1, abs(bound))
-            changed[name] = choose(inside, other) if isinstance(other, int | float) else inside
-    return changed
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        yield from _texts(each)
-
-
-def _require(found: float, most: int, of: str, at: str) -> None:
-    if found > most:
-        raise ApiError(400, f"this schema cannot be enforced: {of}: {found}; at most {most} is enforced.", param=at)
-
-
-# Tool calls
 
 
 @dataclass(frozen=True)
@@ -305,7 +198,7 @@ class _CallRules:
 
     def _rule(self, body: str) -> str:
         self._characters += len(body)
-        _require(self._characters, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
+        require_most(self._characters, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
         self.rules.append(f"rule_{len(self.rules)}: {body}")
         return f"rule_{len(self.rules) - 1}"
 
@@ -415,38 +308,6 @@ def _as_regex(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The schema that a schema refers to within `root`, or it itself; empty: any value."""
-    for _ in range(MAX_HOPS):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            break
-        path, schema = schema["$ref"].removeprefix("#").split("/")[1:], root
-        for name in path:
-            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) else {}
-
-
-def kinds_of(schema: Any, root: Any, hops: int = 0) -> frozenset[str]:
-    """The types of JSON that a schema may allow."""
-    node, found = resolved(schema, root), frozenset(KINDS.values())
-    if hops == MAX_HOPS:
-        return found
-    if "const" in node or isinstance(node.get("enum"), list):
-        found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(node.get(name), list):
-            found &= frozenset().union(*(kinds_of(each, root, hops + 1) for each in node[name]))
-    for each in node["allOf"] if isinstance(node.get("allOf"), list) else ():
-        found &= kinds_of(each, root, hops + 1)
-    declared = node.get("type")
-    if isinstance(declared, str | list):
-        names = [
-            each.lower() for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)
-        ]
-        found &= {ALIASES.get(each, each) for each in names}
-    return found
-
-
 def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]:
     """The texts that a schema allows: one as it is, or all that match some regular expressions, as terms."""
     node = resolved(schema, root)
@@ -469,18 +330,6 @@ def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]
         yield parts
 
 
-def named_values(schema: Any, root: Any, hops: int = 0) -> Iterator[Any]:
-    """The values that a schema names one by one."""
-    node = resolved(schema, root)
-    if "const" in node:
-        yield node["const"]
-    if isinstance(node.get("enum"), list):
-        yield from node["enum"]
-    for name in ("anyOf", "oneOf", "allOf") if hops < MAX_HOPS else ():
-        for each in node[name] if isinstance(node.get(name), list) else ():
-            yield from named_values(each, root, hops + 1)
-
-
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
     """The functions that may be called, by their index in the request's tools."""
     assert request.constraint is not None
@@ -498,7 +347,7 @@ def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) ->
         message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")
     form = CALL_FORMS[name]
-    _require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
+    require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
     rules = _CallRules(form, tokenizer, own)
     calls = " | ".join(rules.call(function, index) for index, function in functions_of(request))
     begin, between, end = map(rules.terms, (form.begin, form.between, form.end))

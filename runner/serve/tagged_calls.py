@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from runner.script.conversation import tool_call
 from runner.serve import mlx_lm_border
-from runner.serve.rules import KINDS, kinds_of, named_values
+from runner.serve.schemas import KINDS, kinds_of, named_values
 
 #: Of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}

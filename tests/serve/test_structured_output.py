@@ -189,6 +189,14 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
         "properties": {f"o{i}": {"properties": {f"p{j}": {"type": "integer"} for j in range(300)}} for i in range(6)},
     },
     "many formats": {"properties": {f"p{i}": {"format": "uri", "type": "string"} for i in range(390)}},
+    "many branches": {"oneOf": [{"const": index} for index in range(4000)]},
+    "branches in branches": {
+        "$defs": {"a": {"oneOf": [{"properties": {"k": {"const": each}}, "type": "object"} for each in range(40)]}},
+        "anyOf": [{"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]} for _ in range(1500)],
+    },
+    "a chain": {
+        "$ref": "#/$defs/0", "$defs": {f"{each}": {"anyOf": [{"$ref": f"#/$defs/{each + 1}"}]} for each in range(1500)}
+    },
     "many multiples": {"properties": {f"p{i}": {"type": "integer", "multipleOf": 9000 + i} for i in range(300)}},
 }  # fmt: skip
 
