@@ -30,6 +30,7 @@ from runner.script.conversation import (
     as_tool,
     content_of,
     dicts_in,
+    null_as,
     or_text,
     reply_of,
     with_texts,
@@ -139,7 +140,7 @@ class ToolUse(Markable):
     type: Literal["tool_use"]
     call_id: Annotated[str, Field(alias="id")]
     name: str
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], null_as({})]
 
     @property
     def arguments(self) -> str:

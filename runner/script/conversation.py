@@ -137,6 +137,11 @@ def or_text(parts: Any) -> BeforeValidator:
     return BeforeValidator(as_parts, json_schema_input_type=str | parts)
 
 
+def null_as(value: Any) -> BeforeValidator:
+    """Let null in a field mean this value."""
+    return BeforeValidator(lambda given: value if given is None else given)
+
+
 def dicts_in(values: Any) -> list[dict[str, Any]]:
     """The objects of a list; none if it is no list."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, as_tool, content_of, or_text, reply_of, with_texts
+from runner.script.conversation import Checked, Many, as_tool, content_of, null_as, or_text, reply_of, with_texts
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
 SEAL = "radixcache:"
@@ -75,7 +75,7 @@ class FunctionCall(Checked):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, null_as("{}")]
 
 
 class CustomToolCall(Checked):

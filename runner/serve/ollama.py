@@ -35,7 +35,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
-from runner.script.conversation import Checked, Many, tool_call
+from runner.script.conversation import Checked, Many, null_as, tool_call
 from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,
@@ -152,7 +152,7 @@ class OllamaOptions(Checked):
 
 class CalledFunction(Checked):
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], null_as({})] = Field(default_factory=dict)
 
 
 class OllamaCall(Checked):

@@ -487,8 +487,8 @@ def _check_function(tool: Any, at: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     _require(is_named, f"{at}.function", "an object with a name")
-    arguments = function.get("arguments", "") if function else ""
-    _require(isinstance(arguments, str | dict), f"{at}.function.arguments", "a string of JSON")
+    arguments = function.get("arguments") if function else None
+    _require(isinstance(arguments, str | dict | None), f"{at}.function.arguments", "a string of JSON")
 
 
 def _require(holds: bool, param: str, wanted: str) -> None:
@@ -515,7 +515,8 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         choice |= self._logprobs([*self.reply.echoed, *delta.tokens])
         if self.form.is_chat:
-            choice["message"] = {"role": "assistant", "content": None, **self._message(delta, delta.tool_calls)}
+            said = self._message(delta, delta.tool_calls) or {"content": ""}
+            choice["message"] = {"role": "assistant", "content": None, **said}
         else:
             choice["text"] = self.reply.echo + delta.text
         return choice
@@ -530,7 +531,8 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         if self.form.is_chat:
             # OpenAI's client joins the texts of all chunks, the role too.
-            choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **self._message(part, calls)}
+            said = self._message(part, calls)
+            choice["delta"] = said if self.is_begun else {"role": "assistant", **(said or {"content": ""})}
         else:
             choice["text"] = part.text if self.is_begun else self.reply.echo + part.text
         choice |= self._logprobs(self.tokens if self.is_begun else [*self.reply.echoed, *self.tokens])

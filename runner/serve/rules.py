@@ -3,7 +3,7 @@
     call_rules    rules of calls; CALL_FORMS has the forms
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON. tagged_calls.py reads these forms.
+stands as it is between them, anything else is JSON. calls.py reads these forms.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ CALL_FORMS = {
         keys=r"\w+",
     ),
 }
+#: Of models without a form for calls. A reply is nothing but calls, one in each line.
+PLAIN = CallForm("JSON_CALL", between='"\\n"', names=".+")
 JSON_CALL = r'"{\"name\": " QUOTED ", \"arguments\": " ARGUMENTS "}"'
 #: Texts that are read as values of another type, where a schema allows that type, too.
 _READ_AS = {
@@ -339,14 +341,21 @@ def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
             yield index, tool["function"]
 
 
+def has_plain_calls(request: Request, tokenizer: Any) -> bool:
+    """Whether calls are forced and the model has no form for them."""
+    is_forced = request.constraint is not None and request.constraint.calls == "required"
+    return is_forced and not tokenizer.has_tool_calling
+
+
 def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) -> str:
     """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
     parser = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
     name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
-    if name not in CALL_FORMS:
+    is_plain = has_plain_calls(request, tokenizer)
+    if name not in CALL_FORMS and not is_plain:
         message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")
-    form = CALL_FORMS[name]
+    form = PLAIN if is_plain else CALL_FORMS[name]
     require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
     rules = _CallRules(form, tokenizer, own)
     calls = " | ".join(rules.call(function, index) for index, function in functions_of(request))

@@ -36,6 +36,7 @@ from runner.engine.replies import Piece, Sampler, StopWords, greedy
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
+from runner.serve.calls import reader_of
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, drops_line_breaks, embedder, part_at, prompt_of
@@ -50,8 +51,7 @@ from runner.serve.request import (
     Started,
     Token,
 )
-from runner.serve.service import FairThreads, ReplyReader
-from runner.serve.tagged_calls import CallReader
+from runner.serve.service import FairThreads
 
 logger = logging.getLogger(__name__)
 
@@ -281,12 +281,7 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        machine = mlx_lm_border.make_text_state_machine(tokenizer)
-        marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-        calls = CallReader(tokenizer.tool_parser, request.tools)
-        is_single = request.constraint is not None and request.constraint.is_single
-        how = {"has_one_call": is_single, "drops_breaks": self._drops_breaks}
-        reader = ReplyReader(machine, prompt.initial_state, calls, call_marks=marks, **how)
+        reader = reader_of(request, tokenizer, prompt.initial_state, drops_breaks=self._drops_breaks)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:

@@ -19,13 +19,13 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
+from runner.serve.calls import CallReader
 from runner.serve.grammars import Grammars
 from runner.serve.mlx_lm_border import make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
 from runner.serve.scheduler import Scheduler
 from runner.serve.service import ReplyReader
-from runner.serve.tagged_calls import CallReader
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
 from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER
@@ -426,6 +426,26 @@ def test_what_a_form_cannot_write_is_refused_and_named(tmp_path: Path) -> None:
         with pytest.raises(ApiError, match=word) as refused:
             grammars.guide(asked, RenderedPrompt([9], (), "normal")).result()
         assert (refused.value.status, refused.value.param) == (400, "tools.0.function.parameters")
+
+
+@pytest.mark.parametrize("names", [{}, {THINK: "<think>", THOUGHT: "</think>"}], ids=["", "that thinks"])
+def test_a_model_without_a_form_for_calls_writes_forced_ones_as_json(names: Any, tmp_path: Path) -> None:
+    folder = write_talking_model(tmp_path, "llama", names, "")
+    say = {"type": "function", "function": {"name": "say"}}
+    with application(model=str(folder)) as (app, _), local_client(app) as client:
+        (newline,) = tiny_tokenizer().encode("\n")
+        more = {"logit_bias": {THINK: -100, newline: 2}, "tool_choice": "required"}  # a line break ends a call
+        found = [ask(client, seed=seed, **more) for seed in range(8)]
+        assert max(require_calls(each, set(PARAMETERS)) for each in found) > 1
+        assert {require_calls(ask(client, seed=seed, tool_choice=say), {"say"}) for seed in range(3)} == {1}
+        body = {"model": "m", "max_tokens": 300, "messages": [USER], "temperature": 1.0}
+        tools = [{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()]
+        with client.stream(
+            "POST", MESSAGES, json={**body, "tools": tools, "tool_choice": {"type": "any"}, "stream": True}
+        ) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        starts = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+        assert {each["type"] for each in starts} == {"tool_use"}
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "glm47", "gemma4"])

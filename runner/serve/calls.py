@@ -1,6 +1,7 @@
 r"""Tool calls as models write them, read by the schemas of their functions.
 
-    CallReader   reads the calls of one request's replies: those in tags itself, all others with mlx-lm's parser
+    reader_of    reads the reply to a request: text, reasoning and calls
+    CallReader   reads the calls: those in tags itself, all others with mlx-lm's parser
     argument_of  the value of an argument that stands between tags
 
 In the forms with tags, each argument stands between tags of its own, and nothing but the schema tells a text from
@@ -25,7 +26,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from runner.script.conversation import tool_call
 from runner.serve import mlx_lm_border
+from runner.serve.request import Request
+from runner.serve.rules import has_plain_calls
 from runner.serve.schemas import KINDS, kinds_of, named_values
+from runner.serve.service import ReplyReader
 
 #: Of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -78,6 +82,29 @@ _FORMS = {
     ),
 }
 _ALSO_OTHERWISE = ("glm47", "longcat")  # these models write calls as JSON, too, which mlx-lm's parsers read
+
+
+def reader_of(request: Request, tokenizer: Any, initial_state: str, *, drops_breaks: bool) -> ReplyReader:
+    """What reads the reply to a request. If calls are forced and the model has no form for them, all text is calls."""
+    marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+    machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
+    if has_plain_calls(request, tokenizer):
+        ends = [(tokenizer.think_end, "tool")] if tokenizer.has_thinking else []
+        machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
+        initial_state = initial_state if initial_state == "reasoning" else "tool"
+    is_single = request.constraint is not None and request.constraint.is_single
+    calls, how = CallReader(parser, request.tools), {"has_one_call": is_single, "drops_breaks": drops_breaks}
+    return ReplyReader(machine, initial_state, calls, call_marks=marks, **how)
+
+
+def json_calls(text: str, _tools: Any) -> list[dict[str, Any]]:
+    """Calls as JSON, one behind the other. ValueError: something else is there, too."""
+    decoder, calls, text = json.JSONDecoder(), [], text.strip()
+    while text:
+        call, end = decoder.raw_decode(text)
+        calls.append(call)
+        text = text[end:].strip()
+    return calls
 
 
 class CallReader:

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.serve.calls import CallReader, argument_of
 from runner.serve.mlx_lm_border import TextStateMachine
+from runner.serve.ollama import CHAT as OLLAMA
 from runner.serve.request import Token
 from runner.serve.service import ReplyReader
-from runner.serve.tagged_calls import CallReader, argument_of
+from tests.serve.scripted import ScriptedRuns, said
+from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER, scripted_client
 
 TEXT, WHOLE, NUMBER, TRUTH = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
 LIST, OBJECT, NULL = ({"type": kind} for kind in ("array", "object", "null"))
@@ -208,3 +211,24 @@ def test_of_a_damaged_call_all_is_there_as_a_call_or_as_text(
     text, found = read(form, [damaged])
     assert read(form, [*damaged]) == (text, found)
     assert found or text.strip() or not damaged.strip()
+
+
+PAST = {
+    CHAT: {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}]},
+    MESSAGES: {
+        "model": "m", "max_tokens": 1,
+        "messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": None}]}],
+    },
+    RESPONSES: {"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": None}]},
+    OLLAMA: {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PAST)
+def test_a_past_call_whose_arguments_are_null_is_taken_by_each_api(path: str) -> None:
+    runs = ScriptedRuns(said("x", finish="stop"))
+    with scripted_client(runs) as client:
+        answer = client.post(path, json=PAST[path])
+    assert answer.status_code == 200, answer.text
+    (call,) = runs.opened[0].request.messages[1]["tool_calls"]
+    assert call["function"]["arguments"] in (None, "{}")
