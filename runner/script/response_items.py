@@ -21,9 +21,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, as_tool, content_of, null_as, or_text, reply_of, with_texts
+from runner.script.conversation import (
+    Checked,
+    Many,
+    as_tool,
+    by_type,
+    content_of,
+    null_as,
+    or_text,
+    reply_of,
+    with_texts,
+)
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
 SEAL = "radixcache:"
@@ -118,16 +128,6 @@ class ForeignTool(Foreign):
     type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
 
 
-def _by_type(kinds: Sequence[str], default: str | None = None) -> Discriminator:
-    """Tell items or tools apart by their type. All types that are not of `kinds` are foreign."""
-
-    def kind_of(part: Any) -> str:
-        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
-        return str(kind) if kind in kinds else "foreign"
-
-    return Discriminator(kind_of)
-
-
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
@@ -136,7 +136,7 @@ Item: TypeAlias = Annotated[
     | Annotated[CustomToolCall, Tag("custom_tool_call")]
     | Annotated[CallOutput, Tag("custom_tool_call_output")]
     | Annotated[Foreign, Tag("foreign")],
-    _by_type(ITEM_KINDS, "message"),
+    by_type(ITEM_KINDS, "message"),
 ]
 
 
@@ -201,7 +201,7 @@ Tool: TypeAlias = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[ForeignTool, Tag("foreign")],
-    _by_type(_TOOL_KINDS),
+    by_type(_TOOL_KINDS),
 ]
 
 

@@ -213,11 +213,12 @@ def test_of_a_damaged_call_all_is_there_as_a_call_or_as_text(
     assert found or text.strip() or not damaged.strip()
 
 
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": None}
 PAST = {
     CHAT: {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}]},
     MESSAGES: {
         "model": "m", "max_tokens": 1,
-        "messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": None}]}],
+        "messages": [USER, {"role": "assistant", "content": [USE]}],
     },
     RESPONSES: {"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": None}]},
     OLLAMA: {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}]},
