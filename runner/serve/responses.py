@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic_core import from_json
 
 from runner.script.conversation import Checked, Many, as_tool
-from runner.script.response_items import SEAL, CustomTool, Item, ResponseChat, as_items
+from runner.script.response_items import SEAL, CustomTool, Item, OwnTool, ResponseChat, as_items, flat_name
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -64,9 +64,10 @@ KEEPALIVE_S = 30
 class ChosenTool(Checked):
     type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
     def in_chats(self) -> dict[str, Any]:
-        return as_tool({"name": self.name})
+        return as_tool({"name": flat_name(self.namespace, self.name)})
 
 
 class ChosenTools(Checked):
@@ -213,12 +214,12 @@ class ResponseDraft:
         reply: ServedReply,
         response: dict[str, Any],
         *,
-        custom_tools: Sequence[str] = (),
+        tools: Mapping[str, OwnTool] = {},
         is_sealed: bool = False,
         on_end: Callable[[dict[str, Any]], None] = lambda response: None,
     ) -> None:
         self.response = response
-        self._reply, self._custom_tools, self._is_sealed, self._on_end = reply, custom_tools, is_sealed, on_end
+        self._reply, self._tools, self._is_sealed, self._on_end = reply, tools, is_sealed, on_end
         self._output: list[dict[str, Any]] = response["output"]
         self._is_open = False
         self._blank = ""
@@ -325,9 +326,12 @@ class ResponseDraft:
 
     def _call(self, call: dict[str, Any]) -> Events:
         function = call["function"]
-        item = {"call_id": call["id"], "name": function["name"]}
+        own = self._tools.get(function["name"])
+        item = {"call_id": call["id"], "name": own.tool.name if own else function["name"]}
+        if own and own.namespace:
+            item["namespace"] = own.namespace
         yield from self._close()
-        if function["name"] in self._custom_tools:
+        if own and isinstance(own.tool, CustomTool):
             kind, field, value = "custom_tool_call_input", "input", _text_input(function["arguments"])
             yield from self._open("ctc", {"type": "custom_tool_call", **item, "input": ""})
         else:
@@ -475,7 +479,6 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
             return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
 
         body, asked = await beside_loop(past_bytes + len(await request.body()), checked)
-        custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]
 
         def remember(response: dict[str, Any]) -> None:
             if body.store:
@@ -486,7 +489,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
             return ResponseDraft(
                 reply,
                 begun_response(reply.id, given, options),
-                custom_tools=custom_tools,
+                tools=body.own_tools(),
                 is_sealed="reasoning.encrypted_content" in body.include,
                 on_end=remember,
             )

@@ -176,6 +176,20 @@ def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
     assert (response["status"], response["usage"]) == ("failed", None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_in_a_namespace_has_the_name_that_the_client_knows(*, stream: bool) -> None:
+    tools = [{"type": "namespace", "name": "mcp__files", "description": "", "tools": TOOLS}]
+    calls = [("mcp__files__f", '{"x": 1}'), ("mcp__files__patch", '{"input": "+a"}'), ("f", "{}")]
+    runs = ScriptedRuns(said(calls=calls, finish="stop"))
+    items = events_of(runs, tools=tools)[-1]["response"]["output"] if stream else whole(runs, tools=tools)["output"]
+    assert without_ids(items) == [
+        {"type": "function_call", "call_id": "call_0", "name": "f", "namespace": "mcp__files", "arguments": '{"x": 1}'},
+        {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "namespace": "mcp__files", "input": "+a"},
+        {"type": "function_call", "call_id": "call_2", "name": "f", "arguments": "{}"},
+    ]
+    assert [tool["function"]["name"] for tool in runs.opened[0].request.tools or ()] == [each[0] for each in calls[:2]]
+
+
 def test_an_input_that_is_no_json_is_given_whole_to_a_custom_tool() -> None:
     calls = [("patch", "+a"), ("patch", '{"other": 1}'), ("patch", '["input"]')]
     response = whole(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
