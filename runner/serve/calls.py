@@ -30,6 +30,7 @@ from runner.serve.request import Request
 from runner.serve.rules import has_plain_calls
 from runner.serve.schemas import KINDS, kinds_of, named_values
 from runner.serve.service import ReplyReader
+from runner.serve.template_breaks import TemplateBreaks
 
 #: Of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -84,7 +85,7 @@ _FORMS = {
 _ALSO_OTHERWISE = ("glm47", "longcat")  # these models write calls as JSON, too, which mlx-lm's parsers read
 
 
-def reader_of(request: Request, tokenizer: Any, initial_state: str, *, drops_breaks: bool) -> ReplyReader:
+def reader_of(request: Request, tokenizer: Any, initial_state: str, breaks: TemplateBreaks) -> ReplyReader:
     """What reads the reply to a request. If calls are forced and the model has no form for them, all text is calls."""
     marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
     machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
@@ -93,7 +94,9 @@ def reader_of(request: Request, tokenizer: Any, initial_state: str, *, drops_bre
         machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
         initial_state = initial_state if initial_state == "reasoning" else "tool"
     is_single = request.constraint is not None and request.constraint.is_single
-    calls, how = CallReader(parser, request.tools), {"has_one_call": is_single, "drops_breaks": drops_breaks}
+    calls = CallReader(parser, request.tools)
+    white = breaks.before_call if request.tools and tokenizer.has_tool_calling else None
+    how = {"has_one_call": is_single, "drops_breaks": breaks.drops_behind_reasoning, "before_call": white}
     return ReplyReader(machine, initial_state, calls, call_marks=marks, **how)
 
 

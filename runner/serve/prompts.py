@@ -165,7 +165,7 @@ def _chat_prompt(
     marks = _marks(chat, tokens, len(messages), request.marked_texts) if with_marks else set()
     initial_state = tokenizer.response_initial_state or "normal"
     if tokenizer.has_thinking:
-        start, end = _last(tokens, tokenizer.think_start_tokens), _last(tokens, tokenizer.think_end_tokens)
+        start, end = last_at(tokens, tokenizer.think_start_tokens), last_at(tokens, tokenizer.think_end_tokens)
         if start > end and not tokenizer.response_initial_state:
             initial_state = "reasoning"
         if with_marks and start >= len(tokens) - THINKING_TOKENS:
@@ -265,41 +265,7 @@ def _marks(chat: RenderedChat, tokens: list[int], count: int, texts: Sequence[tu
     return {end for end in ends if end <= shared}
 
 
-def drops_line_breaks(tokenizer: Any, template_args: Mapping[str, Any]) -> bool:
-    """Whether replies can go without the line breaks behind their reasoning: most templates write their own.
-
-    They can if the next prompt, with a turn of the user or of a tool, shares no fewer tokens with what the model wrote.
-    """
-    if not tokenizer.has_thinking or not tokenizer.has_chat_template:
-        return False
-    template = ChatTemplate(tokenizer, None, dict(template_args))
-
-    def prompt(*later: dict[str, Any]) -> list[int]:
-        found: list[int] = RenderedChat(
-            template, [{"role": "user", "content": "Why?"}, *later], "reply"
-        ).tokens.tolist()
-        return found
-
-    def shared(content: str, turn: Mapping[str, Any], after: dict[str, Any]) -> int:
-        return common_rendering(written, prompt({**turn, "content": content}, after))
-
-    try:
-        begun = prompt()
-        is_begun = _last(begun, tokenizer.think_start_tokens) > _last(begun, tokenizer.think_end_tokens)
-        opening = "" if is_begun else tokenizer.think_start
-        reply = f"{opening}\nHm.\n{tokenizer.think_end}\n\nSo."
-        written = begun + tokenizer.encode(reply.removeprefix("\n") if is_begun else reply, add_special_tokens=False)
-        turn: dict[str, Any] = {"role": "assistant", "reasoning_content": "Hm.\n" if is_begun else "\nHm.\n"}
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-        pairs = [(turn, {"role": "user", "content": "And?"})]
-        if tokenizer.has_tool_calling:
-            pairs.append(({**turn, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "2"}))
-        return all(shared("So.", *pair) >= shared("\n\nSo.", *pair) for pair in pairs)
-    except Exception:  # Templates are foreign code.
-        return False
-
-
-def _last(tokens: list[int], sequence: Sequence[int]) -> int:
+def last_at(tokens: list[int], sequence: Sequence[int]) -> int:
     """Where a sequence of tokens occurs last; -1: nowhere."""
     length = len(sequence)
     first = np.flatnonzero(np.asarray(tokens) == sequence[0])

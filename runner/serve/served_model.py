@@ -39,7 +39,7 @@ from runner.serve import mlx_lm_border
 from runner.serve.calls import reader_of
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, drops_line_breaks, embedder, part_at, prompt_of
+from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
 from runner.serve.request import (
     ApiError,
     Echoed,
@@ -52,6 +52,7 @@ from runner.serve.request import (
     Token,
 )
 from runner.serve.service import FairThreads
+from runner.serve.template_breaks import TemplateBreaks
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ServedModel:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         keep_first_space(self.tokenizer)
-        self._drops_breaks = drops_line_breaks(self.tokenizer, options.chat_template_args)
+        self._breaks = TemplateBreaks.of(self.tokenizer, options.chat_template_args)
         self.model: Any = loaded.model
         self.draft_model: Any = draft
         self.context_length = loaded.context_length
@@ -281,7 +282,7 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        reader = reader_of(request, tokenizer, prompt.initial_state, drops_breaks=self._drops_breaks)
+        reader = reader_of(request, tokenizer, prompt.initial_state, self._breaks)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
@@ -363,8 +364,9 @@ class ServedModel:
         if prompt.chat is not None:
             keys = np.asarray(prompt.tokens if prompt.keys is None else prompt.keys, np.int64)
             nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
-            if nearest is not None:
-                return str(nearest[0]), nearest[0].hint
+            change = nearest[0] if nearest else self._chats.reply_change(keys, prompt.chat, start, request.namespace)
+            if change is not None:
+                return str(change), change.hint
         return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), ""
 
     def _add_token(

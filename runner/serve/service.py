@@ -102,8 +102,9 @@ class ReplyReader:
     mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
     call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
-    With `drops_breaks`, a text has no line breaks between the reasoning and its first character. Made on the generation
-    thread, used by the loop.
+    With `drops_breaks`, a text has no line breaks between the reasoning and its first character. With `before_call`,
+    the white space in front of a call becomes what that function says, and white space behind a call goes: see
+    template_breaks.py. Made on the generation thread, used by the loop.
     """
 
     def __init__(
@@ -115,10 +116,13 @@ class ReplyReader:
         call_marks: tuple[str, str] = ("", ""),
         has_one_call: bool = False,
         drops_breaks: bool = False,
+        before_call: Callable[..., str] | None = None,
     ) -> None:
         self._machine, self._read_calls, self._call_marks = machine, read_calls, call_marks
         self._left_calls = 1 if has_one_call else None  # None: any number
         self._drops_breaks, self._is_behind_reasoning = drops_breaks, False
+        self._before_call, self._has_text, self._is_behind_call = before_call, False, False
+        self._white = self._left_out = ""  # held back; of what came before the last call, what the text lacks
         self._state = machine.make_state(initial_state)
         self._current = initial_state
         self._is_over, self._is_cut = False, True
@@ -152,12 +156,17 @@ class ReplyReader:
     def _flush(self) -> None:
         self._state, held_back, current = self._machine.flush(self._state)
         self._collect(current, held_back)
+        if not self._is_behind_call:
+            self._text += self._white
+        self._white = ""
 
     def _collect(self, current: str, text: str) -> None:
         if current == "reasoning":
             self._reasoning += text
             self._is_behind_reasoning = self._drops_breaks
         elif current == "tool":
+            if self._current != "tool":
+                self._begin_call()
             self._tool_text += text
         elif current == "normal":
             if self._current == "tool":
@@ -165,8 +174,23 @@ class ReplyReader:
             if self._is_behind_reasoning:
                 text = text.lstrip("\n")
                 self._is_behind_reasoning = not text
-            self._text += text
+            self._add_text(text)
         self._current = current
+
+    def _add_text(self, text: str) -> None:
+        """Add to the text, and hold white space at its end back: a call may follow."""
+        text = self._white + text
+        kept = text if self._before_call is None else text.rstrip(" \t\r\n")
+        self._text, self._white = self._text + kept, text[len(kept) :]
+        if kept:
+            self._has_text, self._is_behind_call = True, False
+
+    def _begin_call(self) -> None:
+        """Give the white space in front of a call, as far as the template does not write it itself."""
+        white, self._white = self._white, ""
+        if self._before_call is not None:
+            given = "" if self._is_behind_call else self._before_call(white, has_text=self._has_text)
+            self._text, self._left_out = self._text + given, white.removeprefix(given)
 
     def _take(self, *tokens: Token) -> Delta:
         calls = tuple(self._calls[: self._left_calls])
@@ -182,12 +206,13 @@ class ReplyReader:
         text, self._tool_text = self._tool_text, ""
         try:
             self._calls += self._read_calls(text)
+            self._is_behind_call = True
         except Exception as error:  # Parsers may raise anything at what a model writes.
             is_cut = self._is_cut and not end
             if is_cut and (call := cut_call(text)):
                 self._calls.append(call)
                 return
-            self._text += self._call_marks[0] + text + end
+            self._add_text(self._left_out + self._call_marks[0] + text + end)
             if not is_cut:
                 why = cut(f"{type(error).__name__}: {error}")
                 logger.warning("a tool call cannot be read, and is text of the reply: %s", why)
