@@ -39,6 +39,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -260,7 +261,9 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
         body, asked = await read_json(request, lambda given: checked(MessagesBody, request, given))
-        return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
+        return await service.answer(
+            request, asked, lambda reply: MessageDraft(reply, echoed(body.model)), stream=body.stream
+        )
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:

@@ -183,7 +183,11 @@ class Models:
         if not is_own or (model == options.model and not options.is_only_model):
             return ModelNames(model, adapter, draft)
         if options.model is None:
-            raise ApiError(404, "the server was started without --model; name one in the request.", param="model")
+            raise ApiError(
+                404,
+                "the server was started without --model: name a hub id or a folder as the request's model.",
+                param="model",
+            )
         return ModelNames(options.model, options.adapter_path, draft)
 
     def open(self, key: ModelNames) -> ServedModel:

@@ -60,6 +60,7 @@ from runner.serve.request import (
     Token,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     IDLE_S,
@@ -524,7 +525,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
                 replies[0],
-                body.model,
+                echoed(body.model),
                 is_chat=kind is OllamaChatBody,
                 has_logprobs=body.logprobs or body.top_logprobs > 0,
                 is_load=body.is_load,

@@ -56,6 +56,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -721,7 +722,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
         body, requests = await read_json(http_request, asked)
         form = ReplyForm(
-            body.model,
+            echoed(body.model),
             fingerprint,
             created_s,
             is_chat=requests[0].prompt is None,

@@ -40,6 +40,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -187,7 +188,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": given("model", DEFAULT),
+        "model": echoed(given("model", DEFAULT)),
         "output": [],
         "usage": None,
         "reasoning": {"effort": None, "summary": None, **given("reasoning", {})},

@@ -116,6 +116,7 @@ TAGS = {
 AROUND = {
     "mistral": ("[TOOL_CALLS][", ", ", "]"), "pythonic": ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     "kimi_k2": ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    "gemma4": ("", "", ""),
     "minimax_m2": ("<minimax:tool_call>\n", "", "</minimax:tool_call>"),
     "muse_spark": ("<atem:function_calls>\n", "", "</atem:function_calls>"),
 }  # fmt: skip
@@ -233,3 +234,13 @@ def test_a_past_call_whose_arguments_are_null_is_taken_by_each_api(path: str) ->
     assert answer.status_code == 200, answer.text
     (call,) = runs.opened[0].request.messages[1]["tool_calls"]
     assert call["function"]["arguments"] in (None, "{}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PAST)
+def test_a_long_name_of_a_model_is_cut_where_a_reply_repeats_it(path: str, *, stream: bool) -> None:
+    with scripted_client(ScriptedRuns(said("a"), said("b", finish="stop"))) as client:
+        answer = client.post(path, json={**PAST[path], "model": "m" * 100_000, "stream": stream})
+    assert answer.status_code == 200
+    assert "m" * 200 + "..." in answer.text
+    assert "m" * 201 not in answer.text

@@ -17,7 +17,7 @@ import httpx2
 import mlx_lm.server
 import pytest
 
-from runner.commands.serve import serve
+from runner.commands.serve import _welcome, serve
 from runner.serve.options import ServeOptions
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.serving import GUARD_S, ROOT, serving
@@ -122,19 +122,26 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
     theirs: dict[str, Any] = parsed.value.args[0]
     ours = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
     assert theirs.keys() <= ours.keys()
-    # The first has no effect; the second cannot be honoured, as what is shared is quantized from the start.
+    # Two have no effect; the last cannot be honoured, as what is shared is quantized from the start.
     assert {name for name in theirs if ours[name] != theirs[name]} == {
         "max_tokens",
         "prompt_cache_size",
+        "prompt_concurrency",
         "quantized_kv_start",
     }
+
+
+def test_a_server_without_a_model_says_so_and_how_to_name_one() -> None:
+    first, how, line = _welcome(ServeOptions(), "http://127.0.0.1:8080").splitlines()
+    assert (first, "No model is loaded" in how, "--model" in how) == ("serving at http://127.0.0.1:8080", True, True)
+    assert json.loads(line.partition("-d '")[2].removesuffix("'"))["model"].startswith("mlx-community/")
 
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:
     message = {key: value for key, value in chat(model="claude-any").items() if key != "logit_bias"}
     long = {key: value for key, value in chat().items() if key not in ("messages", "max_tokens")}
     with ExitStack() as stack:
-        served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3))
+        served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3, "--prompt-concurrency", 4))
         client = stack.enter_context(httpx2.Client(base_url=served.url, timeout=GUARD_S))
         streams = [
             stack.enter_context(client.stream("POST", path, json=body))
@@ -151,6 +158,7 @@ def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_cod
         plain, usage, messages, text, response = map(events, streams)
         assert served.wait() == 0
         assert "note: --prompt-cache-size has no effect" in served.log
+        assert "note: --prompt-concurrency has no effect" in served.log
         assert "Traceback" not in served.log
     assert (plain[-1], usage[-1], text[-1]) == ("[DONE]",) * 3
     assert json.loads(text[-2])["choices"][0]["finish_reason"] == "length"
