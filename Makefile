@@ -1,9 +1,9 @@
-# Everything runs in .venv, which the targets create themselves and rebuild when pyproject.toml changes.
-# Flags for a command go in ARGS: make replay ARGS="--users 3 --json out.json"
+# Everything runs in .venv. Each target installs the extra of pyproject.toml that it needs there, and installs it again
+# when pyproject.toml changes. Flags for a command go in ARGS: make replay ARGS="--users 3 --json out.json"
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+HAS := $(VENV)/.has
 ARGS ?=
 # A process per core, and in each one thread for linear algebra: the models of the tests are tiny. What one has compiled
 # the others need not, also where whoever calls make has switched that off.
@@ -14,32 +14,38 @@ PYTHON ?=
 
 # Each schema comes with the package; nothing is fetched.
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema
-NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+# uv makes an environment without ensurepip.
+NEW_ENOUGH := import sys, venv; $(if $(shell command -v uv),,import ensurepip;) sys.exit(sys.version_info < (3, 11))
 NEEDS_OPENBLAS := import sys; from runner.blas import load_openblas; sys.exit(load_openblas() is None)
 
-.PHONY: help replay serve test test-slow docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
+.PHONY: help replay serve test test-slow test-nightly docs docs-pictures package-test mutants lint bench bench-policies architectures clean openblas browser redis
 .DEFAULT_GOAL := help
+# openblas, browser and redis ask programs of .venv what is missing: first comes the extra, then they.
+.NOTPARALLEL:
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -e 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r target text; do \
 		printf '  make %-14s %s\n' "$$target" "$$text"; done
 
-replay: $(INSTALLED) openblas ## serve the built-in conversations through four caches and compare them
+replay: $(HAS)-runtime openblas ## serve the built-in conversations through four caches and compare them
 	@$(BIN)/radixcache replay $(ARGS)
 
-serve: $(INSTALLED) openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs
+serve: $(HAS)-runtime openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs
 	@$(BIN)/radixcache serve --model demo $(ARGS)
 
-test: $(INSTALLED) openblas redis ## run the tests, without the slow ones
+test: $(HAS)-test openblas redis ## run the tests, without the slow ones
 	@$(PYTEST) $(ARGS)
 
-test-slow: $(INSTALLED) openblas browser redis ## run the slow tests
-	@$(PYTEST) -m slow $(ARGS)
+test-slow: $(HAS)-test openblas browser redis ## run the slow tests, without the nightly ones
+	@$(PYTEST) -m "slow and not nightly" $(ARGS)
 
-mutants: $(INSTALLED) openblas redis ## break the code in one place after the other, and see which test finds out
+test-nightly: $(HAS)-test openblas ## run the nightly tests, some of which install real clients with npm and pip
+	@$(PYTEST) -m nightly $(ARGS)
+
+mutants: $(HAS)-test openblas redis ## break the code in one place after the other, and see which test finds out
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(INSTALLED) ## check style, formatting, types, import rules, workflows and the Dockerfile
+lint: $(HAS)-lint ## check style, formatting, types, import rules, workflows and the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -52,49 +58,45 @@ lint: $(INSTALLED) ## check style, formatting, types, import rules, workflows an
 	@$(BIN)/zizmor --offline --quiet .
 	@$(BIN)/hadolint Dockerfile
 
-docs: $(INSTALLED) ## build the site into build/site, and check its links and generated pages
+docs: $(HAS)-docs ## build the site into build/site, and check its links and generated pages
 	@$(BIN)/python docs/generate.py --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-docs-pictures: $(INSTALLED) openblas browser ## make the screenshots of the docs from real runs
+docs-pictures: $(HAS)-docs openblas browser ## make the screenshots of the docs from real runs
 	@$(BIN)/python docs/pictures.py
 
-package-test: $(INSTALLED) openblas ## build wheel and sdist, install each into a fresh environment, and try it there
+package-test: $(HAS)-package openblas ## build wheel and sdist, install each into a fresh environment, and try it there
 	@$(BIN)/python -m tests.package $(ARGS)
 
-bench: $(INSTALLED) openblas ## run every benchmark in turn (ARGS=--publish replaces the figures in benchmarks/results)
+bench: $(HAS)-bench openblas ## run every benchmark in turn (ARGS=--publish replaces the figures in benchmarks/results)
 	@set -e; for file in benchmarks/bench_*.py; do \
 		name=$$(basename "$$file" .py); \
 		echo "== $$name"; \
 		$(BIN)/python -m "benchmarks.$$name" $(ARGS); \
 	done
 
-bench-policies: $(INSTALLED) openblas ## simulate every eviction policy at six capacities
+bench-policies: $(HAS)-bench openblas ## simulate every eviction policy at six capacities
 	@$(BIN)/python -m benchmarks.bench_policies $(ARGS)
 
-architectures: $(INSTALLED) openblas ## measure every architecture of mlx-lm and write docs/architectures.md
+architectures: $(HAS)-bench openblas ## measure every architecture of mlx-lm and write docs/architectures.md
 	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
 clean: ## remove .venv, builds and caches; a fetched demo model stays where it is
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml
+$(HAS)-%: pyproject.toml
 	@rm -f $@
-	@if ! $(BIN)/python -c '$(NEW_ENOUGH)' >/dev/null 2>&1 || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		for python in $(PYTHON) $(if $(PYTHON),,python3 python3.13 python3.12 python3.11); do \
-			if "$$python" -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then found="$$python"; break; fi; \
-		done; \
-		if [ -z "$$found" ]; then \
-			echo "No usable Python found: wanted 3.11 or newer with its venv module" \
-				"(Debian and Ubuntu: apt-get install python3-venv), or name one with PYTHON=/path/to/python." >&2; \
-			exit 1; \
-		fi; \
-		echo "Creating the virtual environment $(VENV) with $$("$$found" --version)."; \
-		"$$found" -m venv --clear $(VENV); \
-	fi
-	@echo "Installing radixcache and its development tools into $(VENV); nothing outside it changes."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@for python in $(PYTHON) $(if $(PYTHON),,python3 python3.14 python3.13 python3.12 python3.11 \
+			"$$(uv python find '>=3.11' 2>/dev/null)"); do \
+		if "$$python" -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "No usable Python found: wanted 3.11 or newer with its venv module" \
+			"(Debian and Ubuntu: apt-get install python3-venv), or name one with PYTHON=/path/to/python." >&2; \
+		exit 1; \
+	fi; \
+	"$$found" .ci/install.py $*
 	@touch $@
 
 # $(call install,PACKAGES,WHY,WITHOUT): with apt-get, where there is one and it may be run.
@@ -112,17 +114,17 @@ define install
 endef
 
 # On Linux, MLX's CPU build is some 70 times slower in float32 without OpenBLAS. Nothing to do on macOS.
-openblas: $(INSTALLED)
+openblas:
 	@if ! $(BIN)/python -c '$(NEEDS_OPENBLAS)'; then exit 0; fi; \
 	$(call install,libopenblas0-pthread,without which MLX is slow on this CPU,it goes on slowly)
 
 # The page of a tree is tested in a browser. Chrome, Chromium or Edge will do; without any that test is skipped, and says so.
-browser: $(INSTALLED)
+browser:
 	@if $(BIN)/python -m tests.observe.browser >/dev/null; then exit 0; fi; \
 	$(call install,chromium,to test the page of a tree in it,its test will be skipped)
 
 # What is shared through Redis is tested with a real server; and with Valkey, where the system has it.
-redis: $(INSTALLED)
+redis:
 	@if $(BIN)/python -m tests.stores.redis_server >/dev/null; then exit 0; fi; \
 	$(call install,redis-server,to test what is shared through it,its tests will be skipped)
 	@if command -v valkey-server >/dev/null || ! apt-cache show valkey-server >/dev/null 2>&1; then exit 0; fi; \

@@ -13,6 +13,8 @@ reply and asks for `/health` all the time. Both clients have one address, as beh
     warm              30 MB to be warmed
     most values       as many lists in a message as a body may have
     most tools        as many tools as a request may have
+    prediction        a predicted reply of 30 MB
+    references        a tool with an argument that refers to itself twenty times
     eight             eight of these requests at once
 
     MB                length of the body, of all bodies
@@ -65,6 +67,8 @@ def attacks(scale: float) -> dict[str, tuple[str, bytes]]:
     def lists(count: int) -> list[Any]:
         return [[]] * count
 
+    itself = {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 20}}}
+    referring = {"type": "function", "function": {"name": "f", "parameters": itself}}
     long, many = "x" * int(30 * MB * scale), int(200_000 * scale)
     fewest = int(MAX_COST / (CONTAINER_COST + 1) * min(1, 10 * scale)) - 100
     blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}] * many
@@ -80,6 +84,8 @@ def attacks(scale: float) -> dict[str, tuple[str, bytes]]:
         "warm": (WARM, json.dumps({"messages": [{"role": "user", "content": long}]}).encode()),
         "most values": (CHAT, chat("Hi", message={"unknown": lists(fewest)})),
         "most tools": (CHAT, chat("Hi", tools=tools(int(MAX_TOOLS * min(1, 10 * scale))))),
+        "prediction": (CHAT, chat("Hi", prediction={"type": "content", "content": long})),
+        "references": (CHAT, chat("Hi", tools=[referring])),
     }
 
 

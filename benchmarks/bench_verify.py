@@ -4,8 +4,10 @@ Conversations of several users share a system prompt and grow turn by turn. Ever
 Two caches serve the same requests in turns: one checks nothing, one checks every request. If a share p of the requests
 is checked, the time per request grows by p times the difference: `adds % at SHARE`.
 
-A check is a cold prefill of the whole prompt and a comparison. Its relative cost is highest for long prompts and short
-replies. The lengths here are those of a chat; `prefill only` has no reply.
+A check of a session is a cold prefill of the whole prompt and a comparison. A row of a group has two: that one, and a
+cold prefill of prompt and reply when it closes. The users' rows of a turn decode together, and each counts for its part
+of the time. The relative cost is highest for long prompts and short replies. The lengths here are those of a chat;
+`prefill only` has no reply.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ import numpy as np
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.random_models import VOCABULARY, random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, in_turns, publish, say
-from radixcache import PrefixCache
-from radixcache.sessions.session import Session
+from radixcache import PrefixCache, Session
 
 SHARE = 0.01
 AIM_PERCENT = 3.0
@@ -35,6 +36,7 @@ SYSTEM_TOKENS = 300
 MESSAGE_TOKENS = 60
 REPLIES = {"chat": 128, "prefill only": 0}
 QUICK_REPLY = 8
+WAYS = ("session", "row")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -45,8 +47,9 @@ def main(given: Sequence[str] | None = None) -> None:
         model = random_model(kind, small=options.quick)
         for name, reply_tokens in REPLIES.items():
             reply_tokens = min(reply_tokens, QUICK_REPLY) if options.quick else reply_tokens
-            say(f"{kind}, {name}")
-            rows.append(measure(f"{kind} x {len(model.layers)}", model, name, reply_tokens, repeats))
+            for way in WAYS:
+                say(f"{kind}, {name}, {way}")
+                rows.append(measure(f"{kind} x {len(model.layers)}", model, name, way, reply_tokens, repeats))
     title = "Cost of verification per request"
     publish("verify", title, rows, folder=options.results, repeats=repeats, conclusion=conclusion(rows))
 
@@ -54,20 +57,26 @@ def main(given: Sequence[str] | None = None) -> None:
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """Compare the results with the aim."""
     column = f"adds % at {SHARE:g}"
-    chat = max((row for row in rows if row["requests"] == "chat"), key=lambda row: row[column])
-    worst = max(rows, key=lambda row: row[column])
-    verdict = "under" if chat[column] < AIM_PERCENT else "NOT under"
+    text = f"verify={SHARE:g} adds at most"
+    for way in WAYS:
+        of_way = [row for row in rows if row["way"] == way]
+        chat = max((row for row in of_way if row["requests"] == "chat"), key=lambda row: row[column])
+        worst = max(of_way, key=lambda row: row[column])
+        verdict = "under" if chat[column] < AIM_PERCENT else "NOT under"
+        text += (
+            f" {chat[column]:.2f} % to a chat request that is a {way} ({chat['model']}; {verdict} {AIM_PERCENT:g} %), "
+            f"and {worst[column]:.2f} % to one that decodes nothing ({worst['model']});"
+        )
     return (
-        f"verify={SHARE:g} adds at most {chat[column]:.2f} % to a chat request ({chat['model']}; {verdict} "
-        f"{AIM_PERCENT:g} %), and at most {worst[column]:.2f} % to a request that decodes nothing ({worst['model']}). "
-        f"The largest relative error of {sum(row['checked'] for row in rows)} checks is "
+        f"{text[:-1]}. The largest relative error of {sum(row['checked'] for row in rows)} verified requests is "
         f"{max(row['error'] for row in rows):.1e}."
     )
 
 
-def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: int) -> dict[str, Any]:
+def measure(name: str, model: Any, requests: str, way: str, reply_tokens: int, repeats: int) -> dict[str, Any]:
     """Serve the same conversations unchecked and checked, in turns; return a row."""
-    pairs = in_turns(lambda: serve(model, 0.0, reply_tokens), lambda: serve(model, 1.0, reply_tokens), repeats)
+    run = serve if way == "session" else serve_together
+    pairs = in_turns(lambda: run(model, 0.0, reply_tokens), lambda: run(model, 1.0, reply_tokens), repeats)
     plain = [statistics.mean(ms) for (ms, _), _ in pairs]
     checked = [statistics.mean(ms) for _, (ms, _) in pairs]
     adds = Spread.of(SHARE * (theirs - ours) / ours * 100 for ours, theirs in zip(plain, checked, strict=True))
@@ -75,6 +84,7 @@ def measure(name: str, model: Any, requests: str, reply_tokens: int, repeats: in
     return {
         "model": name,
         "requests": requests,
+        "way": way,
         "prompt tokens": SYSTEM_TOKENS + MESSAGE_TOKENS * TURNS + reply_tokens * (TURNS - 1),
         "reply tokens": reply_tokens,
         "request ms": statistics.median(plain),
@@ -101,10 +111,34 @@ def serve(model: Any, share: float, reply_tokens: int) -> tuple[list[float], Any
                 history += reply(session, model, reply_tokens)
             if session.cached_tokens:
                 times.append((time.perf_counter() - began) * 1e3)
+    return times, require_checked(cache, len(times) if share else 0)
+
+
+def serve_together(model: Any, share: float, reply_tokens: int) -> tuple[list[float], Any]:
+    """As `serve`, the users at once in rows of a group; the first turn, which is prefilled cold, is not timed."""
+    random = np.random.default_rng(1)
+    cache = PrefixCache(model, budget_bytes=BUDGET_BYTES, verify=share)
+    histories = [random.integers(0, VOCABULARY, SYSTEM_TOKENS).tolist()] * USERS
+    times = []
+    for _ in range(TURNS):
+        histories = [[*its, *random.integers(0, VOCABULARY, MESSAGE_TOKENS).tolist()] for its in histories]
+        began = time.perf_counter()
+        with cache.begin_many(histories, capacity=1 << 20) as group:
+            replies = [[int(mx.argmax(group.prefill(model, row)))] for row in group.rows]  # type: ignore[arg-type]
+            for _ in range(reply_tokens):
+                logits = group.step(model, group.rows, [its[-1] for its in replies])
+                for its, token in zip(replies, np.array(mx.argmax(logits[:, -1], axis=-1)), strict=True):
+                    its.append(int(token))
+        times.append((time.perf_counter() - began) * 1e3 / USERS)
+        histories = [[*its, *said[:-1]] for its, said in zip(histories, replies, strict=True)]
+    return times[1:], require_checked(cache, USERS * TURNS if share else 0)
+
+
+def require_checked(cache: PrefixCache, count: int) -> Any:
+    """The stats of a cache that has verified so many requests and found nothing wrong."""
     stats = cache.stats
-    assert (stats.verify_mismatches, stats.verify_skipped) == (0, 0), stats
-    assert stats.verified_requests == (len(times) if share else 0), stats
-    return times, stats
+    assert (stats.verify_mismatches, stats.verify_skipped, stats.verified_requests) == (0, 0, count), stats
+    return stats
 
 
 def reply(session: Session, model: Any, count: int) -> list[int]:

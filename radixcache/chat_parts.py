@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
+from threading import Lock
 from typing import Any, NamedTuple
 
 from radixcache.chat import RenderedChat, chat_tokens
@@ -131,16 +132,20 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
 
 
 class ChatLog:
-    """The last `most` chats and their keys; fewer, if they are long. Each method may be called by any thread."""
+    """The last `most` chats and their keys, `KEPT_KEYS` at most. Each method may be called by any thread."""
 
     def __init__(self, most: int = KEPT_CHATS) -> None:
         self._kept: deque[tuple[str, Keys, Chat]] = deque(maxlen=most)
+        self._lock = Lock()
 
     def add(self, keys: Keys, chat: Chat, namespace: str = "") -> None:
-        """Keep a chat, which must not be changed afterwards, and its keys."""
-        self._kept.append((namespace, keys, chat))
-        if sum(len(each) for _, each, _ in list(self._kept)) > KEPT_KEYS:
-            self._kept.popleft()
+        """Keep a chat, which must not be changed afterwards, and its keys, unless these alone are too many."""
+        if len(keys) > KEPT_KEYS:
+            return
+        with self._lock:
+            self._kept.append((namespace, keys, chat))
+            while sum(len(each) for _, each, _ in self._kept) > KEPT_KEYS:
+                self._kept.popleft()
 
     def add_copy(self, keys: Keys, chat: Chat | None, namespace: str) -> None:
         """Keep a copy of a chat, if there is one, and its keys."""
@@ -148,12 +153,17 @@ class ChatLog:
             self.add(keys, deepcopy(chat), namespace)
 
     def clear(self, namespace: str | None = None) -> None:
-        kept = [each for each in list(self._kept) if namespace is not None and each[0] != namespace]
-        self._kept.clear()
-        self._kept.extend(kept)
+        with self._lock:
+            kept = [each for each in self._kept if namespace is not None and each[0] != namespace]
+            self._kept.clear()
+            self._kept.extend(kept)
 
     def prompts(self, namespace: str = "") -> list[Keys]:
-        return [keys for name, keys, _ in list(self._kept) if name == namespace]
+        return [keys for keys, _ in self._of(namespace)]
+
+    def _of(self, namespace: str) -> list[tuple[Keys, Chat]]:
+        with self._lock:
+            return [(keys, chat) for name, keys, chat in self._kept if name == namespace]
 
     def first_change(
         self, tokenizer: Any, keys: Keys, chat: Chat, start: int, namespace: str = ""
@@ -162,7 +172,7 @@ class ChatLog:
 
         None: no kept chat parts from these keys at `start`, or no part of the nearest one differs.
         """
-        kept = [(each, other) for name, each, other in list(self._kept) if name == namespace and other is not chat]
+        kept = [(each, other) for each, other in self._of(namespace) if other is not chat]
         # Of those that are equally near, the one with the fewest differences; the newest of these. State of a chat with
         # more in common is gone, and not remembered.
         near = [(other, each) for each, other in reversed(kept) if _part_at(start, keys, each)]

@@ -111,7 +111,7 @@ class Core:
         owns_trace: bool,
     ) -> None:
         self.settings = settings
-        self.layout = states.layout
+        self.layout, self.budget = states.layout, evictor.budget
         self.lock = states.account.ledger.lock
         self._states, self._account, self._ledger = states, states.account, states.account.ledger
         self._slots, self._pins, self._quarantine = slots, pins, quarantine
@@ -282,7 +282,7 @@ class Core:
         match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
         assert live is not None, plan
         try:
-            self.require_memory(self.layout.request_bytes(length))
+            self.budget.fits(self.layout.request_bytes(length), who="request").require()
         except RequestTooLargeError:
             self._evictor.tidy(match.node)
             raise
@@ -307,18 +307,21 @@ class Core:
 
     def draw_check(self, request: PrefixRequest, live: LivePath, plan: ResumePlan) -> Check | None:
         """The check of a restored session, if it is drawn for verification."""
-        if not self.settings.verify or not self._verifier.is_drawn(plan.resume):
+        if not plan.resume or not self._verifier.is_drawn():
             return None
         return Check(self._verifier, self.layout, request.prompt, live.caches, plan.resume)
+
+    def draw_row(self) -> Verifier | None:
+        """What checks a new row, if it is drawn for verification."""
+        return self._verifier if self._verifier.is_drawn() else None
 
     def fetch(self, request: PrefixRequest) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches; returns them and the token ids left."""
         request, _ = self.read_store(request)
         match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
         nodes = [each for each in plan.path if each.start < plan.resume]
-        stored = self._states.windows.stored(nodes)
         with self._states.guarded(match.node):
-            caches = self._pager.allocating(self._pager.restored, nodes, plan, stored)
+            caches = self._pager.allocating(self._pager.restored, nodes, plan)
         self._states.touch(nodes, plan.source, request.use)
         self._evictor.tidy(match.node)
         self.count_request(request, plan, "fetch")
@@ -337,8 +340,8 @@ class Core:
         if plan.reason is not None:
             self._short_reasons[plan.reason] += 1
         self._pins.request_passed()
-        if by != "begin":
-            self._verifier.pass_over(plan.resume)
+        if by == "fetch" and plan.resume:
+            self._verifier.pass_over()
         detail = {"matched_tokens": plan.matched, "reason": plan.reason, "by": by}
         nbytes = plan.resume * self.layout.token_bytes
         self._states.events.asked(request.keys, request.namespace, plan.resume, nbytes, detail)
@@ -350,49 +353,8 @@ class Core:
 
     # Serving
 
-    def require_memory(self, need_bytes: int, held_bytes: int = 0) -> None:
-        """Raise RequestTooLargeError unless a request may take `need_bytes`, of which it has `held_bytes`."""
-        refused = self._beyond_limit(need_bytes) or self.beyond_device(need_bytes, held_bytes)
-        if refused is not None:
-            raise refused
-
-    def beyond_device(self, need_bytes: int, held_bytes: int = 0) -> RequestTooLargeError | None:
-        """The error if `need_bytes`, of which `held_bytes` are held, fit neither the budget nor the device.
-
-        The device has what it can spare now, and what eviction can free.
-        """
-        ledger, more_bytes = self._ledger, need_bytes - held_bytes
-        if more_bytes <= 0 or ledger.held_bytes + more_bytes <= ledger.budget_bytes:
-            return None
-        available = self.layout.device_bytes()
-        if more_bytes > available:
-            available += max(0, self._account.total_bytes - self._evictor.fixed_bytes())
-        return RequestTooLargeError(need_bytes, held_bytes + available) if more_bytes > available else None
-
-    def beyond_all(self, need_bytes: int) -> RequestTooLargeError | None:
-        """The error if a request could not take so many bytes even if no other one ran."""
-        ledger, refused = self._ledger, self._beyond_limit(need_bytes)
-        if refused is None and need_bytes > ledger.budget_bytes:
-            available = self.layout.device_bytes() + ledger.total_bytes - ledger.pinned_bytes
-            refused = RequestTooLargeError(need_bytes, available) if need_bytes > available else None
-        return refused
-
-    def kept_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens of a prompt the budget can keep, with a checkpoint at their end; 0: all, or not known."""
-        token_bytes = self.layout.token_bytes
-        if not token_bytes:
-            return 0
-        point_bytes = self.layout.request_bytes(prompt_tokens) - prompt_tokens * token_bytes
-        # Twice the point state: it is live, too. Buffers have room for one token more.
-        kept = (self._ledger.budget_bytes - 2 * point_bytes) // token_bytes - 1
-        return max(kept, 0) if kept < prompt_tokens else 0
-
-    def _beyond_limit(self, need_bytes: int) -> RequestTooLargeError | None:
-        most = self.settings.max_request_bytes
-        return None if most is None or need_bytes <= most else RequestTooLargeError(need_bytes, most, is_limit=True)
-
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        self.require_memory(self.layout.request_bytes(need_tokens), live.booking.live_bytes)
+        self.budget.fits(self.layout.request_bytes(need_tokens), live.booking.live_bytes, "request").require()
         self._pager.grow(live, need_tokens)
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
@@ -433,12 +395,13 @@ class Core:
 
         Without a checkpoint, windows also take what the live caches hold.
         """
-        windows, held = self._states.windows, None
+        # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
+        stored = [*self._states.windows.stored(live.nodes()), *own.windows]
         if checkpoint is None and target:
             held = self._pager.captured(live.caches, live.nodes(), target, own.windows)
+            stored += [] if held is None else [held]
         self.leave_beyond(live, target)
         self.layout.rewind_spans(live.caches, target)
-        stored = [*windows.stored(live.nodes()), *own.windows, *([] if held is None else [held])]
         self.layout.restore_points(live.caches, checkpoint, target, stored)
         own.cut(0, target)
         live.measure()
@@ -487,7 +450,7 @@ class Core:
         own.pending = None
         need = sum(self.layout.window_bytes(window) for window in windows) * (end - start)
         room = self._evictor.checkpoint_budget_bytes - self._account.checkpoint_bytes
-        if need and need <= room and not self._evictor.over_bytes(need):
+        if need and need <= room and not self.budget.over_bytes(need):
             wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
             try:
                 found = self.layout.capture(caches, start, end, wanted)
@@ -516,21 +479,22 @@ class Core:
 
         Own checkpoints that are not worth their bytes go before anything that the tree has stored.
         """
-        while self._evictor.over_bytes() and own.give_up(only_dear=True):
+        while self.budget.over_bytes() and own.give_up(only_dear=True):
             pass
         self._evictor.thin_checkpoints()
         fits = self._evictor.make_room()
         while not fits or self._account.checkpoint_bytes > self._evictor.checkpoint_budget_bytes:
             if not own.give_up():
                 return
-            fits = self._evictor.over_bytes() == 0
+            fits = self.budget.over_bytes() == 0
 
-    def book_second(self, live: LivePath, nbytes: int) -> bool:
-        """Book `nbytes` in all for the state of a cold run beside a session; False: no room, and nothing is booked."""
-        growth = nbytes - live.booking.second_bytes
-        fits = growth <= 0 or self._evictor.find_room(growth)
-        live.booking.book_second(nbytes if fits else 0)
-        return fits
+    def book_second(self, booking: Booking, nbytes: int) -> bool:
+        """Book `nbytes` in all for the state of a cold run beside a request; False: no room, and nothing is booked."""
+        with self.lock:
+            growth = nbytes - booking.second_bytes
+            fits = growth <= 0 or self._evictor.find_room(growth)
+            booking.book_second(nbytes if fits else 0)
+            return fits
 
     # Storing
 
@@ -654,7 +618,9 @@ class Core:
         except OSError as error:
             warnings.warn(f"{trace.path}: a request could not be recorded: {error}", RuntimeWarning, stacklevel=2)
 
-    def expel(self, live: LivePath, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False) -> int:
+    def expel(
+        self, live: LivePath | None, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False
+    ) -> int:
         """Quarantine what begins with `keys` from `start` on, remove it from the tree, empty `live`; returns the start.
 
             root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
@@ -684,12 +650,14 @@ class Core:
             self._tier.remove(keys, start, namespace)
         for group in self.groups():
             group.distrust(keys, start, namespace)
-        guarded = [] if live.guarded is None else [live.guarded]
-        live.guard(None)
+        guarded = [] if live is None or live.guarded is None else [live.guarded]
+        if live is not None:
+            live.guard(None)
         chain = match.node.path()
         if match.offset == len(keys):
             chain = self._cut_off(match.node, start)
-        self._empty(live)
+        if live is not None:
+            self._empty(live)
         for node in reversed(chain):
             if node.payload is None or node.end <= start or not node.is_leaf:
                 break
@@ -836,7 +804,7 @@ class Core:
         rest = [] if node.parent is None else node.parent.path()
         for path in self._slots.remove_branch(node, was_wrong=True):
             if not path.is_open:
-                self._evictor.empty_slot(path, self._evictor.over_bytes)
+                self._evictor.empty_slot(path, self.budget.over_bytes)
         return rest
 
     def _empty(self, live: LivePath) -> None:

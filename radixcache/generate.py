@@ -23,7 +23,7 @@ from radixcache.layers.trials import BothModels
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session
 from radixcache.settings import is_whole, require_count
-from radixcache.speculate.drafting import Drafted, Drafting
+from radixcache.speculate.drafting import MOST_PREDICTED, Drafted, Drafting, predicted_tokens
 from radixcache.speculate.pace import MODEL, MOST_PROPOSED, Proposal
 from radixcache.speculate.suffix_index import TAIL_TOKENS
 from radixcache.tokens import token_ids
@@ -94,7 +94,8 @@ def stream_generate(
         chat: as in PrefixCache.begin().
         speculate: as in PrefixCache.drafting(): "tree" or "prompt". The tokens are those of a reply without drafts, and
             with a seed the same are drawn; up to rounding, as passes over several tokens add up in another order.
-        prediction: what the reply will be, as text or token ids, as far as the caller can tell.
+        prediction: what the reply will be, as text or token ids, as far as the caller can tell. At most twice
+            `max_tokens` tokens of it are used.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
@@ -123,9 +124,10 @@ def stream_generate(
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
     prompt = token_ids(prompt, name="prompt")
+    limit = max_tokens if max_tokens > 0 else None
     if isinstance(prediction, str):
-        prediction = tokenizer.encode(prediction, add_special_tokens=False)
-    drafting = cache.drafting(prompt, namespace, speculate=speculate, prediction=prediction)
+        prediction = predicted_tokens(prediction, tokenizer, None if limit is None else MOST_PREDICTED * limit)
+    drafting = cache.drafting(prompt, namespace, speculate=speculate, prediction=prediction, max_tokens=limit)
     reserve = min(max_tokens if max_tokens > 0 else 256, 4096)
     begin = partial(cache.begin, prompt, keys, namespace, marks, reserve, priority, chat=chat)
     tokens_of = partial(_tokens, model, draft_model, stream, max_tokens, embed, drafting, **kwargs)

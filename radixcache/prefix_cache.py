@@ -39,6 +39,7 @@ from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
+from radixcache.paging.budget import ByteBudget
 from radixcache.paging.evictor import Evictor, guarded
 from radixcache.paging.live_path import Slots
 from radixcache.paging.pager import Pager
@@ -56,7 +57,7 @@ from radixcache.settings import (
     require_pin,
     require_use,
 )
-from radixcache.speculate.drafting import Drafting, PredictionSource, PromptSource, Source
+from radixcache.speculate.drafting import MOST_PREDICTED, Drafting, PredictionSource, PromptSource, Source
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
 from radixcache.tokens import (
@@ -121,7 +122,8 @@ def assemble(
     pins = Pins(settings, states, quarantine)
     slots = Slots(layout, states, pins, settings.live_slots)
     checkpoint_budget_bytes = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
-    evictor = Evictor(states, slots, checkpoint_budget_bytes, settings.trim_step_tokens)
+    budget = ByteBudget(layout, states, slots, settings.max_request_bytes)
+    evictor = Evictor(states, slots, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
     pager = Pager(layout, states, evictor, slots)
     if disk is not None:
         tier = Tier(disk, layout, states, evictor, slots, pager)
@@ -165,8 +167,9 @@ class PrefixCache:
             simulate`. Or a TraceWriter.
         on_event: called with an Event for everything that happens to stored state, after the call that caused it.
         tokenizer: an object with `decode`. With it, explain(), dump() and render() show text beside token ids.
-        verify: share of the resumed requests, 0 to 1, that are also prefilled cold and compared. Wrong state is
-            quarantined, and the request is served cold. fetch() and begin_many() are not checked.
+        verify: share of the resumed sessions and of all rows, 0 to 1, that are also prefilled cold and compared; a row
+            also when it closes. Wrong state is quarantined, and an answer that has not begun is served cold. fetch() is
+            not checked.
         verify_seed: seed that draws these requests.
         exact: resume only if the answer equals that of a cold run bit for bit.
         step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.
@@ -301,6 +304,7 @@ class PrefixCache:
         *,
         speculate: Literal["tree", "prompt"] | None = "tree",
         prediction: Any = None,
+        max_tokens: int | None = None,
     ) -> Drafting:
         """What may be proposed to a request as its next tokens, to be checked several in a forward pass.
 
@@ -310,10 +314,11 @@ class PrefixCache:
             speculate: "tree": what was said before in the namespace, and in the prompt; "prompt": in the prompt alone;
                 None: nothing but the prediction.
             prediction: token ids that the reply is expected to have, as `prompt`.
+            max_tokens: most tokens of the reply; of a prediction, twice as many are used. None: all.
 
         Raises:
-            ValueError: another `speculate`; or it or a prediction is given and the cache is exact, as a pass over
-                several tokens rounds differently, and measured times decide over how many.
+            ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
+                cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
         """
         core = self._core
         if speculate not in ("tree", "prompt", None):
@@ -321,9 +326,11 @@ class PrefixCache:
         if core.settings.exact and (speculate is not None or prediction is not None):
             name = "prediction" if speculate is None else "speculate"
             raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
+        most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
         sources: list[Source] = []
         if prediction is not None and np.asarray(prediction, dtype=object).size:
-            sources.append(PredictionSource(token_ids(prediction, core.settings.vocab_size, "prediction")))
+            predicted = token_ids(prediction, core.settings.vocab_size, "prediction")
+            sources.append(PredictionSource(predicted[:most]))
         if speculate == "tree":
             sources.append(core.tree_source(namespace))
         if speculate is not None:

@@ -9,9 +9,11 @@ After a mismatch the session quarantines the path, empties the live caches and b
 then equal, bit by bit, to those of a session that found nothing. The cold state counts against the budget. If it does
 not fit, the check is skipped.
 
-Also skipped: state from fetch(), rows of begin_many(), requests whose `keys` are not their token ids, wrapped windows
-with `keep` (their content depends on the lengths of forward passes), and sessions whose loop called the model before
-prefill() or step(). If a loop takes over after prefill(), the state is compared and the logits are not.
+Rows of a group are drawn too, and have two checks: see groups/checks.py.
+
+Also skipped: state from fetch(), requests whose `keys` are not their token ids, wrapped windows with `keep` (their
+content depends on the lengths of forward passes), and sessions whose loop called the model before prefill() or step().
+If a loop takes over after prefill(), the state is compared and the logits are not.
 
 `compare_states` compares span layers row by row over [0, end), windows by the rows that they read, in order of time,
 and other point layers as a whole. An error is the largest difference over the largest magnitude in the same cold array;
@@ -210,12 +212,12 @@ def _number(array: mx.array) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Restored state that differs from a cold prefill, with what is needed to reproduce it.
+    """State that differs from a cold prefill, with what is needed to reproduce it.
 
     Attributes:
         namespace, tick: of the request.
-        tokens: int32 token ids of the prompt.
-        resume_offset: the offset at which the request resumed.
+        tokens: int32 token ids of the prompt. Of a row that was compared at its end, also of the reply so far.
+        resume_offset: the offset at which the request resumed. Of a row that was compared at its end, that end.
         step_size: tokens per forward pass of both prefills.
         part: what differed: "offset", "shape", "rows" (full attention), "window", "point" (recurrent) or "logits".
         layer, cache_class: index and class of the first cache object that differed; -1 for the logits. Layers without a
@@ -247,7 +249,7 @@ class Mismatch:
         where = "the logits" if self.part is Part.LOGITS else f"layer {self.layer} ({self.cache_class}, {self.part})"
         row = "" if self.row is None else f", from token {self.row} on"
         return (
-            f"state restored up to token {self.resume_offset} of {len(self.tokens)} differs from a cold prefill: "
+            f"state up to token {self.resume_offset} of {len(self.tokens)} differs from a cold prefill: "
             f"{where}{row}, relative error {self.error:.1e}, tolerance {self.tolerance:.1e}"
         )
 
@@ -256,7 +258,7 @@ class Finding(NamedTuple):
     """Wrong state: all that begins with the first `length` tokens of the prompt, from offset `start` on.
 
     `start=None`: from the beginning of the node where these tokens end; with `is_branch`, from that of their branch.
-    The session fills in the mismatch's namespace, tick and `quarantined_from`.
+    `Verifier.record` fills in the mismatch's namespace, tick and `quarantined_from`.
     """
 
     mismatch: Mismatch
@@ -285,30 +287,31 @@ class Verifier:
         self._share, self._random = share, random.Random(seed)
         self._warned: set[str] = set()
 
-    def is_drawn(self, cached_tokens: int) -> bool:
-        """Decide whether to check a request that was just restored."""
-        return bool(self._share and cached_tokens) and self._random.random() < self._share
+    def is_drawn(self) -> bool:
+        """Decide whether to check a request."""
+        return bool(self._share) and self._random.random() < self._share
 
-    def pass_over(self, cached_tokens: int) -> None:
+    def pass_over(self) -> None:
         """Count a restored request that cannot be compared as skipped, if it is drawn."""
-        self.skipped += self.is_drawn(cached_tokens)
+        self.skipped += self.is_drawn()
 
-    def count(self, differences: Sequence[Difference], is_state: bool) -> None:
-        """Count a comparison of a restored state, or of the logits after it."""
+    def count(self, differences: Sequence[Difference], *, is_request: bool) -> None:
+        """Count a comparison; `is_request`: with it, one more request is verified."""
         with self._lock:
-            self.verified += is_state
+            self.verified += is_request
             self.largest_error = max((self.largest_error, *(d.error for d in differences)))
 
-    def record(self, mismatch: Mismatch) -> None:
-        """Count a mismatch and record it. The caller holds the lock."""
+    def record(self, found: Mismatch, namespace: str, tick: int, start: int) -> Mismatch:
+        """Count and record a mismatch of a request, quarantined from `start` on; the caller holds the lock."""
+        mismatch = replace(found, namespace=namespace, tick=tick, quarantined_from=start)
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
-        start, end = mismatch.quarantined_from, mismatch.resume_offset
-        self._events.emit(QUARANTINED, mismatch.namespace, start, end, 0, {"mismatch": mismatch})
+        self._events.emit(QUARANTINED, namespace, start, mismatch.resume_offset, 0, {"mismatch": mismatch})
+        return mismatch
 
     def warn(self, mismatch: Mismatch) -> None:
         """Warn of the first mismatch only."""
-        what = "The request is served cold and the path is quarantined; see PrefixCache.mismatches."
+        what = "The path is quarantined, and a reply that has not begun is served cold; see PrefixCache.mismatches."
         self._warn_once("mismatch", f"{mismatch}. {what}", 6)
 
     def warn_of_failure(self, error: Exception) -> None:
@@ -323,17 +326,31 @@ class Verifier:
 
 
 class Check:
-    """The check of one request whose `caches` were restored to offset `resume`."""
+    """A check of one request: of its `caches` at offset `resume`, and of the logits of a token of its prompt.
+
+    Args:
+        logits_at: the index of that token; None: the last one.
+        is_part: the request has other checks, and its owner counts it.
+    """
 
     def __init__(
-        self, verifier: Verifier, layout: Layout, prompt: TokenIds, caches: Sequence[Any], resume: int
+        self,
+        verifier: Verifier,
+        layout: Layout,
+        prompt: TokenIds,
+        caches: Sequence[Any],
+        resume: int,
+        *,
+        logits_at: int | None = None,
+        is_part: bool = False,
     ) -> None:
         self.verifier, self._layout, self._prompt, self._resume = verifier, layout, prompt, resume
+        self._logits_at, self._is_part = len(prompt) - 1 if logits_at is None else logits_at, is_part
         self._offsets = self._leaf_offsets(caches)
         self._step_size, self._tolerance = 0, 0.0
         self._has_experts = False
-        self._was_made = False
-        self._cold_logits: mx.array | None = None
+        self.was_made = False  # whether the states were compared
+        self.cold_logits: mx.array | None = None  # (V,), until they are compared
         self.is_pending = True
 
     def run(
@@ -354,7 +371,7 @@ class Check:
             if book(self._second_nbytes(caches)):
                 differences = self._run_cold(model, caches, book)
         except Exception as error:
-            self._cold_logits = None
+            self.cold_logits = None
             if not isinstance(error, NATIVE_ERRORS):
                 self.verifier.warn_of_failure(error)
         finally:
@@ -363,28 +380,29 @@ class Check:
         return self._finding([each for each in differences if self._is_wrong(each)])
 
     def compare_last(self, logits: mx.array, start: int) -> Finding | None:
-        """Compare the logits at the prompt's last token; waits for them.
+        """Compare the logits of the token; waits for them.
 
-        `logits` (1, T, V) are those of the tokens from `start` on. None: they agree, do not reach the last token, or
-        were compared before.
+        `logits` (1, T, V) are those of the tokens from `start` on. None: they agree, do not reach the token, or were
+        compared before.
         """
-        index = len(self._prompt) - 1 - start
-        if self._cold_logits is None or not 0 <= index < logits.shape[1]:
+        index = self._logits_at - start
+        if self.cold_logits is None or not 0 <= index < logits.shape[1]:
             return None
-        cold, self._cold_logits = self._cold_logits, None
+        cold, self.cold_logits = self.cold_logits, None
         difference = compare_logits(logits[0, index], cold)
-        self.verifier.count([difference], is_state=False)
+        self.verifier.count([difference], is_request=False)
         return self._finding([difference]) if self._is_wrong(difference) else None
 
     def close(self) -> None:
         """Count a check that was not made as skipped."""
-        if not self._was_made:
+        if not self.was_made:
             self.verifier.skipped += 1
-        self.is_pending, self._was_made, self._cold_logits = False, True, None
+        self.is_pending, self.was_made, self.cold_logits = False, True, None
 
     def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
-        """Prefill the prompt cold and return all differences; if none is an error, store the last logits."""
+        """Prefill the prompt cold and return all differences; if none is an error, store the token's logits."""
         prompt, caches, position = self._prompt, self._layout.fresh(), 0
+        cold_logits: mx.array | None = None
         differences: list[Difference] = []
         try:
             while position < len(prompt):
@@ -399,13 +417,15 @@ class Check:
                 if position == self._resume:
                     self._tolerance = tolerance_of(self._layout, caches, logits.dtype)
                     differences = compare_states(self._layout, restored, caches, position, self._offsets)
-                    self._was_made = True
-                    self.verifier.count(differences, is_state=True)
+                    self.was_made = True
+                    self.verifier.count(differences, is_request=not self._is_part)
                     if any(map(self._is_wrong, differences)):
                         return differences
+                if position == self._logits_at + 1:
+                    cold_logits = mx.contiguous(logits[0, -1])
+                    mx.eval(cold_logits)
                 self._layout.release()
-            self._cold_logits = mx.contiguous(logits[0, -1])
-            mx.eval(self._cold_logits)
+            self.cold_logits = cold_logits
         finally:
             caches.clear()
         return differences
@@ -421,9 +441,8 @@ class Check:
         return int(np.count_nonzero(errors > self._tolerance)) > max(1, compared * PICKED_ROWS)
 
     def _next_stop(self, position: int) -> int:
-        length = len(self._prompt)
-        grid = (position // self._step_size + 1) * self._step_size
-        return min(stop for stop in (grid, self._resume, length - 1, length) if stop > position)
+        grid, at = (position // self._step_size + 1) * self._step_size, self._logits_at
+        return min(stop for stop in (grid, self._resume, at, at + 1, len(self._prompt)) if stop > position)
 
     def _is_comparable(self, caches: Sequence[Any]) -> bool:
         length, leaves = len(self._prompt), self._layout.leaves(caches)

@@ -1,7 +1,7 @@
-"""The rooms of radixcache and the arrows between them, as the files' own imports have it.
+"""The rooms of radixcache, the arrows between them, and the size of the project, as the files have it.
 
-    python -m tests.architecture             print the picture, and the lines of each room
-    python -m tests.architecture --write     put the picture into docs/architecture.md
+    python -m tests.architecture             print the picture, the lines of each room, and the figures
+    python -m tests.architecture --write     put picture and figures into docs/architecture.md
 
 Every import counts: at the top of a file, inside of a function, and for type checking alone. Left out is
 `radixcache/__init__.py`: what it names is imported when somebody asks for it.
@@ -10,13 +10,23 @@ Every import counts: at the top of a file, inside of a function, and for type ch
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from benchmarks.bench_hops import measure
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- picture: python -m tests.architecture --write -->", "<!-- end of picture -->"
+PICTURE, FIGURES = (
+    (f"<!-- {name}: python -m tests.architecture --write -->", f"<!-- end of {name} -->")
+    for name in ("picture", "figures")
+)
+PRODUCT = ("policies", "radixcache", "runner")
+#: Classes whose public members are counted.
+FACES = ("PrefixCache", "Session", "Group", "Row")
 
 #: What imports what.
 Arrows = dict[str, set[str]]
@@ -69,24 +79,90 @@ def picture(rooms: Arrows) -> str:
     return "\n".join(rows)
 
 
-def written(page: str, drawn: str) -> str:
-    """The page with this picture between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n```text\n{drawn}\n```\n\n{END}{rest.partition(END)[2]}"
+def lines_of(package: str) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / package).rglob("*.py"))
+
+
+def files_of(package: str) -> int:
+    return sum(1 for _ in (ROOT / package).rglob("*.py"))
+
+
+def longest() -> tuple[tuple[int, str], tuple[int, str]]:
+    """The lines and the name of the longest class and of the longest function of the product."""
+    classes, functions = [], []
+    for node in _definitions():
+        found = classes if isinstance(node, ast.ClassDef) else functions
+        found.append(((node.end_lineno or 0) - node.lineno + 1, node.name))
+    return max(classes), max(functions)
+
+
+def public_members() -> dict[str, int]:
+    """The public methods and properties of each of FACES."""
+    bodies = {node.name: node.body for node in _definitions() if isinstance(node, ast.ClassDef) and node.name in FACES}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        name: sum(isinstance(each, kinds) and not each.name.startswith("_") for each in bodies[name]) for name in FACES
+    }
+
+
+def term_count(page: str) -> int:
+    """The rows of the tables of words."""
+    return len(re.findall(r"^\| (?!term )", page.partition("## Words")[2], re.M))
+
+
+def figures(page: str) -> str:
+    """The table of figures; the files and hops of calls are counted while they run."""
+    calls = measure()
+    (class_lines, class_name), (function_lines, function_name) = longest()
+    members, names = public_members(), ", ".join(f"`{package}/`" for package in PRODUCT)
+
+    def crossed(call: str) -> str:
+        files, hops = calls[call]["files"], calls[call]["hops"]
+        return str(files) if hops is None else f"{files} ({hops})"
+
+    rows = [
+        (f"lines of {names}, in hundreds", ", ".join(f"{round(lines_of(each), -2):,}" for each in PRODUCT)),
+        (f"files of {names}", ", ".join(str(files_of(each)) for each in PRODUCT)),
+        ("lines of the tests, in hundreds", f"{round(lines_of('tests'), -2):,}"),
+        ("longest class, longest function", f"{class_name} {class_lines}, {function_name} {function_lines}"),
+        *((f"files (hops) of {call}", crossed(call)) for call in calls),
+        ("rows of words below", str(term_count(page))),
+        ("public members of " + ", ".join(f"`{name}`" for name in FACES), ", ".join(map(str, members.values()))),
+    ]
+    return "\n".join(["| what | now |", "|---|---|", *(f"| {name} | {figure} |" for name, figure in rows)])
+
+
+def written(page: str, text: str, markers: tuple[str, str] = PICTURE) -> str:
+    """The page with this text between two markers."""
+    begin, end = markers
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+
+
+def drawn() -> str:
+    """The picture as the page has it."""
+    return f"```text\n{picture(arrows_between_rooms(arrows_of('radixcache')))}\n```"
 
 
 def main() -> None:
-    rooms = arrows_between_rooms(arrows_of("radixcache"))
-    drawn = picture(rooms)
+    page = PAGE.read_text(encoding="utf-8")
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), drawn), encoding="utf-8")
+        PAGE.write_text(written(written(page, drawn()), figures(page), FIGURES), encoding="utf-8")
         return
-    print(drawn, end="\n\n")
-    for room in sorted(rooms):
+    print(drawn(), figures(page), sep="\n\n", end="\n\n")
+    for room in sorted(arrows_between_rooms(arrows_of("radixcache"))):
         folder = ROOT / "radixcache" / room
         files = sorted(folder.glob("*.py")) or [folder.with_suffix(".py")]
         lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
         print(f"{room:12} {len(files):3} files {lines:6,} lines")
+
+
+def _definitions() -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All classes and functions of the product."""
+    for path in (path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
 
 
 def _imported(path: Path) -> set[str]:

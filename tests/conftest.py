@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -58,8 +59,25 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first: several processes are through soonest when none is left alone with one of them."""
+#: Cases that `make test` leaves to `make test-slow`; the file says which. Those that are known to catch a mutant stay.
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+CAUGHT = Path(__file__).with_name("mutants") / "caught.json"
+#: Of every test that was collected, whether it is slow.
+IS_SLOW = pytest.StashKey[dict[str, bool]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow cases, and put the longest tests first, so that no process is left alone with one at the end.
+
+    A nightly test is a slow one, too.
+    """
+    slow = set(SLOW_CASES.read_text(encoding="utf-8").splitlines())
+    slow -= set(json.loads(CAUGHT.read_text(encoding="utf-8")).values())
+    for item in items:
+        if item.nodeid in slow or item.get_closest_marker("nightly") is not None:
+            item.add_marker(pytest.mark.slow)
+    config.stash[IS_SLOW] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 

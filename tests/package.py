@@ -1,7 +1,8 @@
 """Build the wheel and the sdist, install each into a fresh environment, and use the command line there.
 
-The wheel also runs without an installation, as `uvx radixcache serve` does. `pipx run` does the same: it installs the
-package without extras into an environment of its own and starts the program with the name of the package.
+The wheel also runs without an installation, as `uvx radixcache serve` and `uvx radixcache replay` do. `pipx run` does
+the same: it installs the package without extras into an environment of its own and starts the program with the name of
+the package.
 
 `python -m tests.package [--tag vX.Y.Z]`; the files stay in dist/. With a tag, the version must be that of the tag.
 """
@@ -26,15 +27,28 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 
 
+UVX = [sys.executable, "-m", "uv", "--quiet", "tool", "run", "--isolated", "--python", sys.executable]
+UVX += ["--refresh-package", "radixcache", "--from"]
+
+
+def replay_with_uvx(wheel: Path) -> None:
+    """Replay a request on the demo model, which uv fetches: the environment of uvx has no pip."""
+    print(f"== uvx {wheel.name}", flush=True)
+    replay = ["radixcache", "replay", "--requests", "1", "--max-tokens", "1"]
+    with tempfile.TemporaryDirectory(prefix="radixcache-") as folder:
+        done = subprocess.run([*UVX, wheel, *replay], cwd=folder, env=clean_environment(Path(folder)), text=True,
+                              stdout=subprocess.PIPE, check=True)  # fmt: skip
+    assert "Every answer is the same as without a cache." in done.stdout, done.stdout
+    print("   ok    ", *replay, flush=True)
+
+
 def serve_with_uvx(wheel: Path) -> None:
     """Start the server of the wheel with uvx, and ask the tiny model one request."""
-    print(f"== uvx {wheel.name}", flush=True)
     serve = ["radixcache", "serve", "--model", "tiny", "--port", "0", "--log-level", "ERROR"]
-    uvx = [sys.executable, "-m", "uv", "--quiet", "tool", "run", "--isolated", "--python", sys.executable]
     with (
         tempfile.TemporaryDirectory(prefix="radixcache-") as folder,
         subprocess.Popen(
-            [*uvx, "--refresh-package", "radixcache", "--from", wheel, *serve],
+            [*UVX, wheel, *serve],
             cwd=folder, env=clean_environment(Path(folder)), stdout=subprocess.PIPE, text=True,
         ) as server,
     ):  # fmt: skip
@@ -101,6 +115,7 @@ def main() -> None:
         named = Environment(Path(folder) / "sdist", f"{sdist}[serve]")
         named.run("radixcache", "doctor", prints=r"^missing +\[redis\]")
         named.run("python", str(ROOT / "examples" / "serve_and_ask.py"), prints=r"Paris\? [1-9]\d* of ")
+    replay_with_uvx(wheel)
     serve_with_uvx(wheel)
 
 

@@ -163,6 +163,9 @@ class Batch:
         a check: behind so many tokens a row has padding, and `keep` must follow.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
+        for leaf in self.leaves if ids.shape[1] > 1 else ():
+            if isinstance(leaf, BatchRotatingKVCache):
+                leaf._temporal_order()  # its mask for several tokens is right only for this order
         padded = [*counts] if counts is not None and len(set(counts)) > 1 else []
         recurrent = [leaf for leaf in self.leaves if padded and isinstance(leaf, ArraysCache)]
         try:
@@ -171,7 +174,7 @@ class Batch:
             with self.columns.running(ids.shape[1], parts, ours):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:
-            self.roll_back(held, error)
+            self.undo(held, error)
             raise
         for leaf in recurrent:
             leaf.lengths = None
@@ -186,7 +189,8 @@ class Batch:
         blind = [isinstance(leaf, ArraysCache) and not leaf.empty() for leaf in self.leaves]
         is_back = [any(blind) and count < its for count, its in zip(counts, given, strict=True)]
         if all(back or row is None for back, row in zip(is_back, self.rows, strict=True)):
-            self.roll_back(held, None)
+            is_undone = self._roll_back(held)
+            assert is_undone, given  # several tokens go into new arrays
             return is_back
         kept = [0 if back else count for back, count in zip(is_back, counts, strict=True)]
         self.columns.move([count - tokens for count in kept])
@@ -205,12 +209,23 @@ class Batch:
         columns = self.columns
         return columns.lengths, columns.stops, [_held(leaf, tokens, is_prompt) for leaf in self.leaves]
 
-    def roll_back(self, held: Held, error: BaseException | None) -> None:
-        """Undo a forward pass, perhaps one that raised `error`. LostStateError: it cannot be undone."""
+    def undo(self, held: Held, error: BaseException) -> None:
+        """Undo a forward pass after an error of this pass or of a later one.
+
+        If it cannot be undone, the rows say that they are lost, and so does LostStateError, unless the error is one
+        that must reach the caller as it is, such as KeyboardInterrupt.
+        """
+        if not self._roll_back(held):
+            lost = f"the model raised after it had overwritten wrapped windows: {error!r}"
+            for row in self.open_rows:
+                row.lost = lost
+            if isinstance(error, Exception):
+                raise LostStateError(lost) from error
+
+    def _roll_back(self, held: Held) -> bool:
         self.columns.lengths, self.columns.stops, undo = held
         undone = [each() for each in undo]
-        if not all(undone):
-            raise LostStateError(f"the model raised after it had overwritten wrapped windows: {error!r}") from error
+        return all(undone)
 
     @contextmanager
     def scratch(self, first: int) -> Iterator[Batch]:

@@ -38,6 +38,7 @@ from radixcache.chat_parts import Chat, ChatLog
 from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
 from radixcache.groups.attention import BLOCK_TOKENS
 from radixcache.groups.batch import Batch
+from radixcache.groups.checks import RowChecks
 from radixcache.groups.passes import Accept, Passes, Removal, Way, WayTrial, way_of
 from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.sharing import Sharing
@@ -46,9 +47,9 @@ from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.sizes import SizedLayout
 from radixcache.layers.trials import BothModels
 from radixcache.lock import FORKED
-from radixcache.paging.resume import OwnState, PrefixRequest, checkpoint_stops, distant_marks
+from radixcache.paging.resume import OwnState, PrefixRequest
 from radixcache.settings import require_count
-from radixcache.tokens import Keys, checked_prompt, common_length, require_namespace, token_ids
+from radixcache.tokens import Keys, TokenIds, checked_prompt, common_length, require_namespace, token_ids
 
 #: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
 LOGITS_TOKENS = 32
@@ -78,6 +79,7 @@ class Group:
             room.booking = self._core.open_booking(self)
         self._sharing = Sharing(room, segment_bytes)
         self._passes = Passes(room)
+        self._checks = RowChecks(room)
         self._next_id = 0
         self._tried: tuple[Any, WayTrial] | None = None
         self.is_closed = False
@@ -122,10 +124,10 @@ class Group:
             ends: where each open row will end.
             keys, end, namespace: of the new row.
         """
-        namespace, room = self.namespace if namespace is None else namespace, self._room
+        namespace, room, core = self.namespace if namespace is None else namespace, self._room, self._core
         with self._lock:
             shared = self._sharing.sharable_tokens(keys, namespace)
-            match = room.states.match(self._core.unquarantined(keys, namespace), namespace)
+            match = room.states.match(core.unquarantined(keys, namespace), namespace)
             in_use = max((node.end for node in match.path if node.payload.readers), default=0)
             tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
             tails.append(end - shared if self._sharing.is_long(shared) else end)
@@ -136,7 +138,7 @@ class Group:
             nbytes += self._sharing.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
             if self._layout.stored_bits:
                 nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
-            return room.evictor.could_fit(nbytes - room.booking.live_bytes)
+            return core.budget.could_fit(nbytes - room.booking.live_bytes)
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
         """The error if there is no memory for a row of `tokens` tokens even alone; None: there is, or not known."""
@@ -146,7 +148,7 @@ class Group:
     @property
     def is_over_budget(self) -> bool:
         """Whether the cache holds more than its budget with everything evictable gone."""
-        return self._room.evictor.over_bytes() > 0
+        return self._core.budget.over_bytes() > 0
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
         """How many tokens of a prompt with these keys would be shared with the open rows if it were admitted now."""
@@ -208,13 +210,10 @@ class Group:
             self._run(lambda: self._sharing.restore(row))
             row.own.start = row.position
             self._next_id += 1
+            row.mark_tokens = mark_tokens
             if self._layout.has_points:
-                length, limit = len(prompt), request.limit
-                found, kept = (row.matched_tokens, row.position, limit), core.kept_tokens(length)
-                least = mark_tokens if self._layout.has_states else 1  # with windows, a checkpoint cuts no pass
-                distant = distant_marks(request.marks, row.position, least)
-                stops = checkpoint_stops(core.settings, length, distant, *found, kept)
-                row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
+                room.plan_stops(row)
+            self._checks.draw(row)
             room.rows[row.id] = row
             room.book()
         self._chats.add_copy(prompt_keys, chat, namespace)
@@ -223,7 +222,8 @@ class Group:
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
         """Evaluate the next tokens of a row's prompt, and take checkpoints on the way.
 
-        The first call of a row resumes after the tokens of its prompt that other rows have evaluated by now.
+        The first call of a row resumes after the tokens of its prompt that other rows have evaluated by now. If the row
+        was drawn for verification, the call first prefills cold beside the restored state and compares the two.
 
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=...).
@@ -262,7 +262,7 @@ class Group:
             if row.prompt_left == 0:
                 raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         wanted = None if tokens is None else require_count("tokens", tokens, "tokens")
-        self._start(model, rows)
+        self._start(model, rows, is_prefill=True)
         ends = {}
         for row in rows:
             ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
@@ -270,11 +270,11 @@ class Group:
         self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
         if not self._layout.is_known:
             row = rows[0]
-            yield from self._prefill_to(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
+            yield from self._compared(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
         with self._lock:
             for row in rows:
                 self._room.require_row(len(row.prompt))
-        yield from self._prefill_to(model, ends)
+        yield from self._compared(model, ends)
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
         """Evaluate one more token of each of some rows, in one forward pass where the model can.
@@ -295,6 +295,7 @@ class Group:
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
         self._require_rows(rows)
+        self._catch_up(model, rows)
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
         if any(row.owed_tokens for row in rows):
@@ -304,15 +305,23 @@ class Group:
                 found.append(logits)
                 return [1] * len(rows)
 
-            self.check_drafts(model, rows, np.asarray(array).tolist(), keep)
+            self._check(model, rows, list(np.asarray(array)), keep)
             return found[0]
         self._start(model, rows)
         self._room.require_tokens(len(rows))
         side_by_side = self._way(model).way is not Way.SINGLE and self._begin_alike(rows)
         logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
+        if not self._layout.is_known:
+            with self._lock:
+                self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
         for index, row in enumerate(rows):
             if row.position > row.known_tokens:
                 row.known.report(array, index, index + 1)
+        for index, row in enumerate(rows if self._checks else ()):
+            if (cold := self._checks.compare_last(row, logits[index : index + 1], row.position - 1)) is not None:
+                logits[index, 0] = cold
+            self._checks.note(row, logits[index, 0], is_wide=False)
+        self._checks.begin_again(rows)
         self._say(rows)
         self._room.measure()
         return logits
@@ -342,6 +351,7 @@ class Group:
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
         self._require_rows(rows)
+        self._catch_up(both, rows)
         array, count = (
             one_each(tokens, len(rows), self._core.settings.vocab_size),
             require_count("count", count, "tokens"),
@@ -386,6 +396,7 @@ class Group:
             Exception: what `accept` raised; the rows are in front of the check again.
         """
         self._require_rows(rows)
+        self._catch_up(model, rows)
         given = [token_ids(its, self._core.settings.vocab_size) for its in tokens]
         if len(given) != len(rows):
             raise ValueError(f"tokens of {len(given)} rows; wanted those of {len(rows)}.")
@@ -395,6 +406,10 @@ class Group:
                     f"row {row.id}: {row.prompt_left} tokens of its prompt are left, and {len(its)} are to be checked."
                 )
         self._require_prompts(rows, mx.array(np.stack([its[:1] for its in given])))
+        return self._check(model, rows, given, accept)
+
+    def _check(self, model: Any, rows: Sequence[Row], given: Sequence[TokenIds], accept: Accept) -> list[int]:
+        """As `check_drafts`, also for rows that have not begun, or have more of their prompt left."""
         owed = [row.owed_tokens for row in rows]
         ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
         longest = max(map(len, ids))
@@ -402,10 +417,16 @@ class Group:
             raise ValueError(f"a check of {longest} tokens of a row; wanted at most {BLOCK_TOKENS}.")
         self._start(model, rows)
         self._room.require_tokens(len(rows) * longest)
-        counts: list[int] = []
+        counts, answers = list[int](), list[mx.array]()
 
         def kept(logits: mx.array) -> list[int]:
-            counts.extend(accept(_behind(logits, owed, max(map(len, given)))))
+            found = _behind(logits, owed, max(map(len, given)))
+            for index, row in enumerate(rows if self._checks else ()):
+                last = len(row.prompt) - in_prompt[index]
+                if (cold := self._checks.compare_last(row, found[index : index + 1, :1], last)) is not None:
+                    found[index, 0] = cold
+            answers.append(found)
+            counts.extend(accept(found))
             pairs = zip(counts, given, strict=False)
             if len(counts) != len(given) or any(not 1 <= count <= len(its) for count, its in pairs):
                 raise ValueError(
@@ -414,11 +435,14 @@ class Group:
             return list(map(add, counts, owed))
 
         array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
-        lengths, is_ragged = [*map(len, ids)], self._way(model).is_ragged
+        lengths, side_by_side = [*map(len, ids)], self._way(model).is_ragged and self._begin_alike(rows)
         in_prompt = [row.prompt_left for row in rows]
-        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=is_ragged))
+        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=side_by_side))
         for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
-            row.known.report(its, known, count)
+            row.known.report(its, min(known, count), count)
+        for index, row in enumerate(rows if self._checks else ()):
+            self._checks.note(row, answers[0][index, counts[index] - 1], is_wide=longest > 1)
+        self._checks.begin_again(rows)
         self._say(rows)
         self._room.measure()
         return counts
@@ -440,6 +464,7 @@ class Group:
             SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
+        self._catch_up(model, [row])
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is outside.")
         if begin == end:
@@ -449,50 +474,50 @@ class Group:
             self._run(lambda: Removal(self._room, row, begin, end).run(model))
             row.cut(begin, end)
             row.own.cut(0, begin)
+            self._checks.forget_logits(row)
             self._room.book()
 
     def close(self) -> None:
         """Close all rows: store what they evaluated and release their state. Closing twice is fine."""
-        if self.is_closed or self._lock.is_foreign:
-            self.is_closed = True
-            return
-        with self._lock:
-            self.is_closed = True
-            try:
-                self._close(self.rows)
-            finally:
-                self._core.close_booking(self._room.booking)
-                self._layout.release()
-                self._core.enforce_budget()
+        try:
+            self._compare_ends(self.rows)
+        finally:
+            self._close_now()
 
     def close_after(self, error: BaseException | None) -> None:
         """Close the group after an error. If an evaluation raised it, also one of the caller, nothing is stored."""
         if is_evaluation_failure(error):
             self.is_lost = True
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._close_now()
 
     def abandon(self) -> None:
         """Close the group and store nothing: the cache is about to close."""
         self.is_lost = True
-        self.close()
+        self._close_now()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
-        with self._lock:
-            try:
-                self._close([row for row in rows if not row.is_closed])
-            finally:
-                self._room.booking.book_live(self.nbytes)
-                if self._room.evictor.over_bytes():
-                    self._passes.settle()
-                self._core.enforce_budget()
+        try:
+            self._compare_ends(rows)
+        finally:
+            with self._lock:
+                try:
+                    self._close([row for row in rows if not row.is_closed])
+                finally:
+                    self._room.booking.book_live(self.nbytes)
+                    if self._core.budget.over_bytes():
+                        self._passes.settle()
+                    self._core.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """Let rows neither store nor share state of these keys from `start` on: it was found wrong."""
         for row in self._room.rows_of(namespace):
-            common = common_length(row.request.keys, keys)
-            if min(row.cached_tokens, common) > start:
+            if min(row.cached_tokens, common_length(row.request.keys, keys)) > start:
                 row.distrust_from(start)
-            if min(row.path_end, common) > start:
+            # Its path may be longer than its prompt: other prompts have its reply.
+            if row.node is not None and common_length(row.node.last_keys(row.path_end), keys) > start:
                 self._sharing.orphan(row, start)
         self._room.booking.book_live(self.nbytes)
 
@@ -539,27 +564,79 @@ class Group:
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
 
-    def _start(self, model: Any, rows: Sequence[Row]) -> None:
-        """Before the first pass of a row, let it resume after what other rows have of its prompt now."""
+    def _start(self, model: Any, rows: Sequence[Row], *, is_prefill: bool = False) -> None:
+        """Place rows before their first pass, and verify what they resumed on.
+
+        `is_prefill`: first move them behind what other rows have of their prompts now, and let a row that begins again
+        go on from 0. Where the caller has given a token or a range, these are of the row's position: it catches up.
+        """
         self._core.settings.require_model(model)
         for row in rows:
             if row.is_fresh:
                 in_segments = self._way(model).way is Way.SEGMENTS
                 with self._lock:
-                    self._run(partial(self._sharing.restore_more, row))
+                    if row.right_tokens is not None:  # what it stands on was found wrong meanwhile
+                        self._room.start_over(row)
+                    elif is_prefill:
+                        self._run(partial(self._sharing.restore_more, row))
                     self._run(partial(self._sharing.place, row, in_segments=in_segments))
                     row.is_fresh = False
                     self._room.book()
+                self._checks.compare_restored(model, row)
+        if not is_prefill:
+            self._catch_up(model, rows)
+        for row in rows:
+            row.due = 0
+
+    def _catch_up(self, model: Any, rows: Sequence[Row]) -> None:
+        """Evaluate again what the caller has seen evaluated of rows that began again at 0."""
+        for row in rows:
+            if row.position < row.due:
+                for _ in self._prefill_to(model, {row: row.due}):
+                    pass
+
+    def _compared(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
+        """As `_prefill_to`. After a mismatch, a row gives the cold logits, and its prompt is evaluated again."""
+        for row, logits in self._prefill_to(model, ends):
+            cold = self._checks.compare_last(row, logits, row.position - 1)
+            self._checks.begin_again([row])
+            self._catch_up(model, [row])
+            logits = logits if cold is None else cold[None, None]
+            self._checks.note(row, logits[0, 0], is_wide=False)
+            yield row, logits
+
+    def _compare_ends(self, rows: Sequence[Row]) -> None:
+        """Verify what rows evaluated that are about to be closed."""
+        if self._checks.has_any(rows) and not (self.is_lost or self._lock.is_foreign):
+            self._evaluate_rows(rows)
+            self._checks.compare_ends(() if self.is_lost else rows)
+
+    def _evaluate_rows(self, rows: Sequence[Row]) -> None:
+        try:
+            mx.eval([row.batch.arrays for row in rows if not row.is_closed])
+        except Exception:  # whatever MLX raised: the state is lost
+            self.is_lost = True
+
+    def _close_now(self) -> None:
+        if self.is_closed or self._lock.is_foreign:
+            self.is_closed = True
+            return
+        with self._lock:
+            self.is_closed = True
+            try:
+                self._close(self.rows)
+            finally:
+                self._core.close_booking(self._room.booking)
+                self._layout.release()
+                self._core.enforce_budget()
 
     def _close(self, rows: Sequence[Row]) -> None:
         try:
-            if rows and not self.is_lost:
-                try:
-                    mx.eval([row.batch.arrays for row in rows])
-                except Exception:  # whatever MLX raised: the state is lost
-                    self.is_lost = True
+            if not self.is_lost:
+                self._evaluate_rows(rows)
             self._sharing.close(rows, is_intact=not self.is_lost)
         finally:
+            self._checks.end(rows)
             for row in rows:
                 self._room.rows.pop(row.id, None)
 
@@ -679,7 +756,7 @@ class Group:
 
     def _close_unattended(self) -> None:
         try:
-            self.close()
+            self._close_now()
         except Exception as error:  # in a finalizer, whose caller must not fail
             warnings.warn(
                 f"a group was not closed, and its state could not be stored: {error}", ResourceWarning, stacklevel=1

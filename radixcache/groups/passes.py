@@ -27,7 +27,7 @@ first row for all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -39,9 +39,9 @@ from radixcache.adapters.contract import Spans
 from radixcache.adapters.registry import adapter_for
 from radixcache.errors import ShiftError, UnsupportedCacheError
 from radixcache.groups.attention import Pair, serve
-from radixcache.groups.batch import Batch, Held, LostStateError
-from radixcache.groups.row import OverBudgetError, Room, Row
-from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part, TailLayer
+from radixcache.groups.batch import Batch, Held
+from radixcache.groups.row import OverBudgetError, Piece, Room, Row
+from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import BothModels, allowed_error, by_slot, error_of, logits_alone, once_per_model
 
@@ -50,8 +50,6 @@ FEWEST_SCORES = 2048
 
 #: From logits (N, T, V) of a check, how many tokens of each row to keep.
 Accept = Callable[[mx.array], Sequence[int]]
-#: Keys and values of the tokens [start, start + T).
-Piece = tuple[int, Pair]
 
 
 class DonePass(NamedTuple):
@@ -221,7 +219,7 @@ class Passes:
             spare_rows = sum(row.tail_tokens + row.prompt_left <= longest for row in others)
         # Twice, as the tree gets a copy at the end: spare rows must not evict anything.
         wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
-        if room.evictor.over_bytes(wanted):
+        if room.core.budget.over_bytes(wanted):
             spare_rows = 0
         all_rows = len(rows) + spare_rows
 
@@ -269,9 +267,7 @@ class Passes:
         ours = self._is_ours(batch, parts, ids)
         try:
             logits = batch.forward(model, ids, parts, ours=ours, is_prompt=is_prompt, counts=counts)
-        except BaseException as error:
-            for row in batch.open_rows if isinstance(error, LostStateError) else ():
-                row.lost = str(error)
+        except BaseException:
             with self._lock:
                 self._room.book()
             raise
@@ -307,23 +303,16 @@ class Passes:
         try:
             columns.capacity = size + ask(is_strict=True)
         except OverBudgetError:
-            if not room.evictor.over_bytes():  # else the others have no more than they need
+            if not room.core.budget.over_bytes():  # else the others have no more than they need
                 self.settle(spared=batch)
             columns.capacity = size + ask(is_strict)
 
 
 def _undo(done: Sequence[DonePass], error: BaseException) -> None:
-    """Undo passes after an error. LostStateError: the rows of one are lost, and say so."""
-    lost: LostStateError | None = None
-    for batch, held, _ in done:
-        try:
-            batch.roll_back(held, error)
-        except LostStateError as found:
-            lost = found
-            for row in batch.open_rows:
-                row.lost = str(found)
-    if lost is not None:
-        raise lost from error
+    """Undo all of these passes after an error, as `Batch.undo` does."""
+    with ExitStack() as stack:
+        for batch, held, _ in done:
+            stack.callback(batch.undo, held, error)
 
 
 def _parts(batch: Batch) -> list[Part]:
@@ -361,7 +350,7 @@ class Removal(NamedTuple):
             held, token_bytes = before.nbytes, room.layout.token_bytes
             least = held + (length + 1 - before.columns.capacity) * token_bytes
             columns.capacity = length + 1 + room.ask(lambda more: least + more * token_bytes, row.prompt_left, held)
-            pieces = [self._pieces(leaf, index) for index, leaf in enumerate(before.leaves)]
+            pieces = [row.pieces(index, begin) for index in range(len(before.leaves))]
             moved = [self._moved(its, rotating[index]) for index, its in enumerate(pieces)]
             points = [self._point(leaf, rotating[index]) for index, leaf in enumerate(before.leaves)]
             mx.eval(moved, [arrays for arrays in points if arrays is not None])
@@ -389,24 +378,6 @@ class Removal(NamedTuple):
                     f"row {row.id} is at {leaf.offset}; without [{begin}, {end}), its windows of {leaf.max_size} tokens"
                     " would need earlier tokens, which are no longer there."
                 )
-
-    def _pieces(self, leaf: Any, index: int) -> list[Piece]:
-        """The keys and values of one layer that do not stay in place, in order."""
-        row = self.row
-        if not isinstance(leaf, TailLayer) or (leaf.empty() and not row.reads()):
-            return []
-        found: list[Piece] = []
-        column = position = 0
-        for spans in row.reads():
-            if spans.start > position:
-                found.append((position, leaf.columns_of(0, column, column + spans.start - position)))
-                column += spans.start - position
-            if spans.end > self.begin and spans.leaves[index] is not None:
-                found += [(first, pair) for first, _, pair in spans.leaves[index].parts(spans.start, spans.end)]
-            position = spans.end
-        if position < row.position:
-            found.append((position, leaf.columns_of(0, column, column + row.position - position)))
-        return found
 
     def _moved(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
         """The pieces without the gap; keys behind it are rotated to their new positions."""
@@ -524,9 +495,15 @@ def _ragged(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
     return mx.stack([drafted[:, 0], mx.stack([rest[0, -1], rest[1, 0]])], axis=1)
 
 
+class TrialRow:
+    """A row of a trial, which has nothing but its place in a batch."""
+
+    lost: str | None = None
+
+
 def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, steps: Steps) -> mx.array:
     """Logits (2, steps, V) of both rows."""
-    first, second = (Batch.of_one(fresh(), row) for row in (0, 1))
+    first, second = (Batch.of_one(fresh(), TrialRow()) for _ in range(2))
     ours = way is Way.SEGMENTS
     for batch in (first, second):
         batch.forward(model, mx.array([SHARED]), ours=ours)

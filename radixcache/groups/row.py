@@ -16,17 +16,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
+import mlx.core as mx
+
 from radixcache.adapters.contract import Spans
 from radixcache.core import Core
 from radixcache.errors import CacheFullError, RequestTooLargeError, refuse_copy
+from radixcache.groups.attention import Pair
 from radixcache.groups.batch import Batch
+from radixcache.groups.tails import TailLayer
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.pager import Pager
-from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason
+from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason, checkpoint_stops, distant_marks
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree
+from radixcache.verify import Mismatch
+
+#: Keys and values of the tokens [start, start + T).
+Piece = tuple[int, Pair]
 
 
 class Row:
@@ -39,6 +47,8 @@ class Row:
         matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
         reason: why less than the match was resumed, from ShortReason; None if all of it was.
         remaining: int32 token ids after the first cached_tokens, never empty.
+        mismatch: what verification found wrong; None: nothing. If it was the restored state, or the logits of the
+            prompt's last token, the row began again at 0, and cached_tokens and matched_tokens are 0.
         is_closed: whether the row was closed; its state is gone then.
     """
 
@@ -49,8 +59,11 @@ class Row:
         self.cached_tokens = self.matched_tokens = 0
         self.reason: ShortReason | None = None
         self.remaining = request.prompt
+        self.mismatch: Mismatch | None = None
         self.is_closed = False
         self.is_fresh = True  # nothing but admit() has been done to it
+        self.due = 0  # a row that began again first evaluates its prompt up to here, where its caller has it stand
+        self.mark_tokens = 1  # as given to admit()
         self.batch: Batch  # it has all state that is not read in place
         self.at = 0  # the row's number there
         self.node: StateNode | None = None  # the end of the path that it guards in the tree
@@ -132,6 +145,22 @@ class Row:
         nodes = [node for node in self.path() if any(start <= node.start < end for start, end in self.in_place)]
         return [node.payload.spans for node in nodes if node.payload.spans is not None] + self.orphans
 
+    def pieces(self, index: int, start: int) -> list[Piece]:
+        """The keys and values of one layer behind whole spans up to `start`, in order. The lock is held."""
+        leaf, found, column, position = self.batch.leaves[index], list[Piece](), 0, 0
+        if not isinstance(leaf, TailLayer) or (leaf.empty() and not self.reads()):
+            return []
+        for spans in self.reads():
+            if spans.start > position:
+                found.append((position, leaf.columns_of(self.at, column, column + spans.start - position)))
+                column += spans.start - position
+            if spans.end > start and (its := spans.leaves[index]) is not None:
+                found += [(first, pair) for first, _, pair in its.parts(spans.start, spans.end)]
+            position = spans.end
+        if position < self.position:
+            found.append((position, leaf.columns_of(self.at, column, column + self.position - position)))
+        return found
+
     def leave_others(self) -> None:
         """Move into a batch of its own, unless it is alone."""
         if len(self.batch.rows) > 1:
@@ -209,6 +238,40 @@ class Room:
         """Fresh mlx-lm caches with the row's state in all layers without tails."""
         return row.batch.points(row.at, self.layout.fresh())
 
+    def caches_of(self, row: Row) -> list[Any]:
+        """Fresh mlx-lm caches with all state of a row; keys and values are copies, not evaluated. The lock is held."""
+        caches = self.points_of(row)
+        for index, (cache, adapter) in enumerate(self.layout.leaves(caches)):
+            pairs = [] if adapter.is_point else [pair for _, pair in row.pieces(index, 0)]
+            if pairs:
+                cache.keys, cache.values = (mx.concatenate(list(arrays), axis=2) for arrays in zip(*pairs, strict=True))
+                cache.offset = row.position
+        return caches
+
+    def plan_stops(self, row: Row) -> None:
+        """Choose where the prefill of a row is cut for checkpoints."""
+        length, limit, core = len(row.prompt), row.request.limit, self.core
+        found, kept = (row.matched_tokens, row.position, limit), core.budget.kept_tokens(length)
+        least = row.mark_tokens if self.layout.has_states else 1  # with windows, a checkpoint cuts no pass
+        distant = distant_marks(row.request.marks, row.position, least)
+        stops = checkpoint_stops(core.settings, length, distant, *found, kept)
+        row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
+
+    def start_over(self, row: Row) -> None:
+        """Let a row stand at 0, with no state, as if nothing of its prompt were stored."""
+        node, row.due = row.node, row.position
+        self.retreat(row, 0)
+        row.batch.rows[row.at] = None
+        row.batch, row.at = Batch.of_one(self.layout.fresh(), row), 0
+        row.in_place, row.orphans, row.right_tokens = [], [], None
+        row.cached_tokens = row.matched_tokens = row.own.start = 0
+        row.reason, row.remaining = None, row.prompt.copy()
+        row.own.clear()
+        if self.layout.has_points:
+            self.plan_stops(row)
+        if node is not None:
+            self.evictor.tidy(node)
+
     def stand(self, row: Row, node: StateNode | None) -> None:
         """Let a row guard the path to a node instead of its present path."""
         before, row.node = row.node, node
@@ -260,11 +323,10 @@ class Room:
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
         """The error for a row of so many tokens if it cannot have its memory even alone; None: it can, or not known."""
-        return self.core.beyond_all(self.bytes_of(1, tokens, tokens))
+        return self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").refusal
 
     def require_row(self, tokens: int) -> None:
-        if (refused := self.refusal_of(tokens)) is not None:
-            raise refused
+        self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").require()
 
     def ask(
         self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0, *, owed: int = 0, is_strict: bool = False
@@ -276,14 +338,14 @@ class Room:
         with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
         OverBudgetError: with `is_strict`, in place of going beyond the budget.
         """
-        evictor = self.evictor
+        budget, evictor = self.core.budget, self.evictor
         generous = nbytes(spare) - freed_bytes
-        if not evictor.over_bytes(generous):
+        if not budget.over_bytes(generous):
             self.booking.book_live(self.booking.live_bytes + max(0, generous))
             return spare
         need = nbytes(0) - freed_bytes
         if need > 0 and not evictor.find_room(need):
-            if evictor.could_fit(need - self.booking.checkpoint_bytes):
+            if budget.could_fit(need - self.booking.checkpoint_bytes):
                 for row in self.rows.values():
                     row.own.clear()
             if not evictor.find_room(need):
@@ -296,7 +358,7 @@ class Room:
     def _ask_device(self, nbytes: Callable[[int], int], spares: Sequence[int], freed_bytes: int) -> int:
         refused: RequestTooLargeError | None = None
         for spare in spares:
-            refused = self.core.beyond_device(nbytes(spare), freed_bytes)
+            refused = self.core.budget.fits(nbytes(spare), freed_bytes, "rows").refusal
             if refused is None:
                 more_bytes = max(0, nbytes(spare) - freed_bytes)
                 self.evictor.make_room(more_bytes)

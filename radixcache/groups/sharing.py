@@ -77,7 +77,7 @@ class Sharing:
         match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
         offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
         if other is not None and offered > plan.resume:
-            start, has_room = min(match.offset, offered), self._evictor.could_fit
+            start, has_room = min(match.offset, offered), self._core.budget.could_fit
             plain = self._in_place_from(other, keys[:offered]) is not None
             end = self._end_with_room(other, start, offered, has_room, plain=plain)
             if end is not None:
@@ -139,11 +139,11 @@ class Sharing:
     def _stand(self, row: Row) -> ResumePlan:
         """Move a row to where it resumes, guard that path and restore point layers; or raise and change nothing."""
         request, room = row.request, self._room
-        plan = self._core.lookup(request.keys, request.namespace, request.limit).plan
-        stored = self._states.windows.stored(plan.path)
-        node = self._pager.allocating(self._end_of, plan)
-        if node is not None:
-            self._states.read(node, 1)
+        match, _, plan = self._core.lookup(request.keys, request.namespace, request.limit)
+        with self._states.guarded(match.node):
+            node = self._pager.allocating(self._end_of, plan)
+            if node is not None:
+                self._states.read(node, 1)
         try:
             batch = Batch.of_one(self._layout.fresh(), row, plan.resume)
             room.require_tokens(room.used_tokens(node) - room.used_tokens())
@@ -153,7 +153,7 @@ class Sharing:
             if self._layout.has_points and node is not None:
                 room.ask(lambda _: room.point_bytes(plan.resume), 0)
                 points = batch.points(0, self._layout.fresh())
-                self._restoring(lambda: self._layout.restore_points(points, plan.checkpoint, plan.resume, stored))
+                self._restoring(lambda: self._layout.restore_points(points, plan.checkpoint, plan.resume, plan.windows))
                 if node.payload.checkpoint is None:
                     self._pager.add_checkpoint(node, points, "branch", request.use)
         except BaseException:
@@ -204,7 +204,7 @@ class Sharing:
             row.own.clear()
             self._release(node)
             self._room.rows.pop(row.id, None)
-            if self._evictor.over_bytes():  # what this row held is room for the next one
+            if self._core.budget.over_bytes():  # what this row held is room for the next one
                 self._room.booking.book_live(self._room.nbytes)
             self._core.write_trace(row.request, max(0, row.known_tokens - len(row.prompt)))
 
@@ -350,7 +350,7 @@ class Sharing:
         if need <= 0 or has_room(need):
             return end
         if not layout.has_points:
-            end -= -(-self._evictor.over_bytes(need) // max(1, token_bytes))
+            end -= -(-self._core.budget.over_bytes(need) // max(1, token_bytes))
         return end if not layout.has_points and end > start else None
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:

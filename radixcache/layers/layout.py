@@ -550,7 +550,10 @@ class Layout:
         pairs = self.leaves(caches)
         restored: set[int] = set()
         for stack in self._stacks:
-            restored.update(stack.restore(pairs, stored, target))
+            found = stack.restore(pairs, stored, target)
+            if not found and stack is self._first_stack.get(stack.window):  # other leaves may be in use since later
+                raise _incomplete(pairs[stack.leaves[0]][0], target)
+            restored.update(found)
         for index, (cache, adapter) in enumerate(pairs):
             snapshot = checkpoint.leaves[index] if checkpoint is not None and checkpoint.leaves else None
             if snapshot is not None:

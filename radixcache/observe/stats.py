@@ -64,13 +64,13 @@ class CacheStats:
     budget_source: str = fact("Where the budget comes from.")
     peak_bytes: int = gauge("bytes", "Peak of live, paged and verify bytes of all caches that share the budget.")
     verified_requests: int = counter(
-        "requests", "Resumed requests whose restored state was compared with a cold prefill."
+        "requests", "Resumed sessions, and rows, whose state was compared with that of a cold prefill."
     )
     verify_skipped: int = counter(
         "requests",
         "Requests drawn for verify but not compared: the second state did not fit the budget, the caller's own loop "
-        "had moved on, the model was given more than tokens, or the cold run failed. Also drawn calls of fetch() and "
-        "rows of begin_many(), which are never compared.",
+        "had moved on, the model was given more than tokens, the cold run failed, or an error closed the group. Also "
+        "drawn calls of fetch(), which are never compared.",
     )
     verify_mismatches: int = counter("requests", "Verified requests with wrong state or wrong logits.")
     verify_largest_error: float = gauge(

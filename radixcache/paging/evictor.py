@@ -31,6 +31,7 @@ from radixcache.adapters.contract import Checkpoint
 from radixcache.errors import PolicyError, described
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
 from radixcache.lock import Lock
+from radixcache.paging.budget import ByteBudget
 from radixcache.paging.live_path import LivePath, Slots
 from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree
@@ -45,7 +46,10 @@ class Evictor:
     `evictions` and the `evicted_bytes` that they freed are counted.
     """
 
-    def __init__(self, states: StateTree, slots: Slots, checkpoint_budget_bytes: int, trim_tokens: int) -> None:
+    def __init__(
+        self, states: StateTree, slots: Slots, budget: ByteBudget, checkpoint_budget_bytes: int, trim_tokens: int
+    ) -> None:
+        self.budget, self._over_bytes = budget, budget.over_bytes
         self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
         self._ledger = states.account.ledger
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
@@ -56,28 +60,19 @@ class Evictor:
         self.spared: Sequence[StateNode] = ()
         self.evictions = self.evicted_bytes = 0
 
-    def over_bytes(self, need_bytes: int = 0) -> int:
-        """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
-        ledger = self._ledger
-        over_bytes = ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes
-        return over_bytes if over_bytes > 0 else 0
-
     def make_room(self, need_bytes: int = 0) -> bool:
         """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
-        if not self.over_bytes(need_bytes):
+        if not self._over_bytes(need_bytes):
             return True
-        over_bytes = self._evict_while(lambda: self.over_bytes(need_bytes))
+        over_bytes = self._evict_while(lambda: self._over_bytes(need_bytes))
         if over_bytes:
             self._ledger.reclaim_elsewhere(self._account, over_bytes)
-            over_bytes = self.over_bytes(need_bytes)
+            over_bytes = self._over_bytes(need_bytes)
         return over_bytes == 0
-
-    def could_fit(self, need_bytes: int) -> bool:
-        return not self.over_bytes(need_bytes) or self.fixed_bytes() + need_bytes <= self._ledger.budget_bytes
 
     def find_room(self, need_bytes: int) -> bool:
         """Make room as `make_room` does, but evict nothing if the bytes cannot fit."""
-        return self.could_fit(need_bytes) and self.make_room(need_bytes)
+        return self.budget.could_fit(need_bytes) and self.make_room(need_bytes)
 
     def shrink_to(self, target_bytes: int) -> int:
         """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
@@ -158,28 +153,6 @@ class Evictor:
 
     def halve(self) -> None:
         self.shrink_to(self._held_bytes() // 2)
-
-    def fixed_bytes(self) -> int:
-        """Bytes that eviction cannot free: what open sessions, groups and pins hold. O(nodes)."""
-        nbytes = self._account.second_bytes + self._account.booked_checkpoint_bytes
-        idle = self._idle()
-        nbytes += self._account.live_bytes - sum(path.booking.live_bytes for path in idle)
-        in_idle = sum(1 << path.slot for path in idle)
-        counted: set[int] = set()
-        for kept in self._states.tree.nodes():
-            node, state = kept, kept.payload
-            if not state.is_kept:
-                continue
-            nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
-            nbytes += self._states.windows.needed_bytes(kept)
-            while node.parent is not None and id(node) not in counted:  # what is above it stays as well
-                counted.add(id(node))
-                state = node.payload
-                if state.readers or not state.live_mask & ~in_idle:  # else it is in the buffers of an open session
-                    stored_bytes = (node.end - node.start) * self._layout.stored_token_bytes
-                    nbytes += stored_bytes if state.spans is None else state.spans.nbytes
-                node = node.parent
-        return nbytes
 
     def _evict_while(self, over: Callable[[], int]) -> int:
         """Take steps 1 to 7 while `over()` is not 0; returns what it is in the end."""

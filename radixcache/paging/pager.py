@@ -38,13 +38,12 @@ class Pager:
     """Page-in and page-out for one cache."""
 
     def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
-        self._layout, self._states, self._evictor, self._slots = layout, states, evictor, slots
+        self._layout, self._states, self._slots = layout, states, slots
+        self._evictor, self._budget = evictor, evictor.budget
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
-        # Before making room, which drops first what no checkpoint needs.
-        stored = self._states.windows.stored(plan.path) if layout.windows else []
         path = plan.path
         if path and path[-1].end > plan.resume:
             path = self.allocating(self._split_at, plan)
@@ -65,7 +64,7 @@ class Pager:
             if incoming and layout.token_bytes:
                 like = self.allocating(self.spans_at, incoming[0], shared, shared + 1)
             # Larger buffers are shrunk only if bytes are short.
-            if (capacity or like is not None) and (capacity < capacity_tokens or self._evictor.over_bytes()):
+            if (capacity or like is not None) and (capacity < capacity_tokens or self._budget.over_bytes()):
                 self.allocating(layout.reserve, live.caches, capacity_tokens, like)
                 has_changed = True
                 if incoming:
@@ -75,7 +74,7 @@ class Pager:
         finally:
             self._evictor.spared = ()
         if layout.has_points and not plan.is_live:
-            self.allocating(layout.restore_points, live.caches, plan.checkpoint, plan.resume, stored)
+            self.allocating(layout.restore_points, live.caches, plan.checkpoint, plan.resume, plan.windows)
             has_changed = True
         if has_changed:
             live.measure()
@@ -88,7 +87,7 @@ class Pager:
             copied = self.allocating(self._layout.page_out, source.caches, node.start, node.end)
             self._states.set_spans(node, copied)
         else:
-            self._evictor.empty_slot(source, self._evictor.over_bytes)
+            self._evictor.empty_slot(source, self._budget.over_bytes)
 
     def retreat(self, live: LivePath, end: int) -> None:
         """Leave the live nodes beyond `end`: make room, and page out what is nowhere else."""
@@ -97,8 +96,8 @@ class Pager:
         for node in leaving:
             self.allocating(live.page_out, node)
 
-    def restored(self, nodes: list[StateNode], plan: ResumePlan, stored: Sequence[Spans]) -> list[Any]:
-        """Fresh caches at `plan.resume`, from the state of `nodes`, and what windows need there."""
+    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+        """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
         for node in nodes if self._layout.token_bytes else []:
             offset, end = node.start, min(node.end, plan.resume)
@@ -109,7 +108,7 @@ class Pager:
                 self._layout.page_in(caches, spans, min(spans.end, end))
                 offset = spans.end
         if plan.resume and self._layout.has_points:
-            self._layout.restore_points(caches, plan.checkpoint, plan.resume, stored)
+            self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:
@@ -205,7 +204,7 @@ class Pager:
                 need = (end - start) * token_bytes
                 if not self._evictor.make_room(need) and not self._layout.has_points:
                     # Span layers alone: store as much as fits.
-                    end = max(start, end - -(-self._evictor.over_bytes(need) // token_bytes))
+                    end = max(start, end - -(-self._budget.over_bytes(need) // token_bytes))
                 points = caches if self._layout.has_points else None
                 spans = self.allocating(self._layout.page_out, caches, start, end) if end > start else None
                 self.put(keys[:end], namespace, spans, points, use)
@@ -248,7 +247,7 @@ class Pager:
         """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
         more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
-        return need_tokens if self._evictor.over_bytes(more_bytes + other_bytes) else wanted
+        return need_tokens if self._budget.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
         offset = node.start

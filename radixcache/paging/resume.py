@@ -93,6 +93,7 @@ class ResumePlan(NamedTuple):
         reason: why resume < matched; None when they are equal.
         off_grid: in exact mode, how many tokens of the match that might be restored lie behind its last grid multiple.
         is_live: whether the state of point layers comes from the live caches.
+        windows: the state of windows on the path. The plan holds it, since making room may take it out of the tree.
     """
 
     matched: int
@@ -104,6 +105,7 @@ class ResumePlan(NamedTuple):
     reason: ShortReason | None
     off_grid: int = 0
     is_live: bool = False
+    windows: Sequence[Spans] = ()
 
 
 def plan_resume(
@@ -125,8 +127,9 @@ def plan_resume(
     limit -= off_grid
     common = live.common(path, limit) if live is not None else 0
     resume, source, is_live = limit, None, False
+    windows = [node.payload.windows for node in path if node.payload.windows is not None] if layout.windows else []
     if layout.has_points:
-        resume, source = _deepest(layout, path, limit, grid_tokens)
+        resume, source = _deepest(layout, path, windows, limit, grid_tokens)
         rewound = floor(common, grid_tokens)
         if live is not None and rewound >= max(resume, 1) and layout.can_rewind(live.caches, live.offset, rewound):
             resume, source, is_live = rewound, None, True
@@ -139,12 +142,13 @@ def plan_resume(
         plan = plan_resume(layout, match, hidden, live, grid_tokens=grid_tokens)
         return plan._replace(reason=ShortReason.LIVE_ELSEWHERE)
     checkpoint = None if source is None else source.payload.checkpoint
-    return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid, is_live)
+    return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid, is_live, windows)
 
 
-def _deepest(layout: Layout, path: Sequence[StateNode], limit: int, grid: int) -> tuple[int, StateNode | None]:
+def _deepest(
+    layout: Layout, path: Sequence[StateNode], stored: Sequence[Spans], limit: int, grid: int
+) -> tuple[int, StateNode | None]:
     """The deepest offset at which the tree has the state of all point layers, and the node with a checkpoint there."""
-    stored = [node.payload.windows for node in path if node.payload.windows is not None]
     if not layout.has_states:
         resume = deepest_whole(layout, stored, limit, grid=grid)
         return resume, next((n for n in path if n.end == resume and n.payload.checkpoint is not None), None)

@@ -271,8 +271,8 @@ class StoreReader:
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
         """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""
-        room = self._states.account.ledger.budget_bytes - self._evictor.fixed_bytes()
-        fitting = list(links)
+        fitting, nbytes = list(links), self._bytes(links)
+        room = nbytes + self._evictor.budget.fits(nbytes, who="eviction").spare_bytes
         while fitting and (self._bytes(fitting) > room or not self._can_resume(fitting[-1])):
             fitting.pop()
         return fitting if self._evictor.find_room(self._bytes(fitting)) else []
@@ -317,13 +317,14 @@ class StoreReader:
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
+        in_tree = states.windows.stored(match.path)  # held, since making room may take it out of the tree
         with states.guarded(match.node):
             try:
                 if not self._evictor.find_room(nbytes.total()):
                     return "no room"
                 checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
                 spans = self._joined([each.spans for each in more], held, end) if end > held else None
-                self._pager.put(now[:end], namespace, spans, None, use, windows, checkpoints)
+                self._pager.put(now[:end], namespace, spans, None, use, [*in_tree, *windows], checkpoints)
             finally:
                 self._evictor.tidy(match.node)
         states.tally.add(brought_tokens=end - resume)

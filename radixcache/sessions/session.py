@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -350,7 +350,7 @@ class Session(Progress):
                 was_known = True
                 with self._core.lock, self._noting_refusal():
                     whole_bytes = self._layout.request_bytes(len(self.prompt))
-                    self._core.require_memory(whole_bytes, self._live.booking.live_bytes)
+                    self._core.budget.fits(whole_bytes, self._live.booking.live_bytes, "request").require()
             if end in stops:
                 self._take_checkpoint(stops[end])
             if on_progress is not None:
@@ -361,7 +361,7 @@ class Session(Progress):
         if not self._layout.has_points:
             return {}
         settings, position, marks = self._core.settings, self.position, self._request.marks
-        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.kept_tokens(len(self.prompt))
+        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.budget.kept_tokens(len(self.prompt))
         stops = checkpoint_stops(settings, len(self.prompt), marks, *found, kept)
         if settings.exact:
             return stops_on_grid(stops, settings.step_size, position, last)
@@ -396,13 +396,10 @@ class Session(Progress):
         if check is None or not check.is_pending:
             return
         is_untouched = self.position == self.cached_tokens and self._agree(self.caches, self.position)
-        found = check.run(model, self._request.keys, self.caches, self._step_size, self._book_second, is_untouched)
+        book = partial(self._core.book_second, self._live.booking)
+        found = check.run(model, self._request.keys, self.caches, self._step_size, book, is_untouched)
         if found is not None:
             self._start_over(found, self.cached_tokens)
-
-    def _book_second(self, nbytes: int) -> bool:
-        with self._core.lock:
-            return self._core.book_second(self._live, nbytes)
 
     def _start_over(self, found: Finding, position: int) -> None:
         """Quarantine wrong state, report it, and stand at 0; `position`: where the next tokens of step() belong."""
@@ -412,14 +409,13 @@ class Session(Progress):
             self._own.clear()
             wrong = self._request.keys[: found.length]
             start = core.expel(self._live, wrong, found.start, self.namespace, is_branch=found.is_branch)
-            mismatch = replace(found.mismatch, namespace=self.namespace, tick=self.use.tick, quarantined_from=start)
+            mismatch = check.verifier.record(found.mismatch, self.namespace, self.use.tick, start)
             self.mismatch = mismatch
             self.cached_tokens = self.matched_tokens = 0
             self.reason = None
             self.remaining = self.prompt.copy()
             self._owed = position
             self._stand_at(0)
-            check.verifier.record(mismatch)
         check.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:

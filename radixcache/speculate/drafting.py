@@ -32,6 +32,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftPace, Proposal
 from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
@@ -44,8 +45,12 @@ IDLE_TOKENS, IDLE_LOOKS = 16, 32
 MOST_STRIDE = 32
 #: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
 FED_TOKENS = 256
-#: Tokens of a prompt that are indexed at a time, in about 2 ms: by a look of PromptSource, or by a pass for TreeSource.
+#: Tokens that are indexed at a time, in about 2 ms: by a look of a source, or by a pass for TreeSource.
 LOOK_TOKENS = 2048
+#: Tokens of a prediction that are used, for each token that the reply may have: a reply may leave out half of it.
+MOST_PREDICTED = 2
+#: Characters of a predicted text that are tokenized at a time.
+PIECE_CHARACTERS = 1 << 16
 #: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
 LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
@@ -96,9 +101,7 @@ class PromptSource:
         self._indexed_bytes = len(self._recent)
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        if (start := self._indexed_tokens) < len(self._prompt):
-            self._indexed_tokens = end = min(start + LOOK_TOKENS, len(self._prompt))
-            self._index.add(self._prompt[:end], context=start)
+        self._indexed_tokens = _index_more(self._index, self._prompt, self._indexed_tokens)
         found = self._index.propose(tail, limit)
         if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
             # A token behind the last ones comes again, or what was found may go on there.
@@ -117,21 +120,22 @@ class PromptSource:
 class PredictionSource:
     """The reply that a client expects (OpenAI's `prediction`).
 
-    The reply is followed in it from the start. Where the reply departs, it is found again by its last tokens.
+    The reply is followed in it from the start. Where the reply departs, it is found again by its last tokens. Each look
+    indexes `LOOK_TOKENS` of the prediction, until all are: a short reply does not wait for the whole of a long one.
     """
 
     name = "prediction"
 
     def __init__(self, tokens: Any) -> None:
-        self._tokens = [int(each) for each in tokens]
+        self._tokens, self._indexed_tokens = np.asarray(tokens, np.int32), 0
         self._index = SuffixIndex(max(64, len(self._tokens)) * 2 * TOKEN_BYTES)
-        self._index.add(self._tokens)
         self._at: int | None = 0  # where the reply goes on in the prediction, as far as it has followed
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
+        self._indexed_tokens = _index_more(self._index, self._tokens, self._indexed_tokens)
         if self._at is None:
             return self._index.propose(tail, limit)._replace(source=self.name)
-        tokens = tuple(self._tokens[self._at : self._at + limit])
+        tokens = tuple(self._tokens[self._at : self._at + limit].tolist())
         return Proposal(tokens, (FOLLOWS,) * len(tokens), self.name, min(self._at, TAIL_TOKENS))
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -139,6 +143,27 @@ class PredictionSource:
             if self._at is not None:
                 follows = self._at < len(self._tokens) and self._tokens[self._at] == token
                 self._at = self._at + 1 if follows else None
+
+
+def predicted_tokens(text: str, tokenizer: Any, most_tokens: int | None) -> list[int]:
+    """The first tokens of a predicted text; None: all. Of what lies behind them, at most a piece is tokenized.
+
+    Where two pieces meet, a token may differ from those of the whole text.
+    """
+    tokens: list[int] = []
+    for start in range(0, len(text), PIECE_CHARACTERS):
+        tokens += tokenizer.encode(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)
+        if most_tokens is not None and len(tokens) >= most_tokens:
+            return tokens[:most_tokens]
+    return tokens
+
+
+def _index_more(index: SuffixIndex, tokens: NDArray[Any], indexed_tokens: int) -> int:
+    """Index the next LOOK_TOKENS tokens; return how many are indexed."""
+    end = min(indexed_tokens + LOOK_TOKENS, len(tokens))
+    if end > indexed_tokens:
+        index.add(tokens[:end], context=indexed_tokens)
+    return end
 
 
 @dataclass

@@ -23,7 +23,7 @@ from runner.blas import blas_name
 from runner.commands.outputs import EXIT_CHECK_FAILED, MOST_COLUMNS, Outputs, machine, versions
 from runner.text import GIB, MIB
 
-OK, MISSING, PROBLEM = "ok", "missing", "problem"
+OK, MISSING, PROBLEM, NEXT = "ok", "missing", "problem", "next"
 PACKAGE = "radixcache"
 #: What each extra is for; an extra without an entry is not reported.
 USES = {
@@ -41,9 +41,14 @@ Verdict = tuple[str, str]
 def doctor() -> None:
     """Check the installation: packages, extras, device, memory, disk, Redis.
 
-    Exits with 1 if a line says `problem`. A line that says `missing` names the feature that it is needed for.
+    Exits with 1 if a line says `problem`. A line that says `missing` names the feature that it is needed for. A line
+    that says `next` names a command to go on with.
     """
     verdicts = list(_verdicts())
+    has_problem = any(mark == PROBLEM for _, (mark, _) in verdicts)
+    if not has_problem:
+        verdicts += [("replay", (NEXT, "to compare four caches in a minute: radixcache replay"))]
+        verdicts += [("serve", (NEXT, "to serve a model: radixcache serve --model demo, or the name of another one"))]
     columns = shutil.get_terminal_size((MOST_COLUMNS, 0)).columns  # a file or a pipe gets a line for each subject
     lines = []
     for subject, (mark, text) in verdicts:
@@ -54,7 +59,7 @@ def doctor() -> None:
         lines.append(filled.replace("\xa0", " "))
     results = Outputs({})
     results.print("\n".join(lines))
-    if any(mark == PROBLEM for _, (mark, _) in verdicts):
+    if has_problem:
         raise typer.Exit(EXIT_CHECK_FAILED)
     results.finish()
 

@@ -35,9 +35,10 @@ Conversations are JSON, or JSONL with one per line; id and tools are optional ke
 {"user": "ann", "messages": [{"role": "user", "content": "Hello"}]}
 {"user": "ben", "messages": [{"role": "user", "content": "Hi"}]}
 
-Sessions of Claude Code and Codex, logs of Anthropic's and OpenAI's APIs, batches, ChatGPT's export, and files of
-OpenAssistant, ShareGPT, LMSYS-Chat-1M, WildChat, tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too,
-also with .gz. A folder means all files below it; - is stdin.
+Sessions of Claude Code, Codex, qwen-code, Gemini CLI, pi and opencode, logs of Anthropic's and OpenAI's APIs, batches,
+exports of ChatGPT, Open WebUI, Langfuse and Helicone, and files of OpenAssistant, ShareGPT, LMSYS-Chat-1M, WildChat,
+tau-bench, mt-bench, SGD, SWE-agent (.traj) and InterCode work too, also with .gz. A folder means all files below it; -
+is stdin.
 """
 
 TRACES = """
@@ -68,12 +69,13 @@ def _from_stdin() -> Path:
     return path
 
 
-def read_chosen(paths: Sequence[Path] | None, skip_bad: bool) -> Sequence[Conversation]:
+def read_chosen(paths: Sequence[Path] | None, skip_bad: bool, *, is_short: bool = False) -> Sequence[Conversation]:
+    """The conversations of these files; without files, the built-in ones, or the few of the short replay."""
     from runner.files import InputError
     from runner.script.conversation_reader import builtin_conversations, read_conversations
 
     if not paths:
-        return builtin_conversations()
+        return builtin_conversations("builtin_short.jsonl" if is_short else "builtin.jsonl")
     with usage_errors(InputError):
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
     if result.skipped:
@@ -101,9 +103,11 @@ def load_model(spec: str) -> LoadedModel:
 
 def load_outline(spec: str) -> ModelOutline:
     """The tokenizer and the configuration of the model that a --model names, without its weights."""
-    from runner.models.load import ModelError, load_outline
+    from runner.models.load import ModelError, is_downloaded, load_outline
 
     with usage_errors(ModelError):
+        if not is_downloaded(spec):
+            say(f"note: the tokenizer of {spec} is not on this machine; it is downloaded now. --model tiny needs none.")
         return load_outline(spec)
 
 

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from runner.replay.report import Report
     from runner.script.script import Script
 
-# The short replay: few users with short prompts, who share system prompts, go on, edit a question and repeat one.
-SHORT_USERS = ("recipe/mei", "recipe/olu", "travel/tomas")
-SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 64
+# The short replay: its budget has room for the state of all its conversations once, and not for a copy of each.
+SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 32
 MAX_TOKENS, BUDGET_MIB = 8, 128
 Speculate = Literal["tree", "prompt"]
 NAMED_DIFFERENCES = 10  # how many differing answers are named one by one
@@ -45,7 +44,7 @@ class ReplayArguments:
     users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None
     seed: Annotated[int, Option(help="Seed of the schedule; equal seeds give equal requests.")] = 0
     requests: Annotated[int, Option(help="Replay at most N requests.")] = 24
-    budget_mib: Annotated[float | None, Option(help="Budget of each cache, in MiB.  [default: 64; 128 in full]")] = None
+    budget_mib: Annotated[float | None, Option(help="Budget of each cache, in MiB.  [default: 32; 128 in full]")] = None
     max_tokens: Annotated[int | None, Option(help="Tokens per reply.  [default: 4; 8 in full]")] = None
     recorded: Annotated[bool, Option("--recorded", help="Generate 1 token, then feed the recorded reply.")] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
@@ -72,9 +71,9 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     A seeded schedule interleaves the requests of several users. The model's own chat template renders them. The caches
     take turns, request by request, and each answer is compared with the answer computed without a cache.
 
-    By default, three users of the built-in conversations get short replies: about a minute on 2 cores. --full, --users,
-    --parallel and --conversations replay in full: all chosen conversations, with longer replies. --recorded also counts
-    what drafting would save on the recorded replies.
+    By default, four users with one system prompt take turns and get short replies: half a minute on 2 cores. --full,
+    --users, --parallel and --conversations replay in full: all chosen conversations, with longer replies. --recorded
+    also counts what drafting would save on the recorded replies.
     """
     caches, settings = _checked(context, options)
     tree_format = (
@@ -178,9 +177,7 @@ def _cache_names(listed: str) -> list[str]:
 def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[LoadedModel, Script]":
     """Load the model and render the requests. Ctrl-C becomes one line and its exit code."""
     try:
-        conversations = read_chosen(options.conversations, options.skip_bad)
-        if options.is_short:
-            conversations = [each for each in conversations if each.user in SHORT_USERS]
+        conversations = read_chosen(options.conversations, options.skip_bad, is_short=options.is_short)
         loaded = load_model(options.model)
         from runner.script.script import Script, ScriptError
 

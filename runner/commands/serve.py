@@ -185,10 +185,11 @@ def _replicas(options: ServeOptions, stack: ExitStack) -> "tuple[ASGIApp, Callab
 
 def _welcome(options: ServeOptions, url: str) -> str:
     body = {"messages": [{"role": "user", "content": "Which river runs through Rome?"}], "max_tokens": 32}
-    if options.model is None:
-        body = {"model": "mlx-community/Qwen3-4B-4bit", **body}
     key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
-    serving = f"serving {options.model} at {url}" if options.model else f"serving at {url}"
-    how = "No model is loaded. Each request names one, a hub id or a folder; the first one loads it. Or give --model."
-    return "\n".join([serving, *([] if options.model else [how]), line])
+    if options.model:
+        return f"serving {options.model} at {url}\n{line}"
+    return (
+        f'serving at {url}\nNo --model: a request names a folder or a hub id in its field "model". To serve one from '
+        "the start, pass it: --model OWNER/NAME, or --model demo for a small one (93 MB)."
+    )

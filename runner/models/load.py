@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from runner.models.cpu_layers import use_cpu_layers
-from runner.models.demo import FetchError, ModelError, demo_model_folder
+from runner.models.demo import FetchError, ModelError, demo_model_folder, demo_model_place
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from runner.text import ProgressLines
 
@@ -111,6 +111,13 @@ def stored_folder(spec: str) -> Path | None:
         return folder
     config = try_to_load_from_cache(spec, "config.json")
     return Path(config).parent if isinstance(config, str) else None
+
+
+def is_downloaded(spec: str) -> bool:
+    """Whether a model is used without a download, as far as its name and this machine say."""
+    if spec == DEMO:
+        return demo_model_place().is_dir()
+    return _tiny_kind(spec) is not None or stored_folder(spec) is not None or not HUB_ID.fullmatch(spec)
 
 
 def parameter_count(folder: Path) -> int:

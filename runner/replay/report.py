@@ -7,7 +7,6 @@ rows in a forward pass changes the rounding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 REFERENCE = "none"
 OURS = "radix"
 WITH_A_BUDGET = ("mlx-lm", "radix")  # the caches that the byte budget limits
-LEVEL_RATIO = 1.02  # ratios closer to 1 than this are called level: two runs of the same cache differ by as much
 LEAST_PAIRS = 6  # with fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %
+RESAMPLES = 2_000  # of the requests, for an interval
 TIE = 1e-3  # two logits closer than this count as equal
 
 
@@ -55,6 +54,10 @@ class Summary:
     peak_allocated_bytes: int
     evictions: int
     answers_equal: int | None
+
+    @property
+    def evaluated_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def cached_share(self) -> float:
@@ -97,26 +100,24 @@ COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | Non
 )
 
 
-class PairedRatio(NamedTuple):
-    """The median of one figure over another, request by request, and its 95 % interval; all values for few pairs."""
+class TotalRatio(NamedTuple):
+    """The total of one figure over the total of another, and its 95 % interval; None for few pairs."""
 
-    median: float
-    low: float
-    high: float
-    pairs: int
+    ratio: float
+    interval: tuple[float, float] | None
 
 
-def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> PairedRatio:
-    """How many times as much `theirs` is, with the interval of the sign test; for few pairs, of all ratios."""
-    ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
-    count = len(ratios)
-    # The most values to leave out at each end such that the median is among them with a probability of at most 2.5 %.
-    left_out, tail = 0, 0.5**count
-    while tail <= 0.025:
-        left_out += 1
-        tail += math.comb(count, left_out) * 0.5**count
-    left_out = max(0, left_out - 1)
-    return PairedRatio(float(np.median(ratios)), ratios[left_out], ratios[count - 1 - left_out], count)
+def total_ratio(theirs: Sequence[float], ours: Sequence[float]) -> TotalRatio:
+    """How many times as much `theirs` is in total; the interval is that of a paired bootstrap over the requests."""
+    pairs = np.array([theirs, ours], dtype=np.float64)
+    count = pairs.shape[1]
+    ratio = float(pairs[0].sum() / pairs[1].sum())
+    if count < LEAST_PAIRS:
+        return TotalRatio(ratio, None)
+    random = np.random.default_rng(0)
+    totals = [pairs[:, random.integers(count, size=count)].sum(axis=1) for _ in range(RESAMPLES)]
+    low, high = np.percentile([their / our for their, our in totals], (2.5, 97.5)).tolist()
+    return TotalRatio(ratio, (low, high))
 
 
 class Report:
@@ -172,7 +173,7 @@ class Report:
             return f"{self._throughput()}{self._partings()}" if self.summaries else "No request got a reply."
         if not self.summaries:
             return "No request was answered by every cache."
-        return f"{self._comparison()} {self._answers()}"
+        return f"{self._comparison()}\n{self._answers()}"
 
     def document(self, **about: Any) -> dict[str, Any]:
         """Everything, for JSON: `about`, and per run its summary and a row per request."""
@@ -227,22 +228,45 @@ class Report:
 
     def _comparison(self) -> str:
         ours = next((summary for summary in self.summaries if summary.cache == OURS), None)
-        others = sorted((s for s in self.summaries if s.cache != OURS), key=lambda summary: summary.prefill_s)
+        others = sorted((s for s in self.summaries if s.cache != OURS), key=lambda summary: summary.evaluated_tokens)
         if ours is None or not others:
-            quickest, *slower = others or self.summaries
+            quickest, *slower = sorted(self.summaries, key=lambda summary: summary.prefill_s)
             return (
                 f"{quickest.cache} reached all first tokens in {quickest.prefill_s:.1f} s, with "
                 f"{quickest.cached_share:.0%} of the prompt tokens cached{_against(slower)}."
             )
-        ttft_ms = {run.cache: [row.ttft_ms for row in run.rows] for run in self.runs}
-        pairs = {other.cache: paired_ratio(ttft_ms[other.cache], ttft_ms[OURS]) for other in others}
-        best = min(others, key=lambda other: pairs[other.cache].median)
-        rest = [other for other in others if other is not best]
-        return (
-            f"{_verdict(best.cache, pairs[best.cache])} {OURS} found {ours.cached_share:.0%} of the prompt tokens in "
-            f"its cache, {best.cache} {best.cached_share:.0%}. All first tokens took {ours.prefill_s:.1f} s with "
-            f"{OURS}, {best.prefill_s:.1f} s with {best.cache}{_against(rest)}. {self._budget(ours)}"
+        counts = ", ".join(f"{other.cache} {other.evaluated_tokens:,}" for other in others)
+        return "\n".join(
+            (
+                f"{OURS} evaluated {ours.evaluated_tokens:,} of {ours.prompt_tokens:,} prompt tokens; {counts}. These "
+                "counts are the same on every machine.",
+                self._times(ours, others),
+                self._budget(ours),
+                _meaning(ours, others),
+            )
         )
+
+    def _times(self, ours: Summary, others: Sequence[Summary]) -> str:
+        """The total time to all first tokens, and for which caches the requests show a difference."""
+        ttft_ms = {run.cache: [row.ttft_ms for row in run.rows] for run in self.runs}
+        ratios = {other.cache: total_ratio(ttft_ms[other.cache], ttft_ms[OURS]) for other in others}
+        times, level, ahead = [], [], []
+        for cache, (ratio, interval) in ratios.items():
+            if interval is None:
+                times.append(f"{ratio:.2f} times as long with {cache}")
+                continue
+            low, high = interval
+            times.append(f"{ratio:.2f} times as long with {cache} (95 % interval {low:.2f} to {high:.2f})")
+            if high < 1:
+                ahead.append(cache)
+            elif low <= 1:
+                level.append(cache)
+        said = [f"All first tokens took {ours.prefill_s:.1f} s with {OURS}, {', '.join(times)}."]
+        if len(self.runs[0].rows) < LEAST_PAIRS:
+            said.append(f"For an interval, {LEAST_PAIRS} requests are needed.")
+        said += [f"{OURS} is slower than {' and '.join(ahead)} here."] if ahead else []
+        said += [f"These requests show no clear difference in time from {' and '.join(level)}."] if level else []
+        return " ".join(said)
 
     def _budget(self, ours: Summary) -> str:
         """The bytes that were held, and in which caches the budget was too small."""
@@ -303,20 +327,27 @@ class Report:
         return f"{ties} Answers that differ from those without a cache: {wrong}." if wrong else ties
 
 
-def _verdict(other: str, ratio: PairedRatio) -> str:
-    if ratio.pairs < LEAST_PAIRS:
-        return (
-            f"{plural(ratio.pairs, 'request')} cannot tell {OURS} and {other} apart; {LEAST_PAIRS} are needed. The "
-            f"median TTFT ratio is {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})."
-        )
-    error = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
-    median = "the median request reached its first token"
-    if ratio.low > 1 and ratio.median >= LEVEL_RATIO:
-        return f"With {OURS}, {median} {ratio.median:.1f} times as fast as with {other}, the next best ({error})."
-    shown = f"TTFT ratio {ratio.median:.2f}, {error}"
-    if ratio.high < 1 and ratio.median <= 1 / LEVEL_RATIO:
-        return f"{OURS} is behind here: with {other}, {median} {1 / ratio.median:.1f} times as fast ({shown})."
-    return f"These requests show no clear difference between {OURS} and {other} ({shown})."
+def _meaning(ours: Summary, others: Sequence[Summary]) -> str:
+    """Why other caches evaluated more, for whom that matters, and what the cache does not change."""
+    more = {other.cache: other for other in others if other.evaluated_tokens > ours.evaluated_tokens}
+    fewer = [other.cache for other in others if other.evaluated_tokens < ours.evaluated_tokens]
+    is_crowded = "mlx-lm" in more and more["mlx-lm"].evictions > 0
+    reasons = ["single keeps only the latest conversation"] if "single" in more else []
+    reasons += ["mlx-lm keeps a copy of each conversation, too many for the budget"] if is_crowded else []
+    said = []
+    if fewer:
+        said = [f"{OURS} evaluated more than {' and '.join(fewer)} here."]
+    elif reasons:
+        said = [f"{'; '.join(reasons)}; {OURS} keeps a shared prefix once."]
+        matters = "This matters if users or branches with a common prefix take turns"
+        more_room = " and memory is scarce: mlx-lm finds more in a larger budget."
+        said.append(matters + (more_room if is_crowded else "."))
+    elif not more.keys() - {REFERENCE} and len(others) > 1:
+        said = ["All caches find the same in these requests."]
+    if not ours.proposed_tokens:
+        decode = ", ".join(f"{each.cache} {each.decode_s:.1f} s" for each in others)
+        said += [f"A cache does not make decode faster: {OURS} took {ours.decode_s:.1f} s, {decode}."]
+    return " ".join(said)
 
 
 def _against(others: Sequence[Summary]) -> str:

@@ -22,13 +22,16 @@ from pydantic import ValidationError
 from radixcache.observe.trace import FORMAT
 from runner.files import TOOL_FILES, InputError, Record, expect, read_json
 from runner.script import anthropic_blocks, response_items
-from runner.script.agent_sessions import OLD_META, claude_code, codex, old_codex
+from runner.script.agent_sessions import Known
+from runner.script.claude_code_sessions import claude_code
+from runner.script.codex_sessions import OLD_META, codex, old_codex
 from runner.script.conversation import (
     ROLES,
     SYSTEM,
     Conversation,
     as_tool,
     checked_tools,
+    dicts_in,
     first_finding,
     found_in,
     has_name,
@@ -42,6 +45,9 @@ from runner.script.conversation import (
     with_text,
     without_billing,
 )
+from runner.script.gemini_sessions import gemini_cli, is_qwen_code, qwen_code
+from runner.script.opencode_sessions import opencode
+from runner.script.pi_sessions import pi
 from runner.text import printable, shortened, shown
 
 _ROLES = {**dict(zip(ROLES, ROLES, strict=True)), "function": "tool"}
@@ -105,7 +111,7 @@ class Form:
     is_body: bool = False
     tells: Callable[[dict[str, Any]], bool] = lambda record: True
     read: Read | None = None
-    join: Callable[[Sequence[Record]], Iterable[Record]] | None = None
+    join: Callable[[Sequence[Record], Known], Iterable[Record]] | None = None
 
     def has(self, record: Any) -> bool:
         keys = (key.split("|") for key in self.keys.split())
@@ -262,6 +268,9 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         return None, left_out
     named = speaker.lower() if isinstance(speaker, str) else ""
     role = form.roles.get(named)
+    keys = f"{where} has no {role_name} (keys: {shortened(', '.join(map(str, turn)), 80) or 'none'}); wanted"
+    if role is None and speaker is None:
+        raise InputError(f"{keys} one of {', '.join(form.roles)}.")
     expect(role is not None, f"{where} has {role_name}", speaker, f"one of {', '.join(form.roles)}")
     if role in SYSTEM and content and not (content := without_billing(content)):
         return None, left_out
@@ -349,12 +358,15 @@ def _tools_value(record: dict[str, Any], where: str) -> Any:
 # What no row can say
 
 
-def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]]) -> Read:
+def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]], turns: str) -> Read:
     def read(record: Record) -> Iterator[dict[str, Any]]:
         given = {name: value for name, value in record.value.items() if value is not None}
         try:
             chat = {**chat_of_log(given), **{key: given[key] for key in _BESIDE if key in given}}
-            yield {**chat, "left_out": chat["left_out"] + _left_out(given)}
+            left_out = chat["left_out"] + _left_out(given)
+            if (counted := given.get("counted")) and isinstance(counted, tuple):  # JSON has no tuples
+                left_out -= chat_of_log({turns: [*counted]})["left_out"]
+            yield {**chat, "left_out": left_out}
         except ValidationError as error:
             field, message = first_finding(error.errors())
             raise InputError(f"{record.where}: {field}: {message}.") from None
@@ -396,6 +408,67 @@ def _read_logged(record: Record) -> Iterator[dict[str, Any]]:
     elif given:
         replied = {"left_out": Counter({"response": 1})}
     yield {"id": name, **named, "is_request": True, **body, **replied}
+
+
+def _is_langfuse(record: dict[str, Any]) -> bool:
+    return "observations" in record or not {"traceId", "trace_id"}.isdisjoint(record)
+
+
+def _read_langfuse(record: Record) -> Iterator[dict[str, Any]]:
+    value = record.value
+    observations = value.get("observations")
+    for each in dicts_in(observations) if isinstance(observations, list) else [value]:
+        if each.get("type", "GENERATION") != "GENERATION":
+            continue
+        asked, said = json_of(each.get("input")), json_of(each.get("output"))
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        body: Any = {"messages": asked} if isinstance(asked, list) else asked
+        is_body = isinstance(body, dict) and not {"input", "messages"}.isdisjoint(body)
+        wanted = "messages, or a body of an API"
+        expect(is_body, f"{record.where}: an observation of Langfuse has input", asked, wanted)
+        said = said[0] if isinstance(said, list) and said else said
+        reply = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        response = {"response": {"choices": [{"message": reply}]}} if isinstance(reply, dict) else {}
+        user = found_in({**value, **each}, "sessionId session_id userId user_id traceId trace_id")[1]
+        yield {"id": each.get("id"), "user": user, "body": {"model": each.get("model"), **body}, **response}
+
+
+def _read_helicone(record: Record) -> Iterator[dict[str, Any]]:
+    value = record.value
+    if not object_of(value["request_body"]):
+        raise InputError(f"{record.where}: Helicone has no request_body; wanted an export with --include-body.")
+    about = {"id": value.get("request_id"), "user": value.get("request_user_id")}
+    yield {**about, "body": value["request_body"], "response": value.get("response_body")}
+
+
+def _read_preferred(record: Record) -> Iterator[dict[str, Any]]:
+    """The conversation with the preferred reply; the other one is counted as left out."""
+    asked, said = object_of(record.value["input"]), record.value["preferred_output"]
+    messages = asked.get("messages")
+    are_lists = isinstance(messages, list) and isinstance(said, list)
+    expect(are_lists, f"{record.where}: input is", asked, "an object with messages, beside a list preferred_output")
+    left_out = Counter({"further choice": int(bool(record.value.get("non_preferred_output")))})
+    yield {**asked, "messages": [*(messages or ()), *said], "left_out": left_out}
+
+
+def _is_webui(record: dict[str, Any]) -> bool:
+    return isinstance(record["chat"], dict)
+
+
+def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
+    chat = record.value["chat"]
+    nodes = found_in(chat, "history/messages")[1]
+    about = {"id": record.value.get("id")}
+    if not isinstance(nodes, dict):
+        yield {**about, "messages": chat.get("messages"), "user": record.value.get("user_id")}
+        return
+    mapping = {}
+    for name, node in nodes.items():
+        given = object_of(node)
+        images = [each for each in dicts_in(given.get("files")) if each.get("type") == "image"]
+        turn = {"role": given.get("role"), "text": given.get("content"), "images": images}
+        mapping[name] = {**turn, "parent": given.get("parentId")}
+    yield {**about, "mapping": mapping, "user": record.value.get("user_id")}
 
 
 def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
@@ -447,7 +520,7 @@ def _read_oasst_tree(record: Record) -> Iterator[dict[str, Any]]:
     yield {"id": record.value["message_tree_id"], "mapping": nodes}
 
 
-def _join_oasst_rows(records: Sequence[Record]) -> Iterator[Record]:
+def _join_oasst_rows(records: Sequence[Record], _: Known) -> Iterator[Record]:
     trees: dict[str, list[Record]] = {}
     for record in records:
         if form_of(record.value) is None:
@@ -465,13 +538,23 @@ _CHAT = "a body, or a line of a file for fine-tuning; `tools` or `functions` may
 _CLAUDE_CODE = "a session in `~/.claude/projects`"
 _CODEX = "a session in `~/.codex/sessions`; the first record has the type `session_meta`"
 _OLD_CODEX = "an old session; items of the Responses API follow the first record"
+_GEMINI = "a session in `~/.gemini/tmp`, whole or a message a line"
+_HELICONE = "its `request_body` and `response_body` (`--include-body`)"
+_LANGFUSE = "an observation, or a trace with its `observations`; those of other types than `GENERATION` are ignored"
 _LOGGED = "a body of an API above, or its JSON text, with its `response`; a batch may have its outputs in another file"
+_OPENCODE = "a document of `opencode export`"
+_PI = "a session in `~/.pi/agent/sessions`; the first record has the type `session`"
+_PREFERRED = "`input` with messages, and the `preferred_output`"
+_QWEN = "a session in `~/.qwen/projects`"
 _SPOKEN = "turns with `from` and `value`, or `role` and `content`; `system` and `tools` may stand beside them"
 _TAU = "the tools come from `airline_tools.json` or `retail_tools.json` beside the file"
+_WEBUI = "`chat` has a tree of messages; each of its paths is a conversation"
 _TREE = "a message with `replies`; each path of the tree is a conversation"
 _TURNS = "turns with `speaker` and `utterance`; or the user's texts alone"
-_anthropic, _responses = _read_api(anthropic_blocks.chat_of_log), _read_api(response_items.chat_of_log)
-_SPEECH: Any = {"role": "role from", "content": "content value text", "roles": _SPEAKERS}
+_anthropic = _read_api(anthropic_blocks.chat_of_log, "messages")
+_responses = _read_api(response_items.chat_of_log, "input")
+_CHATTED: Any = {"user": "user metadata/user_id", "roles": _SPEAKERS}
+_SPEECH: Any = {"role": "role from user", "content": "content value text", "roles": _SPEAKERS}
 _ROW = {**_SPEECH, "id": "conversation_id id", "user": "hashed_ip user"}
 _NODES: Any = {
     "role": "message/author/role role",
@@ -485,20 +568,30 @@ _UTTERED: Any = {"role": "speaker", "content": "utterance", "roles": {"user": "u
 _TASK = "{file}/{task_id}.{trial} {file}/{task_id}.0"
 
 FORMS: tuple[Form, ...] = (
+    Form("Gemini CLI", _GEMINI, "sessionId projectHash", join=gemini_cli),
+    Form("opencode", _OPENCODE, "info messages", join=opencode),
+    Form("Langfuse", _LANGFUSE, "input|observations", tells=_is_langfuse, read=_read_langfuse),
+    Form("Helicone", _HELICONE, "request_body", read=_read_helicone),
+    Form("OpenAI's preference files", _PREFERRED, "input preferred_output", read=_read_preferred),
     Form("Anthropic's Messages API", _ANTHROPIC, "messages", tells=anthropic_blocks.is_anthropic, read=_anthropic),
-    Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", user="user metadata/user_id", is_body=True),
+    Form("OpenAI's chat API", _CHAT, "messages", content="content refusal", is_body=True, **_CHATTED),
     Form("OpenAI's Responses API", "a body; `input` is text or items", "input", tells=_is_response, read=_responses),
     Form("batches of APIs, stored completions, logs of proxies", _LOGGED, "body|params|request", read=_read_logged),
     Form("ShareGPT", _SPOKEN, "conversations", **_SPEECH),
     Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", **_ROW),
     Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", **_NODES),
+    Form(
+        "Open WebUI's export", _WEBUI, "chat", tells=lambda record: isinstance(record["chat"], dict), read=_read_webui
+    ),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
     Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
     Form("tau-bench", _TAU, "traj", id=_TASK, user="info/task/user_id", has_tools_beside=True),
     Form("SGD, mt-bench", _TURNS, "turns", id="id dialogue_id question_id", has_bare_turns=True, **_UTTERED),
     Form("SWE-agent", "a `.traj` file", "history", id="{file}"),
     Form("InterCode", "`actions` and `observations`", "turn_history", read=_read_intercode),
+    Form("qwen-code", _QWEN, "type sessionId uuid", tells=is_qwen_code, join=qwen_code),
     Form("Claude Code", _CLAUDE_CODE, "type sessionId|leafUuid|messageId", join=claude_code),
+    Form("pi", _PI, "type id timestamp", tells=lambda record: record["type"] == "session", join=pi),
     Form("Codex", _CODEX, "type payload", tells=lambda record: record["type"] == "session_meta", join=codex),
     Form("Codex of 2025", _OLD_CODEX, "id timestamp", tells=lambda record: record.keys() <= OLD_META, join=old_codex),
 )

@@ -14,6 +14,7 @@ from importlib.resources import as_file, files
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from runner.files import (
     BLANK,
@@ -27,6 +28,7 @@ from runner.files import (
     nothing_found,
     read_text,
 )
+from runner.script.agent_sessions import Known
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import (
     OUTPUT_KEYS,
@@ -71,9 +73,12 @@ class _UnreadableError(InputError):
     """A whole file cannot be read."""
 
 
-def builtin_conversations() -> list[Conversation]:
-    """Conversations of four applications with two users each; some turns are edited or regenerated."""
-    with as_file(files(__package__) / "builtin.jsonl") as path:
+def builtin_conversations(name: str = "builtin.jsonl") -> list[Conversation]:
+    """Conversations of four applications with two users each; some turns are edited or regenerated.
+
+    "builtin_short.jsonl": four users of one application take turns. One edits a question, and two begin with one text.
+    """
+    with as_file(files(__package__) / name) as path:
         return read_conversations(path).conversations
 
 
@@ -95,7 +100,8 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     asked: set[bytes] = set()
     replies: set[str] = set()
     # Conversations without an id are named after their file, and its folder if the file's name is not unique.
-    every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad) for path in found)
+    known = Known()
+    every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad, known) for path in found)
     for record in _with_outputs(chain.from_iterable(every)):
         try:
             read = [_asked_once(each, asked) for each in _parsed(record, sources)]
@@ -133,12 +139,18 @@ def _with_outputs(records: Iterable[Record]) -> Iterator[Record]:
             outputs[name].append(record)
         else:
             requests.append(record)
+    asked, counted = Counter(request.value["custom_id"] for request in requests), Counter[str]()
     for request in requests:
-        found = outputs.get(request.value["custom_id"], ())
-        value = {key: each.value[key] for each in found for key in OUTPUT_KEYS & each.value.keys()} | request.value
-        if len(found) > 1:
-            value = InputError(f"{request.where}: several outputs have its custom_id; wanted one batch.")
-        yield request._replace(value=value)
+        name = request.value["custom_id"]
+        found, at, merged = outputs.get(name, []), counted[name], dict[str, Any]()
+        counted[name] += 1
+        for each in found:
+            merged |= {key: each.value[key] for key in OUTPUT_KEYS & each.value.keys()}
+        merged |= request.value | ({"custom_id": f"{name}/{at}"} if at else {})
+        is_clear = len(found) <= 1 and (not found or asked[name] == 1)
+        what = "several outputs have" if len(found) > 1 else "another request has"
+        error = InputError(f"{request.where}: {what} its custom_id; wanted one batch.")
+        yield request._replace(value=merged if is_clear else error)
     names = {request.value["custom_id"] for request in requests}
     for lone in (each for name, found in outputs.items() if name not in names for each in found):
         lacking = "is an output without its request; wanted both files of the batch."
@@ -181,7 +193,7 @@ def _without(replies: set[str], conversation: Conversation) -> Conversation | No
     return replace(conversation, calls=calls) if any(calls) else None
 
 
-def _records(path: Path, label: str, skip_bad: bool) -> Iterator[Record]:
+def _records(path: Path, label: str, skip_bad: bool, known: Known) -> Iterator[Record]:
     """Each record of a file; one InputError for a bad file."""
     # With `skip_bad`, bytes that are not UTF-8 become lone surrogates, which spoil one record.
     errors = "surrogateescape" if skip_bad else "strict"
@@ -204,7 +216,7 @@ def _records(path: Path, label: str, skip_bad: bool) -> Iterator[Record]:
         else:
             yield record
     try:
-        yield from form.join(own)
+        yield from form.join(own, known)
     except InputError as error:
         yield own[0]._replace(value=error)
 

@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 
 from radixcache import render_chat
 from radixcache.chat import RenderedChat
-from radixcache.chat_template import ChatTemplate
-from radixcache.tokens import common_length
+from radixcache.chat_template import ChatTemplate, common_rendering
+from radixcache.tokens import common_length, token_text
 from runner.models.load import LoadedModel, ModelOutline
 from runner.script.conversation import Conversation
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
@@ -184,14 +185,38 @@ class Script:
 
 
 def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The recorded reply, if any, as the next turn's prompt spells it. ValueError: the template refuses it."""
-    if request.recorded_reply is None:
+    """The recorded reply, if any, as the model wrote it, in tokens. ValueError: the template refuses it.
+
+    A last reply is rendered with all that it says, but some templates add an empty pair of thinking tags to it. So the
+    next turn's prompt spells the reply, unless this prompt leaves out some of it.
+    """
+    reply = request.recorded_reply
+    if reply is None:
         return np.empty(0, np.int32)
-    messages = [*request.messages, request.recorded_reply]
     template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
-    chat = RenderedChat(template, messages, "message")
-    if len(prompt) == common_length(chat.tokens, prompt) and (end := chat.end(len(messages))) > len(prompt):
-        return chat.tokens[len(prompt) : end]
+    last = RenderedChat(template, [*request.messages, reply], "message")
+    spelled = _spelled(last, request.end, prompt)
+    with suppress(ValueError):  # the template refuses the next message
+        following = request.conversation.messages[request.end + 1 :][:1] or (_answer_to(reply),)
+        later = RenderedChat(template, [*request.messages, reply, *following], "reply")
+        if common_rendering(last.rendering, later.rendering) < len(last.rendering):
+            found = _spelled(later, request.end, prompt)
+            text = token_text(found.tolist(), tokenizer)
+            said = (reply.get(key) or "" for key in ("reasoning_content", "content"))
+            spelled = found if len(found) and all(each.strip() in text for each in said) else spelled
+    if len(spelled):
+        return spelled
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
-    content = request.recorded_reply.get("content") or ""
-    return np.array(tokenizer.encode(content, add_special_tokens=False), np.int32)
+    return np.array(tokenizer.encode(reply.get("content") or "", add_special_tokens=False), np.int32)
+
+
+def _spelled(chat: RenderedChat, index: int, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens of the message behind a prompt in a longer chat; empty: the chat goes on from another prompt."""
+    goes_on = len(prompt) == common_length(chat.tokens, prompt)
+    return chat.tokens[len(prompt) : chat.end(index + 1)] if goes_on else np.empty(0, np.int32)
+
+
+def _answer_to(reply: dict[str, Any]) -> dict[str, Any]:
+    calls = reply.get("tool_calls")
+    answer = {"role": "user", "content": AWAITED_REPLY}
+    return {**answer, "role": "tool", "tool_call_id": calls[-1].get("id", "")} if calls else answer

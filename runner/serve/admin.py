@@ -43,6 +43,7 @@ from runner.serve.request import (
     ApiError,
     Count,
     ModelNames,
+    Name,
     Request,
     RequestRecord,
     body_schema,
@@ -175,7 +176,7 @@ class ReclaimBody(Checked):
     #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     #: Only the state of this namespace counts and goes.
-    namespace: str | None = None
+    namespace: Name | None = None
 
 
 class PromptBody(Checked):
@@ -187,7 +188,7 @@ class PromptBody(Checked):
     tokens: Annotated[Many[Count], Field(min_length=1)] | None = None
     prompt: str | None = None
     messages: Many[dict[str, Any]] | None = None
-    namespace: str = ""
+    namespace: Name = ""
 
     def request(self, options: ServeOptions) -> Request:
         """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
@@ -222,7 +223,7 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
 class WarmBody(PromptBody):
     """POST /cache/warm: the prompt to prefill. With a name or a time it is pinned."""
 
-    name: Annotated[str, Field(min_length=1)] | None = None
+    name: Annotated[Name, Field(min_length=1)] | None = None
     ttl_requests: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     ttl_s: Annotated[float, Field(gt=0, le=2**31)] | None = None
 
@@ -242,16 +243,16 @@ async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], d
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
-    """Return the routes; `memory` has the conversations that a body to explain may go on with."""
+    """Return the routes; `memory` has the conversations that a body to explain may go on with, and is cleared, too."""
     router = APIRouter()
     watch.attach(scheduler)
 
-    async def evicted(cause: str, evict: Callable[[list[PrefixCache]], object]) -> Response:
+    async def evicted(cause: str, evict: Callable[[Models, list[PrefixCache]], object]) -> Response:
         def work(models: Models) -> dict[str, Any]:
             caches = [cache for _, cache in scheduler.caches()]
             before = sum(map(_held_bytes, caches))
             with watch.evicting(cause):
-                evict(caches)
+                evict(models, caches)
             return {"freed_bytes": before - sum(map(_held_bytes, caches))}
 
         return await _on_generation_thread(scheduler, work)
@@ -291,6 +292,8 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
         def work(models: Models) -> dict[str, Any]:
             loaded = models.loaded(request.names)
             if body.tokens is not None:
+                if (length := len(body.tokens)) > (most := loaded.most_tokens):
+                    raise ApiError(400, f"wanted at most {most} tokens, the context; found {length}.", param="tokens")
                 checked_prompt(body.tokens, None, (), vocabulary_size(loaded.model))
             evaluated = loaded.warm(
                 made, request.namespace, name=body.name, ttl_requests=body.ttl_requests, ttl_s=body.ttl_s
@@ -302,12 +305,18 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
     @router.post(RECLAIM, openapi_extra=body_schema(ReclaimBody, RECLAIM))
     async def reclaim(http_request: HttpRequest) -> Response:
         body = await read_json(http_request, functools.partial(checked, ReclaimBody))
-        return await evicted("reclaim", lambda caches: _reclaim(caches, body.target_bytes, body.namespace))
+        return await evicted("reclaim", lambda models, caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")
     async def clear(namespace: str | None = None) -> Response:
-        drop = functools.partial(PrefixCache.clear, namespace=namespace)
-        return await evicted("clear", lambda caches: list(map(drop, caches)))
+        def drop(models: Models, caches: list[PrefixCache]) -> None:
+            for cache in caches:
+                cache.clear(namespace)
+            if models.current is not None:
+                models.current.forget(namespace)
+
+        memory.clear(namespace)
+        return await evicted("clear", drop)
 
     @router.post("/cache/check")
     async def check() -> Response:

@@ -20,21 +20,23 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from runner.script.conversation import tool_call
 from runner.serve import mlx_lm_border
+from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import Request
 from runner.serve.rules import has_plain_calls
-from runner.serve.schemas import KINDS, kinds_of, named_values
+from runner.serve.schemas import KINDS, ArgumentSchema
 from runner.serve.service import ReplyReader
 from runner.serve.template_breaks import TemplateBreaks
 
 #: Of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}
 _NOTHING = object()
+ANYTHING = ArgumentSchema(frozenset(KINDS.values()))
 
 
 class _Tags(NamedTuple):
@@ -85,16 +87,17 @@ _FORMS = {
 _ALSO_OTHERWISE = ("glm47", "longcat")  # these models write calls as JSON, too, which mlx-lm's parsers read
 
 
-def reader_of(request: Request, tokenizer: Any, initial_state: str, breaks: TemplateBreaks) -> ReplyReader:
+def reader_of(request: Request, tokenizer: Any, prompt: RenderedPrompt, breaks: TemplateBreaks) -> ReplyReader:
     """What reads the reply to a request. If calls are forced and the model has no form for them, all text is calls."""
     marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
+    initial_state, parser = prompt.initial_state, tokenizer.tool_parser
+    machine = mlx_lm_border.make_text_state_machine(tokenizer)
     if has_plain_calls(request, tokenizer):
         ends = [(tokenizer.think_end, "tool")] if tokenizer.has_thinking else []
         machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
         initial_state = initial_state if initial_state == "reasoning" else "tool"
     is_single = request.constraint is not None and request.constraint.is_single
-    calls = CallReader(parser, request.tools)
+    calls = CallReader(parser, prompt.arguments)
     white = breaks.before_call if request.tools and tokenizer.has_tool_calling else None
     how = {"has_one_call": is_single, "drops_breaks": breaks.drops_behind_reasoning, "before_call": white}
     return ReplyReader(machine, initial_state, calls, call_marks=marks, **how)
@@ -113,8 +116,11 @@ def json_calls(text: str, _tools: Any) -> list[dict[str, Any]]:
 class CallReader:
     """Reads the calls in what a model wrote between the marks of a call."""
 
-    def __init__(self, parser: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._parser, self._tools = parser, tools
+    def __init__(
+        self, parser: Callable[[str, Any], Any], arguments: Mapping[str, Mapping[str, ArgumentSchema]]
+    ) -> None:
+        """`arguments`: of each function."""
+        self._parser, self._arguments = parser, arguments
         self._form = parser.__module__.rpartition(".")[2] if parser else ""
 
     def __call__(self, text: str) -> list[dict[str, Any]]:
@@ -132,15 +138,12 @@ class CallReader:
                 return _listed(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
             if not {"{", "["}.isdisjoint(text.partition("{")[2]):
                 _refuse("a list or an object cannot be read")
-        return _listed(self._parser(text, self._tools))
+        return _listed(self._parser(text, None))
 
     def _call(self, name: str, body: str, tags: _Tags) -> dict[str, Any]:
-        functions = (tool["function"] for tool in self._tools or ())
-        root = next((each.get("parameters") for each in functions if each["name"] == name), None)
-        properties = root.get("properties") if isinstance(root, dict) else None
-        known = properties if isinstance(properties, dict) else {}
+        known = self._arguments.get(name, {})
         pairs = [(found["key"].strip(), found[found.lastgroup or "value"]) for found in _matches(tags.argument, body)]
-        return {"name": name, "arguments": {key: argument_of(value, known.get(key), root) for key, value in pairs}}
+        return {"name": name, "arguments": {key: argument_of(value, known.get(key, ANYTHING)) for key, value in pairs}}
 
 
 def _listed(calls: Any) -> list[dict[str, Any]]:
@@ -162,10 +165,10 @@ def _in_openai_form(call: Any) -> dict[str, Any]:
     return tool_call(str(call.get("id") or uuid.uuid4()), str(call["name"]), arguments)
 
 
-def argument_of(text: str, schema: Any, root: Any) -> Any:
-    """The value of an argument by its schema, which may refer to parts of `root`."""
-    kinds = kinds_of(schema, root)
-    if kinds == {"string"} or text in [*named_values(schema, root)]:
+def argument_of(text: str, schema: ArgumentSchema) -> Any:
+    """The value of an argument by its schema."""
+    kinds = schema.kinds
+    if kinds == {"string"} or text in schema.texts:
         return text
     value = _value(text)
     kind = KINDS.get(type(value), "")
@@ -175,7 +178,7 @@ def argument_of(text: str, schema: Any, root: Any) -> Any:
     if not fits or "string" not in kinds or kind in ("array", "object"):
         return value if fits else text
     # A text is taken for another value only if it is the value's own. Without a type, a number may be that of a house.
-    is_open = kinds == frozenset(KINDS.values()) and kind != "null"
+    is_open = kinds == ANYTHING.kinds and kind != "null"
     return value if text.strip() == json.dumps(value) and not is_open else text
 
 

@@ -149,10 +149,12 @@ class Watch(Collector):
                 self._refused.append(RefusedRequest(self._clock(), shown, status, refusal))
 
     def on_event(self, event: Event) -> None:
-        """Count an eviction; the listener of every cache."""
+        """Count an eviction, and log what verification found wrong; the listener of every cache."""
         if event.kind is EventKind.EVICTED:
             cause = "mismatch" if event.detail.get("was_wrong") else self._cause
             self._counters["evictions"].labels(event.detail["state"], cause).inc()
+        elif event.kind is EventKind.QUARANTINED:
+            logger.warning("verify: %s; quarantined from token %d on", event.detail["mismatch"], event.start)
 
     def on_record(self, record: RequestRecord) -> None:
         if record.naming is None:

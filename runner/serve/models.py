@@ -341,8 +341,7 @@ class Models:
             stored_bits=options.stored_bits,
             trace=self._trace if self._is_default(key) else None,
             tokenizer=loaded.tokenizer if options.show_text else None,
-            # If requests run together, only drawn requests have a session: verify each of them.
-            verify=1.0 if is_parallel and options.verify else options.verify,
+            verify=options.verify,
             exact=options.exact,
             step_size=options.prefill_step_size,
             on_event=self._on_event,

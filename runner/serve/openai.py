@@ -47,6 +47,7 @@ from runner.serve.request import (
     Count,
     LikelyToken,
     ModelNames,
+    Name,
     PrefillProgress,
     Request,
     Share,
@@ -175,9 +176,9 @@ Function = Annotated[dict[str, Any], AfterValidator(_named), WithJsonSchema(NAME
 class OpenAIBody(Checked):
     """What both bodies have in common. Fields that a Request has too keep their names there."""
 
-    model: str = DEFAULT
-    adapters: str | None = None
-    draft_model: str | None = DEFAULT
+    model: Name = DEFAULT
+    adapters: Name | None = None
+    draft_model: Name | None = DEFAULT
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)

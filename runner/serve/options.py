@@ -181,7 +181,7 @@ def real_path(name: str) -> str:
 def require_compatible(options: ServeOptions) -> None:
     """Raise ValueError for options that exclude each other or do not exist."""
     make_policy(options.policy)
-    for name in ("kv_bits", "exact", "verify"):
+    for name in ("kv_bits", "exact"):
         if options.context is not None and getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"--context does not work with {option}, which runs requests alone. Leave one out.")

@@ -15,7 +15,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +26,10 @@ from PIL import Image, UnidentifiedImageError
 from radixcache.chat import RenderedChat, TokenSpans
 from radixcache.chat_parts import TOOL_LIST, Chat, message_name
 from radixcache.chat_template import ChatTemplate, common_rendering
+from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
+from runner.serve.schemas import ArgumentSchema, argument_schemas
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
@@ -58,7 +60,9 @@ class RenderedPrompt:
         parts: where each part ends, and its name; empty: not known, see `part_at`.
         chat: what the template took; None: there is no template.
         echo: its text, if the request wants it with the reply.
-        prediction: the reply that the client expects, in tokens; None: it expects none, or there are images.
+        prediction: the reply that the client expects, in tokens, as far as a reply can use it; None: it expects none,
+            or there are images.
+        arguments: of the functions that the reply may call.
     """
 
     tokens: list[int]
@@ -69,6 +73,7 @@ class RenderedPrompt:
     chat: Chat | None = None
     echo: str = ""
     prediction: list[int] | None = None
+    arguments: Mapping[str, Mapping[str, ArgumentSchema]] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[int] | None:
@@ -120,9 +125,14 @@ def prompt_of(
             prompt = replace(prompt, chat=chat)
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
+            if most_tokens is not None:
+                require_fitting([text], tokenizer, most_tokens)  # a small body may name a long role many times
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
+        prompt = replace(prompt, arguments=argument_schemas(request.tools or ()))
         if request.prediction and prompt.vision is None:
-            predicted = tokenizer.encode(request.prediction, add_special_tokens=False)
+            longest = UNBOUNDED_TOKENS if most_tokens is None else most_tokens
+            most_predicted = min(longest, MOST_PREDICTED * (request.max_tokens or longest))
+            predicted = predicted_tokens(request.prediction, tokenizer, most_predicted)
             prompt = replace(prompt, prediction=predicted)
     except ApiError:
         raise
@@ -174,9 +184,11 @@ def _chat_prompt(
 
 
 def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
-    """Raise ApiError.of_length if the texts of a request are too long, whatever the template makes of them."""
+    """Raise ApiError.of_length if a request is too long, whatever the template makes of its texts."""
     if not isinstance(request.prompt, str | None):
-        return  # token ids cost nothing
+        if len(request.prompt) > most_tokens:
+            raise ApiError.of_length(len(request.prompt), most_tokens)
+        return
     said = [request.prompt or "", *(text for message in request.messages for text in _contents(message))]
     require_fitting(said, tokenizer, most_tokens)
     length = _characters([request.messages, request.tools, request.chat_template_kwargs])

@@ -483,6 +483,8 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=10_000)]
+#: Of a model, a pin, a namespace: as long as a path may be. Names stay in the records of requests.
+Name = Annotated[str, Field(max_length=4096)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -51,6 +52,7 @@ from runner.serve.service import (
     namespace_of,
     read_json,
     server_sent_event,
+    shared_namespace_of,
 )
 from runner.text import shortened
 
@@ -200,6 +202,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
 
 
 Events: TypeAlias = Iterator[dict[str, Any]]
+Owner: TypeAlias = tuple[str, str]  # the name of a key, and a namespace
 
 
 class ResponseDraft:
@@ -391,15 +394,29 @@ def _text_input(arguments: str) -> str:
 class ResponseMemory:
     """The newest conversations, for requests that go on with one of their owner's. Only the event loop uses it.
 
+    What a request remembers belongs to its key and to its namespace in the cache, and goes when that is cleared.
+
     A conversation is the JSON of the items of each request and its reply. Later conversations share these pieces, so
     the sum of all lengths is at least what they take.
     """
 
     def __init__(self) -> None:
-        self._conversations: dict[tuple[str, str], tuple[bytes, ...]] = {}
+        self._conversations: dict[tuple[Owner, str], tuple[bytes, ...]] = {}
         self._bytes = 0
+        self._clears = Counter[str | None]()
 
-    def put(self, owner: str, id: str, conversation: tuple[bytes, ...]) -> None:
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget everything, or what belongs to one namespace; also what running requests would remember of it."""
+        self._clears[namespace] += 1
+        kept = {key: each for key, each in self._conversations.items() if namespace not in (None, key[0][1])}
+        self._conversations = kept
+        self._bytes = sum(len(piece) for conversation in kept.values() for piece in conversation)
+
+    def clears(self, owner: Owner) -> int:
+        """How often the owner's namespace was cleared: a request that began before must remember nothing."""
+        return self._clears[None] + self._clears[owner[1]]
+
+    def put(self, owner: Owner, id: str, conversation: tuple[bytes, ...]) -> None:
         if sum(map(len, conversation)) > MAX_STORED_BYTES:
             return
         self._conversations[owner, id] = conversation
@@ -408,27 +425,33 @@ class ResponseMemory:
             oldest = self._conversations.pop(next(iter(self._conversations)))
             self._bytes -= sum(map(len, oldest))
 
-    def get(self, owner: str, id: str) -> tuple[bytes, ...]:
+    def get(self, owner: Owner, id: str) -> tuple[bytes, ...]:
         """The conversation that ends with this response. ApiError: it is not here, or another owner's."""
         if (conversation := self._conversations.pop((owner, id), None)) is None:
-            message = f"Previous response with id {shortened(id, 80)!r} not found: not of this server, or too old."
+            name = shortened(id, 80)
+            message = f"Previous response with id {name!r} not found: not of this server or namespace, or too old."
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         self._conversations[owner, id] = conversation
         return conversation
 
     def joined(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
-        """A body with the whole conversation as its input, whoever owns that. ApiError: a part of it is not here."""
-        if (id := body.get("previous_response_id")) is None:
+        """A body with the whole conversation of its `namespace` as its input, whatever the key.
+
+        ApiError: a part of it is not here. `owner`: the name of a key.
+        """
+        id, namespace = body.get("previous_response_id"), body.get("namespace", "")
+        if id is None or not isinstance(namespace, str):  # what is wrong with it is said later
             return body
         if not isinstance(id, str):
             what = f"previous_response_id is {shortened(repr(id), 80)}; wanted a string."
             raise ApiError(400, what, param="previous_response_id")
-        owner = next((each for each, its in self._conversations if its == id), owner)
-        past = [item for piece in self.get(owner, id) for item in json.loads(piece)]
-        own = self.resolved(owner, as_items(body.get("input")), lambda more_bytes: None)
+        found = (each for each, its in self._conversations if its == id and each[1] == namespace)
+        wall = next(found, (owner, namespace))
+        past = [item for piece in self.get(wall, id) for item in json.loads(piece)]
+        own = self.resolved(wall, as_items(body.get("input")), lambda more_bytes: None)
         return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
 
-    def resolved(self, owner: str, items: Any, hold: Callable[[int], None]) -> Any:
+    def resolved(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
         """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
 
         An `item_reference` names an item. So does reasoning without text, as LangChain sends it back; it stays as it is
@@ -466,7 +489,8 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
         given = await read_json(request, lambda body: body)
-        owner = str(getattr(getattr(request.state, "tenant", None), "name", ""))
+        owner = str(getattr(getattr(request.state, "tenant", None), "name", "")), shared_namespace_of(request, given)
+        clears = memory.clears(owner)
         hold = getattr(request.state, "hold", lambda more_bytes: None)
         given["input"] = memory.resolved(owner, given.get("input"), hold)
         before = given.get("previous_response_id")
@@ -482,7 +506,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
         body, asked = await beside_loop(past_bytes + len(await request.body()), checked)
 
         def remember(response: dict[str, Any]) -> None:
-            if body.store:
+            if body.store and asked.is_kept and memory.clears(owner) == clears:
                 fresh = json.dumps([*as_items(given["input"]), *response["output"]]).encode()
                 memory.put(owner, response["id"], (*past, fresh))
 

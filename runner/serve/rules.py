@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import llguidance
 
@@ -29,6 +29,7 @@ from runner.serve.schemas import (
     schema_at,
 )
 
+Text: TypeAlias = str | tuple[str, ...]  # a text as it is, or all that match some regular expressions, as terms
 MAX_TOOLS_CHARACTERS = 1_000_000  # of the rules of all tools that may be called
 #: Keywords of a function's parameters that single arguments cannot satisfy.
 OF_OBJECTS = (
@@ -173,7 +174,10 @@ class _CallRules:
         self.rules: list[str] = []
         self._characters = 0  # of all rules
         self._at = ""
-        self._met: dict[tuple[int, str], str] = {}  # rules of referenced schemas, which may refer to themselves
+        # Of the function at hand:
+        self._met: dict[str, str] = {}  # rules of referenced schemas, which may refer to themselves
+        self._kinds: dict[int, frozenset[str]] = {}
+        self._allowed: dict[int, tuple[Text, ...]] = {}
 
     def call(self, function: dict[str, Any], index: int) -> str:
         """The name of the rule of a function's calls. ApiError: one of its arguments cannot be written."""
@@ -182,6 +186,7 @@ class _CallRules:
         if not re.fullmatch(form.names, name, re.DOTALL):
             self._refuse(f"the name {name!r}")
         parameters = json.loads(whole)
+        self._met, self._kinds, self._allowed = {}, {}, {}
         is_bare = bool(form.bare) and not parameters.get("required")
         if is_bare or not form.open:
             arguments = f"%json {whole}"
@@ -246,7 +251,7 @@ class _CallRules:
         """A rule of a value and of what closes it; empty: the form has no such value."""
         if not isinstance(schema, dict) or "$ref" not in schema:
             return self._alternatives(schema, root)
-        met = id(root), str(schema["$ref"])
+        met = str(schema["$ref"])
         if met not in self._met:
             at, self._met[met] = len(self.rules), self._rule("")
             body = self._alternatives(schema, root)
@@ -255,7 +260,7 @@ class _CallRules:
         return self._met[met]
 
     def _alternatives(self, schema: Any, root: Any) -> str:
-        form, kinds = self._form, kinds_of(schema, root)
+        form, kinds = self._form, kinds_of(schema, root, self._kinds)
         if form.has_texts and "string" in kinds:
             found = [*self._texts(schema, root, kinds)]
             if "null" in kinds:
@@ -274,7 +279,7 @@ class _CallRules:
         """Terms of texts with what closes them."""
         form = self._form
         after = form.quote + form.close
-        for text in texts_of(schema, root):
+        for text in texts_of(schema, root, self._allowed):
             if isinstance(text, str):
                 yield self._literal(form.quote + text + after)
                 continue
@@ -310,16 +315,18 @@ def _as_regex(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]:
-    """The texts that a schema allows: one as it is, or all that match some regular expressions, as terms."""
-    node = resolved(schema, root)
+def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: int = 0) -> tuple[Text, ...]:
+    """The texts that a schema allows, each once. `known` as in `kinds_of`."""
+    node, found = resolved(schema, root), dict[Text, None]()
+    if (result := known.get(id(node))) is not None or hops > MAX_HOPS:
+        return result or ()
+    known[id(node)] = ()  # a schema that refers to itself allows no more by that
     branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
     if "const" in node or "enum" in node:
-        yield from (each for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
+        found.update((each, None) for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
     elif branches:
-        if hops < MAX_HOPS and ("allOf" not in node or len(branches) == 1):
-            for each in branches:
-                yield from texts_of(each, root, hops + 1)
+        for each in branches if "allOf" not in node or len(branches) == 1 else ():
+            found.update(dict.fromkeys(texts_of(each, root, known, hops + 1)))
     elif "string" in kinds_of(node, root):
         parts = []
         if "minLength" in node or "maxLength" in node:
@@ -329,13 +336,16 @@ def texts_of(schema: Any, root: Any, hops: int = 0) -> Iterator[str | list[str]]
             before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if has_end else "(?s:.*)"
             inner = pattern.removeprefix("^")[: -1 if has_end else None]
             parts.append(f"/{llguidance.regex_to_lark(f'{before}({inner}){after}')}/")
-        yield parts
+        found[tuple(parts)] = None
+    known[id(node)] = tuple(found)
+    return known[id(node)]
 
 
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
     """The functions that may be called, by their index in the request's tools."""
     assert request.constraint is not None
-    names = request.constraint.functions
+    functions = request.constraint.functions
+    names = None if functions is None else frozenset(functions)
     for index, tool in enumerate(request.tools or ()):
         if names is None or tool["function"]["name"] in names:
             yield index, tool["function"]

@@ -13,11 +13,10 @@ llguidance refuses each keyword that it lacks. What says nothing goes, and what 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.serve.request import ApiError, Constraint
 
@@ -63,6 +62,7 @@ KINDS = {
 }
 #: Names of types that JSON Schema lacks, and tools written by hand have.
 ALIASES = {"bool": "boolean", "dict": "object", "float": "number", "int": "integer", "list": "array", "str": "string"}
+ANY: Mapping[str, Any] = {}  # a schema that allows any value
 SCALARS = frozenset(("boolean", "integer", "number", "null"))
 
 
@@ -95,7 +95,11 @@ def checked_schema(schema: Any, at: str) -> str:
 
 
 def require_few_multiples(schemas: Iterable[Any], at: str) -> None:
-    require_most(math.prod({each for schema in schemas for each in _multiples(schema)}), MAX_MULTIPLE, "multipleOf", at)
+    product = 1
+    for each in {each for schema in schemas for each in _multiples(schema)}:
+        require_most(
+            product := product * each, MAX_MULTIPLE, "multipleOf", at
+        )  # of all, it may have millions of digits
 
 
 def _multiples(node: Any) -> Iterator[int]:
@@ -319,7 +323,7 @@ def resolved(schema: Any, root: Any, hops: int = MAX_HOPS) -> Mapping[str, Any]:
         path, schema = schema["$ref"].removeprefix("#").split("/")[1:], root
         for name in path:
             schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) else {}
+    return schema if isinstance(schema, dict) else ANY
 
 
 def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = None, hops: int = 0) -> frozenset[str]:
@@ -367,3 +371,27 @@ def named_values(schema: Any, root: Any, seen: set[int] | None = None, hops: int
     yield from [node["const"]] if "const" in node else _list(node, "enum")
     for each in (*_list(node, "anyOf"), *_list(node, "oneOf"), *_list(node, "allOf")):
         yield from named_values(each, root, seen, hops + 1)
+
+
+class ArgumentSchema(NamedTuple):
+    """What the reader of a call must know of an argument: the types that it may have, and the texts that it names."""
+
+    kinds: frozenset[str]
+    texts: frozenset[str] = frozenset()
+
+
+def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, ArgumentSchema]]:
+    """The arguments of each function, by their names."""
+    found: dict[str, dict[str, ArgumentSchema]] = {}
+    for function in (tool["function"] for tool in tools):
+        root = function.get("parameters")
+        properties = _object(root, "properties") if isinstance(root, dict) else {}
+        kinds: dict[int, frozenset[str]] = {}
+        found[function["name"]] = {
+            key: ArgumentSchema(
+                kinds_of(schema, root, kinds),
+                frozenset(each for each in named_values(schema, root) if isinstance(each, str)),
+            )
+            for key, schema in properties.items()
+        }
+    return found

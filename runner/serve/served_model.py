@@ -15,7 +15,6 @@ reads the flag itself.
 from __future__ import annotations
 
 import logging
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -117,7 +116,6 @@ class ServedModel:
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
-        self._draws = random.Random(0)
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
@@ -192,6 +190,10 @@ class ServedModel:
             ttl_s=ttl_s,
             draft_model=self.draft_model,
         )
+
+    def forget(self, namespace: str | None) -> None:
+        """Forget the chats of a namespace, or all, with which later prompts are compared."""
+        self._chats.clear(namespace)
 
     def rehearse(self) -> None:
         """Do once what the first client would wait for: compile and allocate, render and decode a prompt.
@@ -282,14 +284,13 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        reader = reader_of(request, tokenizer, prompt.initial_state, self._breaks)
+        reader = reader_of(request, tokenizer, prompt, self._breaks)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
             raise ApiError(400, f"{found}; at most {MAX_SCORED_TOKENS} get log-probabilities.", param="echo")
-        is_alone = self._generator is None or has_images or self._draws.random() < self._options.verify
-        is_alone |= request.scores_prompt
+        is_alone = self._generator is None or has_images or request.scores_prompt
         prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
         started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
@@ -347,7 +348,7 @@ class ServedModel:
             record.naming = self._renderer.submit(
                 opened.request.client, self._name_fork, opened, prompt, found.fork.start
             )
-        if prompt.chat is not None:
+        if prompt.chat is not None and opened.request.is_kept:
             self._chats.add(record.keys, prompt.chat, opened.request.namespace)
 
     def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:

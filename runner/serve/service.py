@@ -467,21 +467,28 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
-    """The namespace of a request: that of its key, and behind a space its salt. ApiError: a field is wrong.
+    """The namespace of a request: its shared one, or, with `cache_prompt: false` (llama.cpp), one of its own.
 
-    Salts are the body's `cache_salt` (vLLM, SGLang) and the headers of mlx-vlm's tenants. With `cache_prompt: false`
-    (llama.cpp), the namespace is the request's alone.
+    ApiError: a field is wrong.
     """
-    namespace = str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
-    salt, keeps = body.get("cache_salt"), body.get("cache_prompt")
-    if not isinstance(salt, str | None) or len(salt or "") > MAX_SALT_CHARS:
-        raise ApiError(400, f"wanted text of at most {MAX_SALT_CHARS} characters.", param="cache_salt")
+    namespace, keeps = shared_namespace_of(request, body), body.get("cache_prompt")
     if not isinstance(keeps, bool | None):
         raise ApiError(400, "wanted true or false.", param="cache_prompt")
-    headers = (request.headers.get(name, "")[:MAX_SALT_CHARS] for name in TENANT_HEADERS)
-    if salt := salt or next(filter(None, headers), ""):
-        namespace = f"{namespace} {salt}"
     return f"{namespace} {uuid.uuid4()}{NOT_KEPT}" if keeps is False else namespace
+
+
+def shared_namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
+    """The namespace of a request's key, and behind a space its salt. ApiError: the salt is wrong.
+
+    Salts are the body's `cache_salt` (vLLM, SGLang) and the headers of mlx-vlm's tenants.
+    """
+    namespace = str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
+    salt = body.get("cache_salt")
+    if not isinstance(salt, str | None) or len(salt or "") > MAX_SALT_CHARS:
+        raise ApiError(400, f"wanted text of at most {MAX_SALT_CHARS} characters.", param="cache_salt")
+    headers = (request.headers.get(name, "")[:MAX_SALT_CHARS] for name in TENANT_HEADERS)
+    salt = salt or next(filter(None, headers), "")
+    return f"{namespace} {salt}" if salt else namespace
 
 
 def to_json(body: object, status: int = 200) -> Response:

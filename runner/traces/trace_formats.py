@@ -57,9 +57,19 @@ class TraceForm:
 
 
 def _block_ids(
-    table: KeyTable, fields: Fields, length: str, tokens: int, block_tokens: int, *, are_prefix_ids: bool = True
+    table: KeyTable,
+    fields: Fields,
+    length: str,
+    tokens: int,
+    block_tokens: int,
+    *,
+    are_prefix_ids: bool = True,
+    is_named: bool = True,
 ) -> list[Any]:
-    """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none."""
+    """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none.
+
+    `is_named`: the file names the length of its blocks; else the user may name it.
+    """
     wanted = "a list of whole numbers, or of texts"
     ids: list[Any] = fields.value("hash_ids", list, wanted)
     if float in map(type, ids):
@@ -70,7 +80,8 @@ def _block_ids(
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
         wanted = f"{length} {tokens} needs {full} full blocks of {block_tokens} tokens"
-        raise InputError(f"{fields.where}: hash_ids has {len(ids)} ids; {wanted}.")
+        advice = "" if is_named else " Are the blocks of another length? Name it with --block-tokens."
+        raise InputError(f"{fields.where}: hash_ids has {len(ids)} ids; {wanted}.{advice}")
     if are_prefix_ids and (at := table.conflict(ids)) is not None:
         found = f"hash id {shortened(repr(ids[at]), 40)} (index {at}) follows another prefix than before"
         raise InputError(f"{fields.where}: {found}; wanted equal ids only for equal prefixes.")
@@ -325,7 +336,8 @@ class _RowReader:
         earlier = self._latest.get(self._root(before))
         turn = fields.whole_number("turn", at_least=1) if "turn" in given else None
         block_tokens, are_prefix_ids = self._block_tokens, self._form.are_prefix_ids
-        ids = _block_ids(self._table, fields, "input_length", tokens, block_tokens, are_prefix_ids=are_prefix_ids)
+        of_ids = {"are_prefix_ids": are_prefix_ids, "is_named": False}
+        ids = _block_ids(self._table, fields, "input_length", tokens, block_tokens, **of_ids)
         time_ms = self._arrival_ms(fields, earlier)
         keys = self._table.keys(ids, unhashed_tail=len(ids) * block_tokens < tokens)
         request = TraceRequest(keys, tokens, output_tokens, time_ms, own, turn, kind)

@@ -76,7 +76,7 @@ def test_a_server_that_does_not_start_is_left_out_by_name(tmp_path: Path, monkey
     assert bench.left_out == [{"server": "vmlx", "scenarios": "all on the main model", "reason": "no such layer"}]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_peers_benchmark_asks_mlx_lm_server_and_ours_the_same(tmp_path: Path) -> None:
     bench_peers.main(["--quick", "--results", str(tmp_path)])
     ours, theirs = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))["rows"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -382,3 +383,29 @@ def test_a_log_keeps_as_many_chats_as_it_is_told_and_no_more_keys_than_fit(monke
         for _ in range(50):
             log.add(np.arange(1), chat)
         assert len(log.prompts()) == kept
+
+
+def test_a_log_drops_as_many_old_chats_as_a_long_one_needs_and_keeps_none_that_is_too_long_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixcache.chat_parts.KEPT_KEYS", 10)
+    log, chat = ChatLog(100), Chat([{"role": "user", "content": "Go"}])
+    for length, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (11, [1, 2, 3]), (7, [3, 7]), (10, [10]), (12, [10])):
+        log.add(np.arange(length), chat)
+        assert [len(keys) for keys in log.prompts()] == kept, length
+
+
+def test_a_log_may_be_cleared_by_another_thread_while_a_chat_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clearing(list[int]):
+        """Keys of a chat; when the log asks how many there are, another thread clears the log."""
+
+        def __len__(self) -> int:
+            thread = threading.Thread(target=log.clear)
+            thread.start()
+            thread.join(0.05)
+            return 6
+
+    monkeypatch.setattr("radixcache.chat_parts.KEPT_KEYS", 10)
+    log = ChatLog()
+    for keys in (np.arange(6), Clearing()):
+        log.add(keys, Chat([{"role": "user", "content": "Go"}]))  # type: ignore[arg-type]

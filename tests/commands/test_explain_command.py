@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
+from runner.models.demo import demo_model_place
 from runner.models.footprint import ModelBytes
-from runner.models.load import load_outline
+from runner.models.load import is_downloaded, load_outline
 from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
@@ -20,7 +22,7 @@ from runner.simulate.simulator import grow_tree
 from runner.traces.trace_reader import read_trace
 from tests.chat.test_chat_parts import TEMPLATES
 from tests.observe.test_hints import SYSTEM
-from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, item, thought, turn, written
+from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, compacted, item, thought, turn, written
 from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
 OUTLINE = load_outline("tiny")
@@ -82,6 +84,34 @@ def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_templat
     assert (worst.role, worst.piece, worst.reason) == ("assistant", "template", "diverged")
     assert sorted(worst.messages) == [2, 4]
     assert "the template renders them differently" in breaks_text(report)
+
+
+# As Qwen3's: a last reply has thinking tags, even empty ones.
+EMPTY_TAGS = (
+    PARROT_TEMPLATES["qwen3"]
+    .replace("if message.reasoning_content and", "if (message.reasoning_content or loop.last) and")
+    .replace("{{ message.reasoning_content }}", "{{ message.reasoning_content or '' }}")
+)
+
+
+def test_empty_thinking_tags_that_the_template_writes_into_a_last_reply_lose_nothing(tmp_path: Path) -> None:
+    outline = load_outline("tiny")
+    outline.tokenizer._tokenizer.chat_template = EMPTY_TAGS
+    growing = conversation("c", "Read a.txt.", "It says marmalade.", "And b.txt?", "Quicksand.", "Thanks.", system="")
+    log = ClaudeLog()
+    log.ask("Why does the test fail?")
+    log.reply(call("c"))
+    log.result("c", "marmalade")
+    log.reply("Done: the parser takes both.")
+    thinking = [*read_conversations(written(tmp_path, log.records)).conversations, growing]
+    for talk in thinking:
+        report = broken([replace(talk, arguments={"enable_thinking": True})], outline)
+        assert (report.lost_tokens, report.resumed_tokens > 0) == (0, True)
+    reasoned = [
+        {**each, "reasoning_content": SYSTEM} if each["role"] == "assistant" else each for each in growing.messages
+    ]
+    talk = replace(growing, messages=tuple(reasoned), arguments={"enable_thinking": True})
+    assert the_break(broken([talk], outline)) == ("the chat template", "part", 2)
 
 
 def test_what_the_budget_evicts_is_told_from_what_diverges() -> None:
@@ -308,6 +338,20 @@ def test_traces_of_sessions_have_their_times_and_trees_and_traces_share_nothing_
     assert set(cache.view().namespaces) == {"opus", "haiku"}
 
 
+def test_a_compaction_costs_the_same_below_the_summary_and_below_what_it_keeps(tmp_path: Path) -> None:
+    found = []
+    for form in ("summary", "tail"):
+        log = session()
+        head, tail = (each["uuid"] for each in log.records[-2:])
+        summary = compacted(log, head, tail)
+        log.ask("And now?", after={"summary": summary, "tail": tail}[form])
+        log.reply("Now I answer.")
+        report = broken_log(tmp_path / form, log.records)
+        assert the_break(report) == ("the history", "part", 1)
+        found.append((report.requests, report.prompt_tokens, report.lost_tokens))
+    assert found[0] == found[1]
+
+
 def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path: Path) -> None:
     log = session()
     log.ask(f"May I ask otherwise? {SYSTEM[::-1]}", after=log.records[2]["uuid"])
@@ -413,3 +457,25 @@ def test_the_commands_take_the_folders_of_agents(command: Any, tmp_path: Path) -
         "replay", "--conversations", LOGS, "--model", "tiny", "--requests", 3, "--cache", "none,radix"
     )
     assert code == 0, err
+
+
+def test_a_download_of_a_tokenizer_is_announced(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, talks: Path
+) -> None:
+    # The hub's client asks the environment once, when it is imported; offline it only looks into its cache.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    code, _, err = command("explain", LOGS, "--model", "nobody/nothing")
+    announced = "the tokenizer of nobody/nothing is not on this machine; it is downloaded now"
+    assert (code, announced in err, err.index(announced) < err.index("cannot be loaded")) == (2, True, True)
+    monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path / "empty"))
+    assert [is_downloaded(spec) for spec in ("demo", "nobody/nothing", "tiny", str(tmp_path))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    demo_model_place().mkdir(parents=True)
+    assert is_downloaded("demo")
+    code, _, err = command("explain", talks, "--model", "tiny")
+    assert (code, "downloaded" in err) == (0, False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from radixcache import PrefixCache
+from radixcache import PrefixCache, prefix_cache, stream_generate
 from radixcache.speculate.pace import DraftPace
 from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
@@ -164,6 +164,22 @@ def test_what_ends_a_reply_inside_of_a_check_ends_it_there(kind: str) -> None:
         stored = cache.explain([*prompt, *wanted, 5]).matched_tokens
         assert stored <= len(prompt) + len(done(ticket).tokens)
         require_right_tree(loaded, cache, [prompt])
+
+
+def test_of_a_long_prediction_twice_the_longest_reply_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, prompt, used = load("llama"), PROMPTS[0], list[int]()
+    source = prefix_cache.PredictionSource
+    monkeypatch.setattr(prefix_cache, "PredictionSource", lambda ids: (used.append(len(ids)), source(ids))[1])
+    with free_cache(loaded) as cache, new_generator(loaded, cache) as generator:
+        submit(generator, prompt, 3, prediction=[5] * 9000)
+        list(generator)
+        for prediction in ([5] * 9000, "a word " * 9000):
+            model, tokenizer = loaded.model, loaded.tokenizer
+            list(stream_generate(model, tokenizer, prompt, 3, cache=cache, prediction=prediction))
+        cache.drafting(prompt, prediction=[5] * 9000)
+        with pytest.raises(ValueError, match="max_tokens is 0"):
+            cache.drafting(prompt, prediction=[5], max_tokens=0)
+    assert used == [6, 6, 6, 9000]
 
 
 def test_a_stop_word_inside_of_a_check_ends_the_text_before_it() -> None:

@@ -347,23 +347,28 @@ def test_rows_count_as_requests_in_stats_history_events_pins_and_traces(tmp_path
 
 def test_what_is_quarantined_is_neither_restored_nor_stored() -> None:
     keys = np.array(PROMPTS[0], dtype=np.int64)
-    with grouped("llama", [[*PROMPTS[0], 1]], capacity=512, stores=PROMPTS[0]) as (model, cache, group):
-        (early,) = group.rows
-        assert early.cached_tokens == 100
+    prompts = [[*PROMPTS[0], 1], [*PROMPTS[0], 3]]
+    with grouped("llama", prompts, capacity=512, stores=PROMPTS[0]) as (model, cache, group):
+        early, fresh = group.rows
+        assert early.cached_tokens == fresh.cached_tokens == 100
+        prefilled(group, model, early)
         with cache.begin(PROMPTS[0]) as session:
             inside.find_wrong(cache, session, 100, 50)
             session.prefill(model)
         late = group.admit([*PROMPTS[0], 2])
         assert late.cached_tokens == 50
-        for row in (early, late):
+        for row in (late, fresh):
             prefilled(group, model, row)
         cache.clear_quarantine()
-        # The first stood on what was found wrong; the second evaluated it itself.
+        # The first stood on what was found wrong; the others evaluated it themselves.
+        assert fresh.cached_tokens == 0
         early.close()
         assert inside.stored_tokens(cache, keys) == 50
         late.close()
         assert inside.stored_tokens(cache, [*PROMPTS[0], 2]) == 101
         assert inside.stored_tokens(cache, [*PROMPTS[0], 1]) == 100
+        fresh.close()
+        assert inside.stored_tokens(cache, [*PROMPTS[0], 3]) == 101
 
 
 def test_the_tainted_part_of_a_row_is_never_found_in_the_tree() -> None:
@@ -617,6 +622,26 @@ def test_a_model_that_raises_in_any_chunk_leaves_the_row_where_it_was_and_the_gr
             assert error(each, cold(model, row.prompt.tolist())) < ROUNDING
         decoded(group, model, rows, found, 2)
     cache.check()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_interrupt_over_wrapped_windows_stays_one_and_the_rows_say_that_they_are_lost(rows: int) -> None:
+    model, prompts = shared_model("llama_sliding"), [tokens(1, 24), tokens(2, 6)][:rows]
+    cache = PrefixCache(model)
+    with cache.begin_many([*prompts, tokens(3, 20)], capacity=200) as group:
+        *stepped, other = group.rows
+        for row in group.rows:
+            prefilled(group, model, row)
+        group.step(model, stepped, [5] * rows)
+        with fused(model, Fuse(1, raising(KeyboardInterrupt, after=True))), pytest.raises(KeyboardInterrupt):
+            group.step(model, stepped, [6] * rows)
+        for row in stepped:
+            with pytest.raises(SessionClosedError, match="overwritten wrapped windows: KeyboardInterrupt"):
+                group.step(model, [row], [6])
+        assert error(group.step(model, [other], [7])[0, -1], cold(model, [*tokens(3, 20), 7])) < ROUNDING
+    cache.check()
+    for prompt in prompts:
+        resumed(cache, model, [*prompt, 5])
 
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,67 @@ def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_al
         resumed(cache, model, [*text, 7])
 
 
+#: Kinds with windows of 16 tokens: in some layers, in all, and beside recurrent layers.
+WINDOWED = [
+    kind if kind in ("gemma3_text", "gpt_oss") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in (
+        *("gemma3_text", "gpt_oss", "gemma3n", "gemma4_text", "llama_sliding", "ministral3", "step3p5"),
+        *("baichuan_m1", "recurrent_gemma"),
+    )
+]
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_rows_on_both_sides_of_a_window_check_drafts_as_they_do_alone(kind: str, steps: int) -> None:
+    model, prompts = shared_model(kind), [tokens(1, 32), tokens(2, 8), tokens(3, 13)]
+    cache = PrefixCache(model)
+    with cache.begin_many(prompts, capacity=500) as group:
+        said = Said(model, group, prompts)
+        for most in (4, 2):
+            for _ in range(steps):  # the ring of the longest row turns
+                said.plain(group.rows)
+            said.check(group.rows, most)
+        texts = [*said.texts.values()]
+    cache.check()
+    for text in texts:
+        resumed(cache, model, [*text, 7])
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_prompts_whose_tokens_were_stepped_go_on_in_chunks_together(kind: str) -> None:
+    model, prompts = shared_model(kind), [tokens(1, 44), tokens(2, 28)]
+    cache = PrefixCache(model)
+    with cache.begin_many(prompts, capacity=500) as group:
+        for row, count in zip(group.rows, (24, 8), strict=True):
+            group.prefill(model, row, count)
+        for _ in range(3):
+            group.step(model, group.rows, [row.prompt[row.position] for row in group.rows])
+        logits = dict(group.prefill_many(model, group.rows, 9))
+        logits |= dict(group.prefill_many(model, group.rows))
+        for row, prompt in zip(group.rows, prompts, strict=True):
+            assert error(logits[row][0, -1], cold(model, prompt)) < ROUNDING
+    for prompt in prompts:
+        resumed(cache, model, [*prompt, 7])
+
+
+@pytest.mark.parametrize("prompt", [[7], [7, 8, 9]])
+def test_a_row_steps_its_prompt_beside_a_row_that_evaluates_rejected_tokens_again(prompt: list[int]) -> None:
+    model, cache = shared_model("qwen3_next"), PrefixCache(shared_model("qwen3_next"))
+    with cache.begin_many([tokens(1, 5)], capacity=400) as group:
+        owing = group.rows[0]
+        group.prefill(model, owing)
+        group.check_drafts(model, [owing], [[9, 10, 11]], lambda _: [1])
+        fresh = group.admit(prompt)
+        logits = group.step(model, [owing, fresh], [12, 7])
+        assert owing.owed_tokens == 0
+        assert (fresh.position, fresh.known_tokens) == (1, len(prompt))
+        assert error(logits[0, -1], cold(model, [*tokens(1, 5), 9, 12])) < ROUNDING
+        assert error(logits[1, -1], cold(model, [7])) < ROUNDING
+        group.check()
+    cache.check()
+
+
 @pytest.mark.parametrize(("kind", "share"), [("llama", 2.11), ("qwen3_next", 2.69)])
 def test_a_row_that_needs_room_leaves_those_that_were_checked_before_it_as_they_are(kind: str, share: float) -> None:
     """On a budget of so many rows of 100 tokens, three rows are sometimes checked one by one."""

@@ -56,6 +56,31 @@ def test_of_a_recurrent_row_so_much_can_be_shared_later_as_its_chunks_end_at() -
             assert group.sharable_later(keys, row, chunk_tokens) == end
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_token_that_is_given_to_a_row_is_evaluated_where_the_row_stood(kind: str) -> None:
+    """A row that has not begun is not moved by step() behind what another row has evaluated since."""
+    with grouped(kind, capacity=256) as (model, cache, group):
+        first, second = (group.admit([*SYSTEM, token]) for token in (7, 8))
+        decoded(group, model, [first], [prefilled(group, model, first)], 1)
+        for token in range(3):
+            found = group.step(model, [second], [SYSTEM[token]])[0, -1]
+            assert error(found, cold(model, SYSTEM[: token + 1])) < ROUNDING
+        assert second.position == 3
+        assert error(prefilled(group, model, second), cold(model, [*SYSTEM, 8])) < ROUNDING
+        checked(cache, group)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba"])
+def test_what_the_first_steps_of_a_cache_evaluate_is_shared(kind: str) -> None:
+    with grouped(kind, capacity=256) as (model, cache, group):
+        first, second = group.admit([*SYSTEM, 7]), group.admit([*SYSTEM[:3], 8])
+        for token in SYSTEM[:5]:
+            group.step(model, [first], [token])
+        assert error(prefilled(group, model, second), cold(model, [*SYSTEM[:3], 8])) < ROUNDING
+        assert second.cached_tokens == (0 if kind == "mamba" else 3)
+        checked(cache, group)
+
+
 def test_a_row_that_cannot_take_up_more_after_all_stands_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped("mamba", capacity=256) as (model, cache, group):
         first, second = (group.admit(prompt, marks=[60]) for prompt in PROMPTS[:2])

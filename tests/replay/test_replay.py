@@ -20,6 +20,7 @@ from runner.replay.caches import layers_bytes, open_cache
 from runner.replay.replayer import AnswerDifference, Replay
 from runner.replay.report import TIE, Report
 from runner.script.conversation import Conversation
+from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
 
@@ -63,10 +64,10 @@ def options(**more):
     return ReplayOptions(**{"budget_bytes": BUDGET_BYTES, "max_tokens": 4, "step_size": 64, **more})
 
 
-def run(model, caches, *, conversations=CONVERSATIONS, **more):
+def run(model, caches, *, conversations=CONVERSATIONS, seed=1, **more):
     """Replay conversations; returns the runs by cache."""
     chosen, loaded = options(**more), load_model(model)
-    script = Script(loaded, schedule(conversations, seed=1), max_tokens=chosen.max_tokens, recorded=chosen.recorded)
+    script = Script(loaded, schedule(conversations, seed=seed), max_tokens=chosen.max_tokens, recorded=chosen.recorded)
     return {each.cache: each for each in Replay(loaded, script, caches, chosen, Silence()).run()}
 
 
@@ -85,6 +86,19 @@ def serve(cache, loaded, prompt, max_tokens=4):
     with cache.begin(prompt) as session:
         pieces = list(generate(session, loaded.model, loaded.tokenizer, max_tokens=max_tokens, stop_tokens=()))
         return session.cached_tokens, session.reason, pieces[-1].completion.tokens
+
+
+def test_the_short_replay_shows_the_limit_of_each_cache():
+    more = {"conversations": builtin_conversations("builtin_short.jsonl"), "seed": 0, "max_tokens": 1}
+    needed_bytes = max(row.peak_bytes for row in run("tiny", ["radix"], **more)["radix"].rows)
+    runs = run("tiny", CACHE_NAMES, budget_bytes=needed_bytes, **more)
+    shares = {each.cache: each.cached_share for each in Report([*runs.values()]).summaries}
+    assert shares["none"] == 0
+    assert 0.2 < shares["single"] < 0.9 * shares["mlx-lm"]
+    assert shares["mlx-lm"] < 0.9 * shares["radix"]
+    assert {cache: each.evictions > 0 for cache, each in runs.items()} == {
+        **{"none": False, "single": False, "radix": False, "mlx-lm": True}
+    }
 
 
 @pytest.mark.parametrize(

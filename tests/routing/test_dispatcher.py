@@ -176,7 +176,9 @@ def test_a_chain_goes_on_from_any_border(tokens: list[int], border: int) -> None
 
 
 @pytest.mark.parametrize(
-    "other", [root_digest("another"), root_digest("model", "ann"), root_digest("model", "", b"secret")]
+    "other",
+    [root_digest("another"), root_digest("model", "ann"), root_digest("model", "", b"secret")],
+    ids=["model", "namespace", "secret"],
 )
 def test_models_namespaces_and_secrets_share_no_digest(other: int) -> None:
     tokens = np.zeros(2_560, np.int64)

@@ -206,7 +206,7 @@ def test_errors_of_the_api_are_no_messages_and_replies_of_the_tool_are_no_reques
     log.ask("Two.")
     log.reply("Second.")
     (request,) = requests_of_log(written(tmp_path, log.records))
-    assert outline(request) == ["u:One.", "u:Again.", "a:No response requested.", "u:Two."]
+    assert outline(request) == ["u:One.\nAgain.", "a:No response requested.", "u:Two."]
 
 
 def test_a_session_that_was_copied_into_another_file_is_asked_once(tmp_path: Path) -> None:
@@ -233,7 +233,135 @@ def test_messages_that_a_compaction_keeps_stand_behind_the_summary(tmp_path: Pat
     log.ask("Three.")
     log.reply("Third.")
     *_, last = requests_of_log(written(tmp_path, log.records))
-    assert outline(last) == ["u:Summary.", "u:Two.", "a:Second.", "u:Three."]
+    assert outline(last) == ["u:Summary.\nTwo.", "a:Second.", "u:Three."]
+
+
+def compacted(log: ClaudeLog, head: str, tail: str) -> str:
+    """Write a boundary that keeps the records from `head` to `tail`, and a summary."""
+    summary = f"{log.records[-1]['uuid']}-summary"
+    segment = {"headUuid": head, "tailUuid": tail, "anchorUuid": summary}
+    boundary = log.add("system", after=None, subtype="compact_boundary", compactMetadata={"preservedSegment": segment})
+    log.add("user", "Summary.", after=boundary, isCompactSummary=True, uuid=summary)
+    return summary
+
+
+def twice_compacted(log: ClaudeLog, hook_after: str) -> None:
+    """Two compactions without a question between them; the tail of the second is the record of a hook."""
+    log.ask("One.")
+    log.reply("First.")
+    head = log.ask("Two.")
+    tail = log.reply("Second.")
+    summary = compacted(log, head, tail)
+    hook = "no record"
+    if hook_after != "nowhere":
+        hook = log.add("attachment", after={"summary": summary, "tail": tail}[hook_after])
+    compacted(log, head, hook)
+    log.ask("Three.", after=hook)
+
+
+@pytest.mark.parametrize("hook_after", ["summary", "tail", "nowhere"])
+def test_the_tail_of_a_compaction_may_be_the_record_of_a_hook(hook_after: str, tmp_path: Path) -> None:
+    log = ClaudeLog()
+    twice_compacted(log, hook_after)
+    log.reply("Third.")
+    *_, last = requests_of_log(written(tmp_path, log.records))
+    assert outline(last) == ["u:Summary.\nTwo.", "a:Second.", "u:Three."]
+    assert openings([last]) == ["compaction"]
+
+
+def test_a_question_below_what_a_compaction_keeps_stands_behind_the_summary(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("First.")
+    head = log.ask("Two.")
+    log.reply(thought("hm"), call("c"))
+    tail = log.result("c", "It is.")
+    compacted(log, head, tail)
+    reply = log.reply("Second.", after=tail)
+    log.ask("Three.")
+    log.reply("Third.")
+    log.ask("Not three.", after=reply)
+    log.reply("Fourth.")
+    requests = requests_of_log(written(tmp_path, log.records))
+    kept = ["u:Summary.\nTwo.", "a:(Read)", "t:It is."]
+    assert [outline(each) for each in requests[1:]] == [
+        ["u:One.", "a:First.", "u:Two."],
+        kept,
+        [*kept, "a:Second.", "u:Three."],
+        [*kept, "a:Second.", "u:Not three."],
+    ]
+    assert openings(requests) == ["session", None, "compaction", None, "edit"]
+
+
+def test_a_summary_may_stand_behind_the_messages_that_are_kept(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    head = log.ask("One.")
+    tail = log.reply("First.")
+    log.ask("Two.")
+    log.reply("Second.")
+    segment = {"headUuid": head, "tailUuid": tail, "anchorUuid": "s-4"}
+    assert (
+        log.add("system", after=None, subtype="compact_boundary", compactMetadata={"preservedSegment": segment})
+        == "s-4"
+    )
+    log.add("user", "Summary.", isCompactSummary=True)
+    log.ask("Three.")
+    log.reply("Third.")
+    *_, last = requests_of_log(written(tmp_path, log.records))
+    assert outline(last) == ["u:One.", "a:First.", "u:Summary.\nThree."]
+    assert openings([last]) == ["compaction"]
+
+
+def test_a_session_that_was_copied_from_its_last_compaction_on_is_read_as_the_whole(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("One.")
+    log.reply("First.")
+    head = log.ask("Two.")
+    tail = log.reply("Second.")
+    summary = compacted(log, head, tail)
+    log.ask("Three.")
+    log.reply("Third.")
+    boundary = log.records.index(next(each for each in log.records if each["uuid"] == summary)) - 1
+    kept = [{**each} for each in log.records[2:boundary]]
+    kept[0]["parentUuid"] = summary
+    later = [{**each} for each in log.records[boundary + 2 :]]
+    later[0]["parentUuid"] = tail
+    (request,) = requests_of_log(written(tmp_path, [*log.records[boundary : boundary + 2], *kept, *later]))[-1:]
+    assert outline(request) == ["u:Summary.\nTwo.", "a:Second.", "u:Three."]
+
+
+def test_calls_and_results_whose_records_are_written_again_are_in_the_prompt_once(tmp_path: Path) -> None:
+    log = ClaudeLog()
+    log.ask("Look.")
+    log.reply(thought("hm"), call("a"), call("b"), id="m")
+    log.result("a", "one")
+    log.result("b", "two")
+    again = log.records[1:5]
+    for record in again:
+        log.records.append({**record, "uuid": f"again-{record['uuid']}", "parentUuid": log.records[-1]["uuid"]})
+    log.reply("Both.")
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert [outline(each) for each in requests] == [["u:Look."], ["u:Look.", "a:(Read)(Read)", "t:one", "t:two"]]
+    assert requests[1].messages[1]["reasoning_content"] == "hm"
+
+
+def test_what_copies_of_a_session_and_branches_leave_out_counts_once(tmp_path: Path) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    log = ClaudeLog()
+    log.add("user", [{"type": "text", "text": "Look."}, image])
+    log.add("attachment", attachment={"type": "todo"})
+    log.add("system", microcompactMetadata={"compactedToolIds": ["a", "b"]})
+    reply = log.reply("I see.")
+    log.ask("And?")
+    log.reply("That is all.")
+    log.ask("But?", after=reply)
+    log.reply("Nothing else.")
+    written(tmp_path, log.records, "a.jsonl")
+    log.ask("Sure?")
+    log.reply("I am.")
+    written(tmp_path, [*log.records, *log.records], "b.jsonl")
+    (note, _) = read_conversations(tmp_path).notes
+    assert "2 cleared tool result, 1 image, 1 attachment todo." in note
 
 
 def test_results_that_were_shortened_are_read_as_the_model_saw_them_and_cleared_ones_are_counted(
@@ -303,10 +431,9 @@ def test_an_old_log_of_codex_has_items_without_an_envelope(tmp_path: Path) -> No
 
 
 def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:
-    back = ("event_msg", {"type": "thread_rolled_back", "num_turns": 1})
     log = codex_log(
         *(turn("gpt"), item("user", "One."), item("assistant", "First.")),
-        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back,
+        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back(1),
         *(turn("gpt"), item("user", "Three."), item("assistant", "Third.")),
         *(turn("mini"), item("user", "Four."), item("assistant", "Fourth.")),
     )  # fmt: skip
@@ -314,6 +441,62 @@ def test_codex_goes_back_by_turns_and_changes_the_model(tmp_path: Path) -> None:
     assert openings(requests) == ["session", None, "edit", "model"]
     assert outline(requests[2]) == ["s:Be kind.", "u:One.", "a:First.", "u:Three."]
     assert outline(requests[3])[4:] == ["a:Third.", "u:Four."]
+
+
+def back(turns: int) -> tuple[str, dict[str, Any]]:
+    return "event_msg", {"type": "thread_rolled_back", "num_turns": turns}
+
+
+def test_a_rollback_of_codex_drops_questions_wherever_the_records_of_turns_stand(tmp_path: Path) -> None:
+    place = item("user", "<environment_context>\n  <cwd>/home/ann</cwd>\n</environment_context>")
+    log = codex_log(
+        *(turn("gpt"), item("developer", "Rules."), place, item("user", "One."), turn("gpt")),
+        *(item("assistant", "First."), turn("gpt")),
+        *(item("user", "Two."), turn("gpt"), turn("gpt"), item("assistant", "Second."), turn("gpt")),
+        *(turn("gpt"), item("developer", "A skill."), place, item("user", "Three."), item("assistant", "Third.")),
+        *(turn("gpt"), back(1), item("user", "Four."), item("assistant", "Fourth.")),
+        *(back(2), turn("gpt"), item("user", "Five."), item("assistant", "Fifth.")),
+        *(back(9), item("user", "Six."), item("assistant", "Sixth.")),
+    )  # fmt: skip
+    found = [outline(each)[3:] for each in requests_of_log(written(tmp_path, log))]
+    one, two = ["u:One."], ["a:First.", "u:Two."]
+    assert found[1] == [*one, *two]
+    assert found[2][:4] + found[2][-1:] == [*one, *two, "a:Second.", "u:Three."]
+    assert found[3:] == [[*one, *two, "a:Second.", "u:Four."], [*one, "a:First.", "u:Five."], ["u:Six."]]
+
+
+def test_a_rollback_of_codex_behind_a_compaction_goes_back_to_what_stood_before_the_question(tmp_path: Path) -> None:
+    log = codex_log(
+        *(item("user", "One."), item("assistant", "First."), item("user", "Two."), item("assistant", "Second.")),
+        *(("compacted", {"message": "They asked."}), item("user", "Three."), item("assistant", "Third.")),
+        *(back(1), item("user", "Four."), item("assistant", "Fourth.")),
+        *(back(2), item("user", "Five."), item("assistant", "Fifth.")),
+    )
+    *_, fourth, fifth = requests_of_log(written(tmp_path, log))
+    assert outline(fourth) == ["s:Be kind.", "u:They asked.", "u:Four."]
+    assert outline(fifth) == ["s:Be kind.", "u:One.", "a:First.", "u:Five."]
+
+
+@pytest.mark.parametrize("head", ["forked_from_id", "the older head"])
+def test_the_history_that_a_fork_of_codex_copies_is_asked_once_without_ids(head: str, tmp_path: Path) -> None:
+    searched = ("response_item", {"type": "web_search_call"})
+    said = [item("user", "One."), searched, item("assistant", "First."), item("user", "Two."), item("assistant", "No.")]
+    parent = codex_log(*said, session="parent")
+    written(tmp_path, parent, "a.jsonl")
+    # The same was said in a session of its own, and a fork says again what it has copied.
+    written(tmp_path, codex_log(*said, session="other"), "b.jsonl")
+    for name in ("c", "d"):
+        fork = codex_log(*said, back(1), item("user", "Two."), item("assistant", "No."), session=name)
+        if head == "forked_from_id":
+            fork[0]["payload"][head] = "parent"
+        else:
+            fork.insert(1, parent[0])
+        written(tmp_path, fork, f"{name}.jsonl")
+    result = read_conversations(tmp_path)
+    found = [outline(each)[1:] for each in schedule(result.conversations)]
+    two = ["u:One.", "a:First.", "u:Two."]
+    assert sorted(found, key=len) == [["u:One."]] * 2 + [two] * 4
+    assert sum(each.left_out.get("web_search_call", 0) for each in result.conversations) == 2
 
 
 @pytest.mark.parametrize("kind", ["tool_search_call", "ghost_snapshot", "local_shell_call"])
@@ -354,12 +537,11 @@ def test_an_old_compaction_of_codex_has_only_its_summary(tmp_path: Path) -> None
 
 
 def test_going_back_is_told_from_what_it_goes_back_to(tmp_path: Path) -> None:
-    back = ("event_msg", {"type": "thread_rolled_back", "num_turns": 1})
     used = ("event_msg", {"type": "token_count", "info": {"last_token_usage": {"input_tokens": 9}}})
     log = codex_log(
         *(turn("gpt"), item("user", "One."), item("assistant", "First.")),
         ("compacted", {"message": "They asked one."}), used,
-        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back,
+        *(turn("gpt"), item("user", "Two."), item("assistant", "Second.")), back(1),
         *(turn("gpt"), item("user", "Three."), item("assistant", "Third.")),
     )  # fmt: skip
     requests = requests_of_log(written(tmp_path, log, "codex.jsonl"))

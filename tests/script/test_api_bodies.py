@@ -355,6 +355,16 @@ def test_outputs_of_two_batches_with_the_same_ids_are_not_mixed_up(tmp_path: Pat
     assert (len(found.conversations), len(found.skipped)) == (1, 2)
 
 
+def test_requests_with_one_custom_id_are_read_under_names_of_their_own(tmp_path: Path) -> None:
+    response = {"body": {"choices": [{"message": REPLY}]}}
+    rows = [{"custom_id": "a", "body": BODY, "response": response}] * 2
+    path = write(tmp_path / "log.jsonl", *rows)
+    assert [each.conversation_id for each in read_conversations(path).conversations] == ["a", "a/1"]
+    write(tmp_path / "outputs.jsonl", {"custom_id": "a", "response": response})
+    with pytest.raises(InputError, match=r"log\.jsonl:1: another request has its custom_id; wanted one batch\."):
+        read_conversations(tmp_path)
+
+
 @pytest.mark.parametrize("user_id", ["", 1.5, None, {}])
 def test_a_user_in_the_metadata_that_is_no_name_is_passed_over(user_id: Any) -> None:
     assert read_one({**BODY, "metadata": {"user_id": user_id}}).messages == read_one(BODY).messages

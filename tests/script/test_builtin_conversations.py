@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import combinations, pairwise, takewhile
 from typing import Any
 
-from runner.commands.replay import SHORT_USERS
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
@@ -31,15 +30,23 @@ def test_default_schedule_has_about_24_requests_and_12000_prompt_tokens() -> Non
     assert 11_000 <= tokens <= 12_500
 
 
-def test_the_short_replay_has_few_requests_that_share_go_on_edit_and_repeat() -> None:
-    chosen = [each for each in builtin_conversations() if each.user in SHORT_USERS]
+def test_in_the_short_replay_users_with_one_system_prompt_take_turns_edit_and_branch() -> None:
+    chosen = builtin_conversations("builtin_short.jsonl")
     requests = schedule(chosen)
-    assert len(requests) == 9
-    tokens = [rendered_chars(request.messages) / CHARACTERS_PER_TOKEN for request in requests]
-    # Four caches prefill 8,352 tokens: without a cache all of them, with mlx-lm and radix about a third.
-    assert 3_500 <= sum(tokens) <= 4_100
-    assert {user.partition("/")[0] for user in SHORT_USERS} == {"recipe", "travel"}
-    assert any(each.asked_messages > 1 for each in chosen)
+    assert len(requests) == 8
+    # Four caches prefill 3,839 tokens: without a cache all of them, with radix a third.
+    assert 1_400 <= sum(rendered_chars(request.messages) / CHARACTERS_PER_TOKEN for request in requests) <= 1_650
+    assert len({each.messages[0]["content"] for each in chosen}) == 1
+    users = [request.conversation.user for request in requests]
+    assert len(set(users)) == 4
+    assert all(one != other for one, other in pairwise(users))
+    edited = [each for each in chosen if each.asked_messages > 1]
+    assert [shared_messages(*pair) for pair in combinations(chosen, 2) if pair[1] in edited] == [1, 3]
+    (ours,) = [each for each in chosen if each.user == "dora"]
+    (theirs,) = [each for each in chosen if each.user == "cleo"]
+    ours_text, theirs_text = (each.messages[1]["content"].partition("\n\n")[0] for each in (ours, theirs))
+    assert ours_text == theirs_text
+    assert len(ours_text) > 350
 
 
 def test_several_applications_have_several_users_with_a_system_prompt_each() -> None:

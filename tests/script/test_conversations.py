@@ -160,14 +160,14 @@ BAD_RECORDS = [
     ('{"messages": [{"role": "user", "content": "a"}', "not JSON (Expecting ',' delimiter at column 47)."),
     ("hello", "not JSON (Expecting value at column 1)."),
     ("42", "found int 42; wanted a conversation: a list of messages or an object of a known form. Known forms and "),
-    ({"text": "a"}, "no known form of conversation (keys: text). Known forms and their keys: Anthropic"),
+    ({"text": "a"}, "no known form of conversation (keys: text). Known forms and their keys: Gemini CLI"),
     ({"messages": []}, "the conversation is empty; wanted at least one message of role user."),
     ([], "the conversation is empty; wanted at least one message of role user."),
     ({"turns": []}, "the conversation is empty; wanted at least one message of role user."),
     ({"messages": "a"}, "messages is str 'a'; wanted a list of messages."),
     ({"messages": [REPLY]}, "no user turn among 1 messages (roles: assistant)."),
     ({"messages": [HELLO, {"role": "bot", "content": "a"}]}, "message 1 has role str 'bot'; wanted one of system, "),
-    ({"messages": [HELLO, {"content": "a"}]}, "message 1 has role missing; wanted one of system, "),
+    ({"messages": [HELLO, {"content": "a"}]}, "message 1 has no role (keys: content); wanted one of "),
     ({"messages": [HELLO, "a"]}, "message 1 is str 'a'; wanted an object with role and content."),
     ({"messages": [{"role": "user"}]}, "message 0 (role user) has no content; wanted text."),
     ({"messages": [HELLO, {"role": "assistant"}]}, "message 1 (role assistant) has no content; wanted text."),
@@ -196,7 +196,7 @@ BAD_RECORDS = [
     ({"messages": [HELLO], "first_turn": "0"}, "first_turn is str '0'; wanted a whole number."),
     ({"conversations": {}}, "conversations is dict {}; wanted a list of messages."),
     ({"conversations": [{"from": "cat", "value": ""}]}, "message 0 has from str 'cat'; wanted one of system, "),
-    ({"conversations": [{"value": ""}]}, "message 0 has role missing; wanted one of system, "),
+    ({"conversations": [{"value": ""}]}, "message 0 has no role (keys: value); wanted one of "),
     ({"conversations": [{"from": "human", "value": 1}]}, "message 0 has value int 1; wanted text."),
     ({"turns": [1]}, "message 0 is int 1; wanted an object with speaker and utterance."),
     ('{"messages": [{"role": "user", "content": NaN}]}', "message 0 has content float nan; wanted text."),
@@ -300,7 +300,7 @@ def test_values_over_several_lines_may_follow_one_another(tmp_path: Path) -> Non
 
 def test_bare_list_with_a_bad_message_is_one_bad_conversation(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.json", '[\n {"content": "a"},\n {"role": "user", "content": "b"}\n]')
-    assert error_of(path).startswith("chat.json:2: message 0 has role missing")
+    assert error_of(path).startswith("chat.json:2: message 0 has no role (keys: content)")
 
 
 def test_line_that_is_too_long_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

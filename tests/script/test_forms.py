@@ -41,6 +41,11 @@ def call_of(text: str) -> dict[str, Any]:
     return {"name": "look_up", "arguments": json.dumps({"input": text})}
 
 
+def with_human(turns: Turns, _: bool) -> Any:
+    names = {"user": "human", "assistant": "Assistant"}
+    return {"messages": [{"role": names.get(role, role), "content": text} for role, text in turns]}
+
+
 def in_chats(turns: Turns) -> list[dict[str, Any]]:
     def message(role: str, text: str) -> dict[str, Any]:
         if role == "call":
@@ -92,11 +97,50 @@ def responses(turns: Turns, is_short: bool) -> Any:
 
 def sharegpt(turns: Turns, is_short: bool) -> Any:
     names = {"user": "human", "assistant": "gpt", "call": "function_call", "tool": "observation"}
+    speaker, said = "from", "value"
     if is_short:
         names = {"user": "User", "assistant": "Assistant", "system": "SYSTEM", "call": "tool_call", "tool": "tool"}
+        speaker, said = "user", "text"
     values = [json.dumps(call_of(text)) if role == "call" else text for role, text in turns]
-    shown = [{"from": names.get(role, role), "value": value} for (role, _), value in zip(turns, values, strict=True)]
+    shown = [{speaker: names.get(role, role), said: value} for (role, _), value in zip(turns, values, strict=True)]
     return {"system": "", "conversations": shown}
+
+
+def preferred(turns: Turns, _: bool) -> Any:
+    messages = in_chats(turns)
+    cut = (
+        len(messages) - 1 if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1] else len(messages)
+    )
+    return {"input": {"messages": messages[:cut]}, "preferred_output": messages[cut:]}
+
+
+def openwebui(turns: Turns, is_short: bool) -> Any:
+    nodes = {
+        str(index): {"id": str(index), "parentId": str(index - 1) if index else None, "role": role, "content": text}
+        for index, (role, text) in enumerate(turns)
+    }
+    history = {"messages": nodes, "currentId": str(len(turns) - 1)}
+    return {
+        "id": "a",
+        "user_id": "u",
+        "chat": {"messages": in_chats(turns), **({} if is_short else {"history": history})},
+    }
+
+
+def langfuse(turns: Turns, is_short: bool) -> Any:
+    messages = in_chats(turns)
+    asked = (
+        messages
+        if is_short
+        else {"messages": messages, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
+    )
+    generation = {"id": "a", "traceId": "t", "type": "GENERATION", "input": asked, "output": None}
+    span = {"id": "b", "traceId": "t", "type": "SPAN", "input": {"args": []}}
+    return {**generation, "input": json.dumps(asked)} if is_short else {"id": "t", "observations": [span, generation]}
+
+
+def helicone(turns: Turns, is_short: bool) -> Any:
+    return {"request_id": "a", "request_body": anthropic(turns, is_short), "response_body": {}, "request_user_id": "u"}
 
 
 def lmsys(turns: Turns, is_short: bool) -> Any:
@@ -158,6 +202,7 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     "OpenAI's chat API": [
         (lambda turns, is_short: in_chats(turns) if is_short else {"messages": in_chats(turns)}, with_calls),
         (with_functions, with_calls),
+        (with_human, with_system),
     ],
     "OpenAI's Responses API": [(responses, with_calls)],
     "batches of APIs, stored completions, logs of proxies": [
@@ -168,6 +213,10 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
         (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls),
         (lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls),
     ],
+    "Langfuse": [(langfuse, with_calls)],
+    "Helicone": [(helicone, with_calls)],
+    "OpenAI's preference files": [(preferred, with_calls)],
+    "Open WebUI's export": [(openwebui, with_system)],
     "ShareGPT": [(sharegpt, with_calls)],
     "LMSYS-Chat-1M, WildChat": [(lmsys, with_system)],
     "ChatGPT's export": [(chatgpt, with_calls)],
@@ -179,8 +228,8 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     "SWE-agent": [(lambda turns, _: {"history": in_chats(turns), "trajectory": []}, with_system)],
     "InterCode": [(intercode, plain.map(lambda turns: [*turns, ("assistant", "end")]))],
 }
-#: tests/script/test_agent_sessions.py has theirs.
-OF_AGENTS = {"Claude Code", "Codex", "Codex of 2025"}
+#: tests/script/test_agent_sessions.py and test_chat_sessions.py have theirs.
+OF_AGENTS = {"Claude Code", "Codex", "Codex of 2025", "Gemini CLI", "opencode", "pi", "qwen-code"}
 
 
 def test_each_form_has_a_test() -> None:
@@ -539,6 +588,30 @@ def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> No
         path.write_text(message.replace('"arguments": {}', '"arguments": ' + '{"a": ' * depth + "1" + "}" * depth))
         with pytest.raises(InputError, match=r"a\.json:1: .*nested too deeply"):
             read_conversations(path)
+
+
+def test_the_reply_that_is_not_preferred_and_what_is_no_generation_are_left_out(tmp_path: Path) -> None:
+    asked = {"input": {"messages": [{"role": "user", "content": "Go"}]}}
+    replies = [[{"role": "assistant", "content": text}] for text in ("Yes.", "No.")]
+    value = {**asked, "preferred_output": replies[0], "non_preferred_output": replies[1]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(value))
+    (found,) = read_conversations(path).conversations
+    assert (turns_of(found), found.left_out) == ([("user", "Go"), ("assistant", "Yes.")], {"further choice": 1})
+    said = {"role": "assistant", "content": "Done."}
+    generation = {"traceId": "t", "type": "GENERATION", "input": asked["input"]["messages"], "output": said}
+    span = {"traceId": "t", "type": "SPAN", "input": {"args": []}, "output": {}}
+    rows = [span, generation, {**generation, "output": "Done."}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert [turns_of(each) for each in read_conversations(path).conversations] == [
+        [("user", "Go"), ("assistant", "Done.")]
+    ] * 2
+    path.write_text(json.dumps({**generation, "input": {"args": []}}))
+    with pytest.raises(InputError, match=r"an observation of Langfuse has input .*args.*; wanted messages"):
+        read_conversations(path)
+    path.write_text(json.dumps({"request_id": "a", "request_body": None, "request_path": "/v1"}))
+    with pytest.raises(InputError, match=r"Helicone has no request_body; wanted an export with --include-body"):
+        read_conversations(path)
 
 
 def test_reasoning_has_other_names_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None:

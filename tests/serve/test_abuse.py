@@ -150,7 +150,7 @@ def test_a_storm_of_requests_leaves_nothing_behind(abused: Abused) -> None:
     abused.require_sound()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:gemma3_text", "tiny:mamba2"])
 def test_a_long_storm_leaves_a_server_as_it_was_and_a_signal_ends_it(model: str, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_long_storm_leaves_a_server_as_it_was_and_a_signal_ends_it(model: str,
 NOT_DOCUMENTED = "positive_data_acceptance"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_route_answers_generated_requests_as_its_document_says(tmp_path: Path) -> None:
     """No server error, documented status codes and media types, nothing accepted that the document forbids."""

@@ -156,6 +156,48 @@ def test_a_prompt_with_more_characters_than_the_context_can_have_is_refused_befo
     assert error.anthropic_message == f"prompt is too long: at least {least} tokens > {most_tokens} maximum"
 
 
+def test_token_ids_beyond_the_context_are_refused_before_their_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "decode", None, raising=False)
+    with pytest.raises(ApiError, match="resulted in 101 tokens"):
+        prompt_of(Request(ModelNames(), 1, prompt=[5] * 101, echo=True), tokenizer, {}, most_tokens=100)
+
+
+def test_a_long_name_of_a_role_counts_as_often_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer(CHATML))
+    tokenizer.has_chat_template = False
+    monkeypatch.setattr(type(tokenizer._tokenizer), "_encode_plus", None)
+    request = Request(ModelNames(), 1, messages=[user("a")] * 1000, role_mapping={"user": "x" * 1000})
+    with pytest.raises(ApiError, match="maximum context length is 2000 tokens"):
+        prompt_of(request, tokenizer, {}, most_tokens=2000)
+
+
+def test_no_more_tokens_are_warmed_than_a_prompt_may_have() -> None:
+    with application() as (app, _):
+        answer = local_client(app).post("/cache/warm", json={"tokens": [5] * 32769})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tokens")
+        assert "wanted at most 32768 tokens, the context; found 32769" in error["message"]
+
+
+def test_names_are_no_longer_than_paths_in_any_api() -> None:
+    name, chat = "m" * 4097, {"messages": [user("?")], "max_tokens": 1}
+    with application() as (app, _):
+        client = local_client(app)
+        for path, body in {
+            "/v1/chat/completions": {**chat, "model": name},
+            "/v1/completions": {"prompt": "?", "adapters": name},
+            "/v1/responses": {"input": "?", "model": name},
+            "/v1/messages": {**chat, "model": name},
+            "/api/chat": {**chat, "model": name},
+            "/cache/warm": {"tokens": [1], "name": name},
+            "/cache/explain": {"prompt": "?", "namespace": name},
+            "/cache/reclaim": {"target_bytes": 0, "namespace": name},
+        }.items():
+            answer = client.post(path, json=body)
+            assert (answer.status_code, "at most 4096 characters" in answer.text) == (400, True), (path, answer.text)
+
+
 @pytest.mark.parametrize("hidden", ["tools", "reasoning", "arguments"])
 def test_what_a_template_may_leave_out_is_bounded_more_loosely(hidden: str) -> None:
     def asked(length: int) -> Request:
@@ -192,6 +234,25 @@ def test_a_long_text_is_tokenized_up_to_the_end_of_the_context(monkeypatch: pyte
     assert refused.value.code == "context_length_exceeded"
     assert max(lengths) <= 1000
     assert sum(lengths) < 5 * most_tokens < len(text)
+
+
+@pytest.mark.parametrize(("max_tokens", "used"), [(3, 6), (None, 2000)])
+def test_of_a_prediction_no_more_is_tokenized_than_a_reply_can_use(
+    max_tokens: int | None, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    tokenizer = make_tokenizer(CHATML)
+    encode = type(tokenizer)._encode_plus
+
+    def counting(self: Any, text: Any, **arguments: Any) -> Any:
+        lengths.extend(map(len, [text] if isinstance(text, str) else text))
+        return encode(self, text, **arguments)
+
+    request = Request(ModelNames(), max_tokens, messages=[user("?")], prediction="zq" * 1_500_000)
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", counting)
+    prompt = prompt_of(request, TokenizerWrapper(tokenizer), {}, most_tokens=2000)
+    assert len(prompt.prediction or ()) == used
+    assert sum(lengths) < 70_000
 
 
 def test_a_text_of_few_tokens_for_its_length_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +388,7 @@ def test_a_client_is_known_by_its_key_or_its_address(tmp_path: Any, monkeypatch:
 # All of it, on a real server
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["message", "eight"])
 def test_others_wait_half_a_second_at_most_beside_a_hostile_request_of_full_size(name: str) -> None:
     rows = []

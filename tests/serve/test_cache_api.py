@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -485,6 +486,67 @@ def test_a_salt_or_a_tenants_header_makes_a_namespace_and_one_can_be_dropped_by_
     for wrong in ({"cache_salt": 5}, {"cache_salt": "x" * 201}, {"cache_prompt": "no"}):
         refused = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user"}], **wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
+
+
+def test_a_response_is_remembered_in_its_namespace_and_goes_with_it(server: Server) -> None:
+    def ask(path: str = "/v1/responses", headers: Any = None, **body: Any) -> Any:
+        asked = {"input": "What about quince?", "max_output_tokens": 2, **body}
+        return server.client.post(path, json=asked, headers=headers)
+
+    def found(id: str, **about: Any) -> list[int]:
+        """Whether a request may go on with a response, and name an item of it."""
+        item = {"type": "item_reference", "id": f"msg_{id.removeprefix('resp_')}_0"}
+        return [ask(previous_response_id=id, **about).status_code, ask(input=[item], **about).status_code]
+
+    salted, plain = ask(cache_salt="a").json()["id"], ask().json()["id"]
+    assert found(salted, cache_salt="a") == found(salted, headers={"X-Tenant-Id": "a"}) == found(plain) == [200, 200]
+    assert found(salted, cache_salt="a", cache_prompt=False) == [200, 200]
+    assert found(salted) == found(salted, cache_salt="b") == found(plain, cache_salt="a") == [404, 404]
+    explained = [ask("/cache/explain", previous_response_id=salted, namespace=each).status_code for each in ("", " a")]
+    assert explained == [404, 200]
+    for about in ({}, {"cache_salt": "a"}):
+        not_kept = ask(cache_prompt=False, **about).json()["id"]
+        assert found(not_kept, **about) == found(not_kept, cache_prompt=False, **about) == [404, 404]
+    server.client.request("DELETE", "/cache", params={"namespace": " a"})
+    assert (found(salted, cache_salt="a"), found(plain)) == ([404, 404], [200, 200])
+    server.client.request("DELETE", "/cache")
+    assert found(plain) == [404, 404]
+    later = ask().json()["id"]
+    assert found(later) == [200, 200]
+
+
+@pytest.mark.parametrize(("cleared", "status"), [(" a", 404), (" b", 200)])
+def test_a_response_whose_namespace_is_cleared_while_it_is_made_is_not_remembered(
+    server: Server, cleared: str, status: int
+) -> None:
+    def ask(**body: Any) -> Any:
+        return server.post("/v1/responses", input="Go on.", cache_salt="a", **body)
+
+    letter = {str(server.tokens("a")[0]): 1000}  # so that the reply does not end early
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, max_output_tokens=600, logit_bias=letter)
+        while not server.running.running:
+            assert not asked.done()
+            time.sleep(0.001)
+        server.client.request("DELETE", "/cache", params={"namespace": cleared})
+        assert not asked.done()
+        id = asked.result().json()["id"]
+    assert ask(max_output_tokens=2, previous_response_id=id).status_code == status
+
+
+def test_what_is_not_kept_or_was_cleared_names_no_part_of_a_later_prompt(server: Server) -> None:
+    def chats() -> list[str]:
+        asked = server.running.call(lambda models: [name for name, _, _ in models.current._chats._kept])
+        return asked.result()
+
+    server.client.request("DELETE", "/cache")
+    for salt, keeps in (("a", True), ("b", False), ("c", True)):
+        server.chat("What about quince?", cache_salt=salt, cache_prompt=keeps)
+    assert chats() == [" a", " c"]
+    server.client.request("DELETE", "/cache", params={"namespace": " a"})
+    assert chats() == [" c"]
+    server.client.request("DELETE", "/cache")
+    assert chats() == []
 
 
 def test_explain_takes_the_token_ids_of_a_completion(server: Server) -> None:

@@ -99,7 +99,7 @@ def test_a_prediction_of_another_form_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("options", [{"kv_bits": 8}, {"verify": 1.0}])
-def test_requests_that_run_alone_are_drafted_too(options: dict[str, Any]) -> None:
+def test_requests_that_run_alone_and_those_that_are_verified_are_drafted_too(options: dict[str, Any]) -> None:
     records: list[RequestRecord] = []
     with application(records, speculate="tree", **options) as (app, _), local_client(app) as client:
         first, second = ask(client), ask(client)

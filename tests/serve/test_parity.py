@@ -24,10 +24,10 @@ from runner.models.demo import demo_model_folder
 from tests.serve.scripted_app import CHAT, TEXT
 from tests.serve.talking_model import CALL, CALLED, END, THINK, THOUGHT, TOOL_F, saying, write_talking_model
 
+#: Two servers start, each of which imports MLX and transformers.
+pytestmark = pytest.mark.slow
 DIFFERENCES = Path(__file__).parents[2] / "docs" / "serve-differences.md"
 CLIENTS, GUARD_S = 8, 120
-#: How many of the requests the fast suite sends.
-FAST_REQUESTS = 36
 #: How far apart log-probabilities of the same token may be, and those of two tokens between which texts may part.
 TIE, QUANTIZED_TIE = 1e-3, 0.05
 #: What differs from one answer to the next.
@@ -192,21 +192,11 @@ def require_parity(stock_url: str, our_url: str, requests: list[Request], tie: f
     assert parted <= len(requests) / 10
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("servers", ["llama"], indirect=True)
-def test_bodies_are_those_of_mlx_lm_server(servers):
-    require_parity(*servers, REQUESTS[:FAST_REQUESTS])
-
-
-@slow
 @pytest.mark.parametrize("servers", ["llama", "qwen3_next"], indirect=True)
 def test_all_bodies_are_those_of_mlx_lm_server(servers):
     require_parity(*servers, REQUESTS)
 
 
-@slow
 @pytest.mark.parametrize("servers", ["demo"], indirect=True)
 def test_bodies_are_those_of_mlx_lm_server_on_the_demo_model(servers):
     # In which order mlx-lm gives the likeliest few hangs on their last bits. RADIXCACHE_PARITY=1 sends all the others.
@@ -214,7 +204,6 @@ def test_bodies_are_those_of_mlx_lm_server_on_the_demo_model(servers):
     require_parity(*servers, requests[:: -int(os.environ.get("RADIXCACHE_PARITY", "6"))])
 
 
-@slow
 @pytest.mark.parametrize("servers", ["llama --kv-bits 8 --quantized-kv-start 0 --prompt-cache-size 0"], indirect=True)
 def test_bodies_are_those_of_mlx_lm_server_with_a_quantized_cache(servers):
     # What is drawn, and which tokens are the likeliest few, hangs on every bit.

@@ -42,7 +42,7 @@ class SpokenRuns(ScriptedRuns):
         self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
     def ask(self, opened: OpenRequest) -> None:
-        reader = CallReader(self.parser, None)
+        reader = CallReader(self.parser, {})
         opened.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, reader)))
         for step in self.tokens:
             opened.put(step)
@@ -127,7 +127,7 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
 
 def reading(parser: Any = parse_tool_call) -> ReplyReader:
     return ReplyReader(
-        TextStateMachine(TRANSITIONS), "normal", CallReader(parser, None), call_marks=("<call>", "</call>")
+        TextStateMachine(TRANSITIONS), "normal", CallReader(parser, {}), call_marks=("<call>", "</call>")
     )
 
 

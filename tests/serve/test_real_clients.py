@@ -53,7 +53,7 @@ QUIET = {
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
 }  # fmt: skip
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @contextmanager

@@ -341,8 +341,10 @@ class Applications:
 def test_a_namespace_is_dropped_in_every_replica_and_nothing_else() -> None:
     prompt: dict[str, Any] = {"prompt": "What about quince? " * 4, "max_tokens": 2}
     with application() as (first, _), application() as (second, _):
-        front = FastAPI()
-        front.include_router(replica_routes(Applications({"a": first, "b": second}), Scrape(dict), ResponseMemory()))
+        front, memory = FastAPI(), ResponseMemory()
+        front.include_router(replica_routes(Applications({"a": first, "b": second}), Scrape(dict), memory))
+        for namespace in (" x", " y"):
+            memory.put(("", namespace), "resp_1", (b"[]",))
 
         def cached(app: FastAPI, salt: str) -> int:
             usage = local_client(app).post("/v1/completions", json={**prompt, "cache_salt": salt}).json()["usage"]
@@ -352,11 +354,15 @@ def test_a_namespace_is_dropped_in_every_replica_and_nothing_else() -> None:
             assert [cached(app, "x"), cached(app, "y")] == [0, 0]
         with TestClient(front) as client:
             found = client.delete("/cache", params={"namespace": " x"})
+            with pytest.raises(ApiError):
+                memory.get(("", " x"), "resp_1")
             assert [each["freed_bytes"] > 0 for each in found.json()["replicas"].values()] == [True, True]
             for app in (first, second):
                 assert (cached(app, "x"), cached(app, "y") > 0) == (0, True)
             freed = client.delete("/cache", params={"namespace": " x", "replica": "b"}).json()
             assert freed["freed_bytes"] > 0
+            client.delete("/cache", params={"namespace": " y", "replica": "b"})
+            assert memory.get(("", " y"), "resp_1") == (b"[]",), "one replica alone has no responses"
             assert (cached(first, "x") > 0, cached(second, "x")) == (True, 0)
             asked = client.get("/cache/state").json()["requests"][0]["id"]
             assert client.get(f"/cache/requests/{asked}").json()["id"] == asked

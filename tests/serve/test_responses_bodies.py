@@ -265,24 +265,29 @@ def test_a_response_that_is_not_here_or_was_not_to_be_stored_is_not_found(client
 def test_a_memory_keeps_the_conversations_last_used_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_STORED", 3)
     monkeypatch.setattr(responses, "MAX_STORED_BYTES", 100)
-    memory = ResponseMemory()
+    memory, ann = ResponseMemory(), ("ann", "")
 
     def kept() -> list[str]:
         return [id for _, id in memory._conversations]
 
     for id in "abc":
-        memory.put("ann", id, (b"x" * 20, b"x" * 10))
-    memory.get("ann", "a")
-    memory.put("ann", "d", (b"x" * 30,))
+        memory.put(ann, id, (b"x" * 20, b"x" * 10))
+    memory.get(ann, "a")
+    memory.put(ann, "d", (b"x" * 30,))
     assert kept() == ["c", "a", "d"]
-    memory.put("ann", "e", (b"x" * 70,))
+    memory.put(ann, "e", (b"x" * 70,))
     assert kept() == ["d", "e"]
-    memory.put("ann", "f", (b"x" * 101,))
+    memory.put(ann, "f", (b"x" * 101,))
     assert kept() == ["d", "e"]
-    memory.put("ann", "g", (b"x" * 100,))
+    memory.put(ann, "g", (b"x" * 100,))
     assert kept() == ["g"]
     with pytest.raises(ApiError):
-        memory.get("bob", "g")
+        memory.get(("bob", ""), "g")
+    memory.put(("ann", "x"), "h", (b"x" * 50,))
+    memory.put(ann, "i", (b"x" * 50,))
+    memory.clear("x")
+    memory.put(ann, "j", (b"x" * 50,))
+    assert kept() == ["i", "j"]
 
 
 def test_the_schema_takes_an_item_or_a_tool_as_one_kind_only() -> None:

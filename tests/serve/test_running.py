@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache.speculate.pace import DraftPace
 from runner.models.load import LoadedModel, load_model
 from runner.serve import served_model
-from runner.serve.models import Models
 from runner.serve.request import (
     Ended,
     ModelNames,
@@ -30,6 +29,7 @@ from runner.serve.request import (
 from runner.serve.scheduler import Scheduler
 from tests import inside
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, application, local_client, noting, running
+from tests.verify.test_verify import wrong_span
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
@@ -209,25 +209,62 @@ def test_who_is_drawn_for_verification_is_verified_and_the_others_run_together(t
     assert stats.verify_mismatches == 0
 
 
-def test_who_is_drawn_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
+@pytest.mark.parametrize("options", [{}, {"context": 2000}])
+def test_requests_that_are_drawn_for_verification_run_beside_others(options: dict[str, Any]) -> None:
     ended: list[str] = []
-
-    with running(verify=0.5) as thread:
-
-        def draw(models: Models) -> None:
-            draws = iter([1.0, 0.0, 1.0])
-            models.loaded(ModelNames())._draws.random = lambda: next(draws)  # type: ignore[method-assign]
-
-        thread.call(draw).result()
+    with running(verify=1.0, **options) as thread:
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
             Waiting(thread, max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name))
-            for name, count in (("before", 30), ("alone", 20), ("behind", 1))
+            for name, count in (("long", 30), ("short", 1))
+        ]
+        held.set()
+        assert [len(waiting.tokens) for waiting in asked] == [30, 1]
+        stats = thread.call(lambda models: models.loaded(ModelNames()).cache.stats).result()
+    assert ended == ["short", "long"]
+    assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches) == (2, 0, 0)
+
+
+def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_it() -> None:
+    ended: list[str] = []
+    with running() as thread:
+        held = threading.Event()
+        thread.call(lambda _: held.wait())
+        asked = [
+            Waiting(thread, prompt="abc", max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name), **more)
+            for name, count, more in (
+                ("before", 30, {}),
+                ("alone", 20, {"echo": True, "logprobs": 1}),
+                ("behind", 1, {}),
+            )
         ]
         held.set()
         assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
     assert ended == ["before", "alone", "behind"]
+
+
+def ended(thread: Scheduler, **asked: Any) -> Waiting:
+    waiting = Waiting(thread, **asked)
+    waiting.end()
+    return waiting
+
+
+def test_a_request_that_resumes_on_wrong_state_is_served_cold_and_the_log_says_so(
+    tiny: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with application(verify=1.0) as (_, thread):
+        ended(thread, prompt=LONG)
+        thread.call(lambda models: wrong_span(0)(models.loaded(ModelNames()).cache)).result()
+        with pytest.warns(RuntimeWarning, match="differs from a cold prefill"):
+            waiting = ended(thread, prompt=LONG)
+        assert waiting.tokens == alone(tiny, LONG)[0]
+        assert waiting.record.cached_tokens == 0
+        stats = thread.call(lambda models: models.loaded(ModelNames()).cache.stats).result()
+    assert (stats.verify_mismatches, stats.quarantined) == (1, 1)
+    (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("verify: ")]
+    assert "from token 20 on" in line
+    assert line.endswith("; quarantined from token 20 on")
 
 
 def test_choices_of_one_prompt_cost_one_prefill_and_a_prompt_may_be_token_ids() -> None:

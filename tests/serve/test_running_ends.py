@@ -243,7 +243,7 @@ def test_a_request_beyond_its_limit_fails_with_both_sizes_and_the_next_one_is_an
 
 
 def test_a_reply_without_a_limit_goes_on_to_the_end_of_the_context_and_reserves_no_room_for_all_of_it(monkeypatch):
-    context_length = 700
+    context_length = 300
     monkeypatch.setattr("runner.models.load._context_length", lambda config: context_length)
     with running() as thread:
         free = Waiting(thread, max_tokens=None, logit_bias={1: -1e6})
@@ -257,13 +257,13 @@ def test_a_reply_without_a_limit_goes_on_to_the_end_of_the_context_and_reserves_
         assert full.record.completion_tokens == 1
         error = Waiting(thread, prompt="x" * (context_length + 1)).failure.as_error()
     assert error.in_openai_form()["error"] == {
-        "message": "This model's maximum context length is 700 tokens. However, your messages resulted in 701 tokens. "
+        "message": "This model's maximum context length is 300 tokens. However, your messages resulted in 301 tokens. "
         "Please reduce the length of the messages.",
         "type": "invalid_request_error",
         "param": "messages",
         "code": "context_length_exceeded",
     }
-    anthropic = {"type": "invalid_request_error", "message": "prompt is too long: 701 tokens > 700 maximum"}
+    anthropic = {"type": "invalid_request_error", "message": "prompt is too long: 301 tokens > 300 maximum"}
     assert error.in_anthropic_form() == {"type": "error", "error": anthropic}
 
 
@@ -365,7 +365,6 @@ def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Sch
         ({"model": "nothing"}, "no such folder"),
         ({"policy": "nothing"}, "nothing"),
         ({"context": 100, "kv_bits": 8}, "--context does not work with --kv-bits"),
-        ({"context": 100, "verify": 0.1}, "--context does not work with --verify"),
         ({"context": 100, "model": "tiny:llama4"}, "its layers cannot be shared"),
         ({"kv_bits": 8, "quantized_kv_start": 5000}, "--quantized-kv-start is 5000; wanted 0"),
         ({"stored_bits": 8, "exact": True}, "--stored-bits rounds stored state"),

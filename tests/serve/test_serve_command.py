@@ -131,10 +131,14 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
     }
 
 
-def test_a_server_without_a_model_says_so_and_how_to_name_one() -> None:
-    first, how, line = _welcome(ServeOptions(), "http://127.0.0.1:8080").splitlines()
-    assert (first, "No model is loaded" in how, "--model" in how) == ("serving at http://127.0.0.1:8080", True, True)
-    assert json.loads(line.partition("-d '")[2].removesuffix("'"))["model"].startswith("mlx-community/")
+def test_without_a_model_the_first_lines_say_how_to_name_one_and_offer_the_demo_model() -> None:
+    url = "http://127.0.0.1:8080"
+    first, second = _welcome(ServeOptions(), url).split("\n")
+    assert first == f"serving at {url}"
+    assert '"model"' in second
+    assert "--model OWNER/NAME" in second
+    assert "--model demo" in second
+    assert "--model" not in _welcome(ServeOptions(model="tiny"), url)
 
 
 def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_code_0() -> None:

@@ -237,7 +237,7 @@ def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any)
 # Embeddings
 
 
-@pytest.mark.filterwarnings("ignore:state restored up to")
+@pytest.mark.filterwarnings("ignore:state up to")
 def test_a_verified_prompt_of_embeddings_is_compared_with_a_cold_run_of_them(tokenizer: Any) -> None:
     model = tiny_model("llama")
     rows = mx.array(np.random.default_rng(5).standard_normal((90, 64)), mx.float32)

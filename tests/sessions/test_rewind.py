@@ -218,3 +218,24 @@ def test_what_cannot_be_taken_back_is_refused_and_changes_nothing(llama: Any) ->
     with pytest.raises(SessionClosedError):
         session.rewind(10)
     cache.check()
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gpt_oss"])
+@pytest.mark.parametrize("offset", [3, 11, 19])
+def test_rewind_near_the_budget_returns_with_whole_windows(kind: str, offset: int) -> None:
+    model, base = tiny_model(kind), tokens(1, 60)
+    prompt = base[:50] + tokens(3, 3)
+    with PrefixCache(model, budget_bytes=500_000, step_size=16, live_slots=2) as cache:
+        for each in (base[:41], base[:38] + tokens(2, 65)):
+            begun(cache, model, each).close()
+        with cache.begin(prompt, marks=[2]) as session:
+            session.prefill(model)
+            session.rewind(len(prompt) - 8)
+            session.prefill(model)
+            session.step(model, prompt[-1:])
+            assert session.rewind(offset) == offset
+            assert {each.offset for each in session.caches} == {offset}
+            session.prefill(model)
+            logits = session.step(model, prompt[-1:])[0, -1]
+            assert error_of(logits, cold_logits(model, prompt)) < ROUNDING
+        cache.check()

@@ -16,9 +16,10 @@ from radixcache.speculate.drafting import (
     PredictionSource,
     PromptSource,
     TreeSource,
+    predicted_tokens,
 )
 from radixcache.speculate.pace import LOOK_SHARE, DraftPace, Proposal
-from radixcache.speculate.suffix_index import SuffixIndex
+from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
 
 
 def free(rows: int, tokens_in_pass: int) -> float:
@@ -207,6 +208,33 @@ def test_a_prediction_is_followed_and_found_again_behind_an_edit() -> None:
     reply = [*range(100, 120), 7, 8, *range(122, 160)]
     drafting = Drafting([PredictionSource(predicted)], DraftPace(free), [1, 2, 3])
     assert spoken(reply, drafting) < 20
+
+
+def test_a_look_indexes_a_part_of_a_long_prediction_and_all_of_it_is_found_in_the_end() -> None:
+    predicted, looks = list(range(10 * LOOK_TOKENS)), 0
+    source = PredictionSource(predicted)
+    source.extend([-5])
+    while not source.propose(predicted[-8:-3], 8).tokens:
+        looks += 1
+        assert source._index.tokens <= looks * (LOOK_TOKENS + TAIL_TOKENS)
+    assert looks == 9
+    assert source.propose(predicted[-8:-3], 8).tokens == (*predicted[-3:],)
+
+
+def test_of_a_predicted_text_little_more_is_tokenized_than_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixcache.speculate.drafting.PIECE_CHARACTERS", 10)
+    seen = list[str]()
+
+    class Characters:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            seen.append(text)
+            return [*map(ord, text)]
+
+    text = "abcdefghij" * 100
+    assert predicted_tokens(text, Characters(), 25) == [*map(ord, text[:25])]
+    assert sum(map(len, seen)) == 30
+    assert predicted_tokens(text, Characters(), None) == [*map(ord, text)]
 
 
 def test_the_source_that_expects_more_tokens_wins() -> None:

@@ -85,7 +85,8 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
     [
         (
             line(tokens=6758, ids=list(range(12))),
-            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens.",
+            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens. "
+            "Are the blocks of another length? Name it with --block-tokens.",
         ),
         (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers, or of texts."),
         (line(ids=[0, True]), "wanted a list of whole numbers, or of texts."),
@@ -390,7 +391,7 @@ documents = st.recursive(
     | st.binary(),
     st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_file_is_read_or_refused_with_its_name_in_bounded_memory(
     tmp_path_factory, content: bytes, skip_bad
 ) -> None:

@@ -75,7 +75,7 @@ class DraftedRowsMachine(SaidMachine):
             self.cache, self.model, tokenizer, capacity=4096, step_size=6, draft_model=self.draft
         )
         with generator:
-            generator._drafting = lambda *_, prediction: Drafting([prediction], self.cache.drafting([0]).pace)
+            generator._drafting = lambda *_, prediction, **__: Drafting([prediction], self.cache.drafting([0]).pace)
             tickets: list[Any] = []
             prompts: list[list[int]] = []
 

@@ -140,7 +140,7 @@ def spread(values: Sequence[int]) -> int:
     return max(values) - min(values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "requests", "slots", "budget_bytes"),

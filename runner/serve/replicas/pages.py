@@ -88,7 +88,10 @@ class AdminTarget(Protocol):
 
 
 def replica_routes(fleet: AdminTarget, scrape: Scrape, memory: ResponseMemory) -> APIRouter:
-    """Return the routes; `memory` has the conversations that bodies may go on with. ApiError: a request is wrong."""
+    """Return the routes; `memory` has the conversations that bodies may go on with. ApiError: a request is wrong.
+
+    To clear the caches of all replicas clears the memory, too.
+    """
     router = APIRouter()
 
     @router.get("/metrics")
@@ -127,6 +130,8 @@ def replica_routes(fleet: AdminTarget, scrape: Scrape, memory: ResponseMemory) -
         url, body = request.url, await request.body()
         if (request.method, url.path) == ("POST", EXPLAIN):
             body = json.dumps(memory.joined(await read_json(request, lambda given: given), "")).encode()
+        if request.method == "DELETE" and not replica:
+            memory.clear(request.query_params.get("namespace"))
         forwarded = AdminRequest(request.method, url.path, url.query, body)
         if replica:
             names = fleet.names

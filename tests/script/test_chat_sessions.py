@@ -1,0 +1,264 @@
+"""Sessions of qwen-code, Gemini CLI, pi and opencode are read as the requests that the agents made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runner.script.conversation_reader import read_conversations
+from runner.script.schedule import schedule
+from tests.script.test_agent_sessions import openings, outline, requests_of_log, written
+
+
+class QwenLog:
+    """A log of qwen-code in the making: each row goes on from the one before, or from `after`."""
+
+    def __init__(self, session: str = "s") -> None:
+        self.records: list[dict[str, Any]] = []
+        self._session = session
+
+    def add(self, kind: str, parts: list[Any] | None = None, after: str | None = "last", **fields: Any) -> str:
+        number = len(self.records)
+        last = self.records[-1]["uuid"] if self.records else None
+        record = {
+            "uuid": f"{self._session}-{number}", "parentUuid": last if after == "last" else after,
+            "sessionId": self._session, "timestamp": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
+            "type": kind, "cwd": "/home/ann", "version": "0.5.0",
+        }  # fmt: skip
+        if parts is not None:
+            record["message"] = {"role": "model" if kind == "assistant" else "user", "parts": parts}
+        self.records.append({**record, **fields})
+        return str(record["uuid"])
+
+    def ask(self, text: str, **fields: Any) -> str:
+        return self.add("user", [{"text": text}], **fields)
+
+    def reply(self, *parts: Any, model: str = "qwen3", **fields: Any) -> str:
+        used = {"promptTokenCount": 100, "cachedContentTokenCount": 70}
+        said = [{"text": part} if isinstance(part, str) else part for part in parts]
+        return self.add("assistant", said, model=model, usageMetadata=used, **fields)
+
+    def result(self, call: str, text: str, **fields: Any) -> str:
+        response = {"id": call, "name": "read_file", "response": {"output": text}}
+        return self.add("tool_result", [{"functionResponse": response}], **fields)
+
+
+def function_call(id: str) -> dict[str, Any]:
+    return {"functionCall": {"id": id, "name": "read_file", "args": {"file": id}}}
+
+
+def test_every_reply_of_qwen_code_is_a_request_with_its_texts_calls_and_figures(tmp_path: Path) -> None:
+    log = QwenLog()
+    log.add("system", subtype="session_source", systemPayload={"sourceType": "cli"})
+    log.add("user", [{"text": "Look."}, {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}])
+    log.reply({"text": "I look.", "thought": True}, "A moment.", function_call("a"), function_call("b"))
+    log.result("a", "one")
+    log.result("b", "two")
+    log.add("system", subtype="ui_telemetry", systemPayload={"uiEvent": {}})
+    first = log.reply("Both.")
+    log.ask("And?")
+    log.reply("No more.", model="qwen3-small")
+    log.add("system", subtype="rewind", after=first, systemPayload={"truncatedCount": 2})
+    log.ask("But?")
+    log.reply("Nothing.")
+    path = written(tmp_path, log.records)
+    requests = requests_of_log(path)
+    looked = ["u:Look.", "a:A moment.(read_file)(read_file)", "t:one", "t:two"]
+    assert [outline(each) for each in requests] == [
+        ["u:Look."],
+        looked,
+        [*looked, "a:Both.", "u:And?"],
+        [*looked, "a:Both.", "u:But?"],
+    ]
+    assert openings(requests) == ["session", None, "model", "edit"]
+    assert requests[1].messages[1]["reasoning_content"] == "I look."
+    assert requests[1].messages[1]["tool_calls"][1]["function"] == {"name": "read_file", "arguments": {"file": "b"}}
+    call = requests[1].call
+    assert call is not None
+    assert (call.model, call.prompt_tokens, call.cached_tokens) == ("qwen3", 100, 70)
+    assert read_conversations(path).notes[0].endswith("1 inlineData.")
+
+
+def test_a_compression_of_qwen_code_takes_the_place_of_the_history(tmp_path: Path) -> None:
+    log = QwenLog()
+    log.ask("One.")
+    log.reply("First.")
+    kept = [{"role": "user", "parts": [{"text": "Summary."}]}, {"role": "model", "parts": [{"text": "Got it."}]}]
+    log.add("system", subtype="chat_compression", systemPayload={"info": {}, "compressedHistory": kept})
+    log.ask("Two.")
+    log.reply("Second.")
+    requests = requests_of_log(written(tmp_path, log.records))
+    assert outline(requests[1]) == ["u:Summary.", "a:Got it.", "u:Two."]
+    assert openings(requests) == ["session", "compaction"]
+
+
+def test_rows_of_qwen_code_in_pieces_written_twice_or_copied_into_a_branch_are_there_once(tmp_path: Path) -> None:
+    log = QwenLog()
+    log.add("user", [{"text": "Look."}, {"inlineData": {}}])
+    log.reply("A moment.")
+    log.records.append({**log.records[-1], "message": {"role": "model", "parts": [function_call("a")]}})
+    log.result("a", "one", after="s-1")
+    log.records.append(log.records[-1])
+    log.reply("First.")
+    written(tmp_path, log.records, "a.jsonl")
+    branch = [{**each, "sessionId": "t", "forkedFrom": {"sessionId": "s"}} for each in log.records]
+    more = QwenLog("t")
+    more.records = branch
+    more.ask("Two.")
+    more.reply("Second.")
+    written(tmp_path, more.records, "b.jsonl")
+    result = read_conversations(tmp_path)
+    looked = ["u:Look.", "a:A moment.(read_file)", "t:one"]
+    found = [outline(each) for each in schedule(result.conversations)]
+    assert found == [["u:Look."], looked, [*looked, "a:First.", "u:Two."]]
+    assert result.notes[0].endswith("1 inlineData.")
+
+
+def test_every_reply_of_gemini_cli_is_a_request_in_both_of_its_forms(tmp_path: Path) -> None:
+    def row(id: str, kind: str, content: Any, **more: Any) -> dict[str, Any]:
+        return {"id": id, "timestamp": f"2026-01-01T00:00:0{id}.000Z", "type": kind, "content": content, **more}
+
+    response = {"functionResponse": {"id": "c", "name": "read_file", "response": {"output": "one"}}}
+    calls = [{"id": "c", "name": "read_file", "args": {"file": "c"}, "status": "success", "result": [response]}]
+    head = {"sessionId": "s", "projectHash": "p", "startTime": "2026-01-01T00:00:00.000Z"}
+    said = [
+        row("1", "user", [{"text": "Look."}]),
+        row("2", "info", "An update is there."),
+        row("3", "gemini", "", model="gemini", tokens={"input": 100, "cached": 70}, toolCalls=calls),
+        row("4", "gemini", "It is.", model="gemini"),
+        row("5", "user", "/about"),
+        row("6", "user", "And?"),
+        row("7", "gemini", "No more.", model="gemini"),
+    ]
+    whole = written(tmp_path, [], "session-1.json")
+    whole.write_text(json.dumps({**head, "messages": said}, indent=2))
+    begun = {**said[2], "toolCalls": [{**calls[0], "result": None, "status": "executing"}]}
+    lines = [head, said[0], {"$set": {"lastUpdated": "2026"}}, begun, *said[1:]]
+    back = [{"$rewindTo": "6"}, row("8", "user", "But?"), row("9", "gemini", "Nothing.", model="gemini")]
+    expected = ["u:Look.", "a:(read_file)", "t:one", "a:It is."]
+    for path, ends in ((whole, ["u:And?"]), (written(tmp_path, [*lines, *back], "2.jsonl"), ["u:And?", "u:But?"])):
+        requests = requests_of_log(path)
+        assert [outline(each) for each in requests[2:]] == [[*expected, end] for end in ends]
+        assert [outline(each) for each in requests[:2]] == [["u:Look."], expected[:3]]
+        assert requests[0].call is not None
+        assert (requests[0].call.prompt_tokens, requests[0].call.cached_tokens) == (100, 70)
+    compressed = [row("a", "user", "Summary."), row("b", "gemini", "Got it.")]
+    lines += [{"$set": {"messages": compressed}}, *back[1:]]
+    *_, last = requests_of_log(written(tmp_path, lines, "3.jsonl"))
+    assert outline(last) == ["u:Summary.", "a:Got it.", "u:But?"]
+    assert openings([last]) == ["compaction"]
+
+
+def pi_log(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of pi: each goes on from the one before, unless it says otherwise."""
+    found = [{"type": "session", "version": 3, "id": "s", "timestamp": "2026-01-01T00:00:00.000Z", "cwd": "/home/ann"}]
+    for at, row in enumerate(rows):
+        parent = found[-1]["id"] if at else None
+        about = {"id": f"r{at}", "parentId": parent, "timestamp": f"2026-01-01T00:01:{at:02d}.000Z"}
+        found.append({"type": "message", **about, **row})
+    return found
+
+
+def pi_said(role: str, *content: Any, **more: Any) -> dict[str, Any]:
+    blocks = [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]
+    reply = {"model": "qwen", "usage": {"input": 20, "cacheRead": 70, "cacheWrite": 10}, "stopReason": "stop"}
+    return {"message": {"role": role, "content": blocks, **(reply if role == "assistant" else {}), **more}}
+
+
+def test_every_reply_of_pi_is_a_request_behind_compactions_and_branches(tmp_path: Path) -> None:
+    tool_call = {"type": "toolCall", "id": "c", "name": "read", "arguments": {"path": "a"}}
+    log = pi_log(
+        pi_said("user", "Look.", {"type": "image", "data": "AAAA", "mimeType": "image/png"}),
+        pi_said("assistant", {"type": "thinking", "thinking": "I look."}, "A moment.", tool_call),
+        pi_said("toolResult", "one", "two", toolCallId="c", toolName="read"),
+        pi_said("assistant", "It is."),
+        {"type": "model_change", "provider": "p", "modelId": "q"},
+        pi_said("user", "And?"),
+        pi_said("assistant", "Overloaded", stopReason="error"),
+        pi_said("assistant", "No more."),
+        {"type": "compaction", "summary": "They looked.", "firstKeptEntryId": "r5", "tokensBefore": 9},
+        pi_said("user", "Then?"),
+        pi_said("assistant", "Done."),
+        {"type": "branch_summary", "summary": "A branch.", "fromId": "r10", "parentId": "r3"},
+        pi_said("user", "But?"),
+        pi_said("assistant", "Nothing."),
+        {"type": "message", "parentId": "r13", "message": {"role": "bashExecution", "command": "ls", "output": "a"}},
+        pi_said("user", "So?"),
+        pi_said("assistant", "So."),
+    )
+    path = written(tmp_path, log, "a.jsonl")
+    copied = [{**log[0], "id": "t", "parentSession": "a.jsonl"}, *log[1:5], {**log[6], "parentId": "r3", "id": "x"}]
+    more = {**pi_said("assistant", "Fork."), "type": "message", "id": "y", "parentId": "x", "timestamp": "2026-01-02"}
+    written(tmp_path, [*copied, more], "b.jsonl")
+    requests = requests_of_log(tmp_path)
+    looked = ["u:Look.", "a:A moment.(read)", "t:one\ntwo"]
+    summary, branch, ran = (
+        "u:The conversation history"[:26],
+        "u:The following is a summary"[:26],
+        "u:Ran `ls`\n```\na\n```",
+    )
+    assert [outline(each) for each in requests] == [
+        ["u:Look."],
+        looked,
+        [*looked, "a:It is.", "u:And?"],
+        [summary, "u:And?", "a:No more.", "u:Then?"],
+        [*looked, "a:It is.", branch, "u:But?"],
+        [*looked, "a:It is.", branch, "u:But?", "a:Nothing.", ran, "u:So?"],
+        [*looked, "a:It is.", "u:And?"],
+    ]
+    assert openings(requests) == ["session", None, None, "compaction", "edit", None, None]
+    assert requests[1].messages[1]["reasoning_content"] == "I look."
+    call = requests[1].call
+    assert call is not None
+    assert (call.model, call.prompt_tokens, call.cached_tokens) == ("qwen", 100, 70)
+    assert read_conversations(path).notes[0].endswith("1 image.")
+
+
+def open_said(id: str, role: str, *parts: Any, **info: Any) -> dict[str, Any]:
+    shown = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+    about = {"id": id, "role": role, "time": {"created": 1_760_000_000_000 + 1000 * int(id)}, "modelID": "qwen"}
+    return {"info": {**about, **info}, "parts": shown}
+
+
+def test_every_step_of_a_session_that_opencode_exports_is_a_request(tmp_path: Path) -> None:
+    state = {"status": "completed", "input": {"path": "a"}, "output": "one", "time": {"start": 1_760_000_002_500}}
+    used = {"type": "step-finish", "tokens": {"input": 20, "cache": {"read": 70, "write": 10}}}
+    session = {
+        "info": {"id": "s", "title": "Look"},
+        "messages": [
+            open_said("1", "user", "Look.", {"type": "file", "mime": "image/png", "url": "data:"}),
+            open_said(
+                "2", "assistant",
+                *({"type": "step-start"}, {"type": "reasoning", "text": "I look."}, "A moment."),
+                *({"type": "tool", "tool": "read", "callID": "c", "state": state}, used),
+                *({"type": "step-start"}, "It is.", {"type": "patch", "files": []}, used),
+            ),
+            open_said("3", "user", "And?"),
+            open_said("4", "assistant", "Aborted", error={"name": "MessageAbortedError"}),
+            open_said("5", "assistant", {"type": "step-start"}, "No more."),
+            open_said("6", "user", {"type": "compaction", "auto": True, "tail_start_id": "3"}),
+            open_said("7", "assistant", "They looked.", summary=True),
+            open_said("8", "user", "Then?"),
+            open_said("9", "assistant", {"type": "step-start"}, "Done."),
+        ],
+    }  # fmt: skip
+    path = written(tmp_path, [], "ses.json")
+    path.write_text(json.dumps(session, indent=2))
+    requests = requests_of_log(path)
+    looked = ["u:Look.", "a:A moment.(read)", "t:one"]
+    assert [outline(each) for each in requests] == [
+        ["u:Look."],
+        looked,
+        [*looked, "a:It is.", "u:And?"],
+        ["u:What did we do so far?", "a:They looked.", "u:And?", "a:No more.", "u:Then?"],
+    ]
+    assert openings(requests) == ["session", None, None, "compaction"]
+    call = requests[0].call
+    assert call is not None
+    assert (call.model, call.prompt_tokens, call.cached_tokens) == ("qwen", 100, 70)
+    assert requests[0].messages[0] == {"role": "user", "content": "Look."}
+    times = [each.call.time for each in requests if each.call]
+    assert times == sorted(times)
+    assert times[0] == "2025-10-09T08:53:22.500000+00:00"
+    assert read_conversations(path).notes[0].endswith("1 file.")
