@@ -213,6 +213,8 @@ class Models:
                 is_parallel=cached.is_parallel,
                 renderer=self._renderer,
             )
+            if is_new and self._options.kv_bits is not None:
+                self._require_quantizable(self.current)
             if is_new and self._is_default(key):
                 logger.info("warming up: a reply to nobody, so that the first client does not wait")
                 self.current.rehearse()
@@ -225,6 +227,15 @@ class Models:
         for each in others[:-MOST_OTHER_CACHES]:
             self._cached.pop(each).cache.close()
         return self.current
+
+    def _require_quantizable(self, model: ServedModel) -> None:
+        """Try a new cache with quantized keys and values. ModelError: the model cannot do it."""
+        try:
+            model.cache.learn(model.model, model.draft_model)
+        except ValueError as error:
+            self._cached.pop(model.key).cache.close()
+            given = f"--kv-bits {self._options.kv_bits} --kv-group-size {self._options.kv_group_size}"
+            raise ModelError(f"model {model.key.model}: {given} does not work with it: {error}") from error
 
     def refusal(self, names: ModelNames, error: Exception) -> ApiError:
         """What a client is told of a model that cannot be loaded; with keys, nothing that depends on files here."""
