@@ -186,6 +186,10 @@ class ChatLog:
             change = _REWRITTEN
         return None if change is None else (change, stored_keys)
 
+    def chat_of(self, keys: Keys) -> Chat | None:
+        """The kept chat of these keys, the same object; None: it is not kept any more."""
+        return next((chat for _, each, chat in list(self._kept) if each is keys), None)
+
     def reply_change(self, keys: Keys, chat: Chat, start: int, namespace: str = "") -> Change | None:
         """The reply to an earlier chat, if these keys go on from that chat and part from the reply at `start`."""
         before = [

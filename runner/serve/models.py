@@ -49,12 +49,12 @@ from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model
 from runner.script.conversation import checked_tools
 from runner.script.conversation_formats import checked_messages
 from runner.serve import mlx_lm_border
-from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
 from runner.serve.request import DEFAULT, NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel, fresh_caches
 from runner.serve.service import FairThreads
+from runner.serve.volatile import behind_tools
 from runner.text import cut
 
 logger = logging.getLogger(__name__)

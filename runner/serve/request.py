@@ -196,7 +196,8 @@ class RequestRecord:
 
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
     and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
-    the prompt with its fork, `fork_hint` says what to do about it; `naming` sets both. `keys`: the tree's keys of the
+    the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are how many more --move-volatile
+    would reuse; `naming` sets them. `keys`: the tree's keys of the
     prompt. `saved_s`: the prefill that it did without. `drafted`: by source, what became of the drafted tokens.
     """
 
@@ -217,6 +218,7 @@ class RequestRecord:
     explanation: Any = None
     fork_part: str = ""
     fork_hint: str = ""
+    movable_tokens: int = 0
     naming: Future[None] | None = None
     keys: Any = None
     saved_s: float = 0.0

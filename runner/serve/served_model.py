@@ -28,7 +28,9 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache import PrefixCache, stream_generate
-from radixcache.chat_parts import ChatLog
+from radixcache.chat import chat_tokens
+from radixcache.chat_parts import Chat, ChatLog
+from radixcache.chat_template import common_rendering
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Piece, Sampler, StopWords, greedy
@@ -52,6 +54,7 @@ from runner.serve.request import (
 )
 from runner.serve.service import FairThreads
 from runner.serve.template_breaks import TemplateBreaks
+from runner.serve.volatile import behind_tools
 
 logger = logging.getLogger(__name__)
 
@@ -352,23 +355,28 @@ class ServedModel:
             self._chats.add(record.keys, prompt.chat, opened.request.namespace)
 
     def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:
-        opened.record.fork_part, opened.record.fork_hint = self._fork_part(opened.request, prompt, start)
+        found = self._fork_part(opened.request, prompt, start)
+        opened.record.fork_part, opened.record.fork_hint, opened.record.movable_tokens = found
 
     def fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> Future[tuple[str, str]]:
         """The part of a prompt that parts it from a stored one at `start`, and what to do about it; "": nothing.
 
         The template may run several times, so this runs beside the generation thread.
         """
-        return self._renderer.submit(request.client, self._fork_part, request, prompt, start)
+        return self._renderer.submit(request.client, lambda: self._fork_part(request, prompt, start)[:2])
 
-    def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str]:
+    def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str, int]:
+        """The part, what to do about it, and how many more tokens would be reused with volatile parts moved."""
         if prompt.chat is not None:
             keys = np.asarray(prompt.tokens if prompt.keys is None else prompt.keys, np.int64)
             nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
             change = nearest[0] if nearest else self._chats.reply_change(keys, prompt.chat, start, request.namespace)
             if change is not None:
-                return str(change), change.hint
-        return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), ""
+                stored = self._chats.chat_of(nearest[1]) if nearest else None
+                moved = 0 if stored is None else movable_tokens(self.tokenizer, stored, prompt.chat, start)
+                more = f" With --move-volatile, {moved:,} tokens more would be reused." if moved else ""
+                return str(change), change.hint + more, moved
+        return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), "", 0
 
     def _add_token(
         self,
@@ -551,6 +559,18 @@ class ServedModel:
                 return
             yield
         opened.put(Echoed(tuple(found)))
+
+
+def movable_tokens(tokenizer: Any, stored: Chat, asked: Chat, start: int) -> int:
+    """How many more tokens than `start` two chats would share with their volatile parts behind the tools."""
+    moved = [each._replace(messages=behind_tools([*map(dict, each.messages)])[0]) for each in (stored, asked)]
+    if [*moved[1].messages] == [*asked.messages]:
+        return 0
+    try:
+        tokens = [chat_tokens(tokenizer, each.messages, each.tools, **each.arguments) for each in moved]
+    except ValueError:  # the template refuses one of them
+        return 0
+    return max(0, common_rendering(*(each.tolist() for each in tokens)) - start)
 
 
 def fresh_caches(models: Sequence[Any]) -> list[Any]:

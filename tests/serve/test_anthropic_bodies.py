@@ -125,7 +125,8 @@ def test_marks_stay_where_they_were_when_a_volatile_part_is_moved() -> None:
 
     part = "Environment you are running in:\n<env>\nWorking Directory: /home/ann\n</env>"
     system = [text("You are brief."), text(part), text("You are kind."), {"type": "text", "text": "So."}]
-    mine = asked(system=system, messages=[{"role": "user", "content": [text("a"), text("b")]}])
+    moving = ServeOptions(move_volatile=True)
+    mine = asked(moving, system=system, messages=[{"role": "user", "content": [text("a"), text("b")]}])
     assert [message["content"] for message in mine.messages] == ["You are brief.\nYou are kind.\nSo.", part, "a\nb"]
     before = [mine.messages[index]["content"][:end] for index, end in mine.marked_texts]
     assert before == ["You are brief.", "You are brief.\n", "You are brief.\nYou are kind.", "a"]
