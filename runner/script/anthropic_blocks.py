@@ -243,7 +243,7 @@ def left_out(turns: Iterable[Turn]) -> list[str]:
     return sorted({block.type for block in (*blocks, *inner) if isinstance(block, ServerBlock)})
 
 
-def _tool_message(result: ToolResult) -> dict[str, Any]:
+def _tool_message(result: Any) -> dict[str, Any]:
     content = content_of([block for block in result.content if not isinstance(block, ServerBlock)])
     if result.is_error:  # OpenAI's form has no field for a failure, only the text
         content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]

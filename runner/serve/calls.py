@@ -84,7 +84,7 @@ _FORMS = {
         r"\s*(?=<atem:parameter|\Z)",
     ),
 }
-_ALSO_OTHERWISE = ("glm47", "longcat")  # these models write calls as JSON, too, which mlx-lm's parsers read
+_ALSO_OTHERWISE = ("glm47",)  # a name and then anything, which mlx-lm's parser reads
 
 
 def reader_of(request: Request, tokenizer: Any, prompt: RenderedPrompt, breaks: TemplateBreaks) -> ReplyReader:
@@ -97,13 +97,18 @@ def reader_of(request: Request, tokenizer: Any, prompt: RenderedPrompt, breaks: 
         machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
         initial_state = initial_state if initial_state == "reasoning" else "tool"
     is_single = request.constraint is not None and request.constraint.is_single
-    calls = CallReader(parser, prompt.arguments)
-    white = breaks.before_call if request.tools and tokenizer.has_tool_calling else None
-    how = {"has_one_call": is_single, "drops_breaks": breaks.drops_behind_reasoning, "before_call": white}
-    return ReplyReader(machine, initial_state, calls, call_marks=marks, **how)
+    return ReplyReader(
+        machine,
+        initial_state,
+        CallReader(parser, prompt.arguments),
+        call_marks=marks,
+        has_one_call=is_single,
+        drops_breaks=breaks.drops_behind_reasoning,
+        before_call=breaks.before_call if request.tools and tokenizer.has_tool_calling else None,
+    )
 
 
-def json_calls(text: str, _tools: Any) -> list[dict[str, Any]]:
+def json_calls(text: str, _tools: Any = None) -> list[dict[str, Any]]:
     """Calls as JSON, one behind the other. ValueError: something else is there, too."""
     decoder, calls, text = json.JSONDecoder(), [], text.strip()
     while text:
@@ -117,7 +122,7 @@ class CallReader:
     """Reads the calls in what a model wrote between the marks of a call."""
 
     def __init__(
-        self, parser: Callable[[str, Any], Any], arguments: Mapping[str, Mapping[str, ArgumentSchema]]
+        self, parser: Callable[[str, Any], Any] | None, arguments: Mapping[str, Mapping[str, ArgumentSchema]]
     ) -> None:
         """`arguments`: of each function."""
         self._parser, self._arguments = parser, arguments
@@ -129,6 +134,8 @@ class CallReader:
 
     def _parsed(self, text: str) -> list[dict[str, Any]]:
         if (tags := _FORMS.get(self._form)) is not None:
+            if text.lstrip()[:1] == "{":  # now and then these models write calls as JSON
+                return json_calls(text)
             with suppress(*[ValueError] * (self._form in _ALSO_OTHERWISE)):
                 calls = [self._call(found["name"].strip(), found["body"], tags) for found in _matches(tags.call, text)]
                 return calls or _refuse("there is no call")
@@ -138,6 +145,8 @@ class CallReader:
                 return _listed(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
             if not {"{", "["}.isdisjoint(text.partition("{")[2]):
                 _refuse("a list or an object cannot be read")
+        if self._parser is None:
+            _refuse("this model has no form for calls")
         return _listed(self._parser(text, None))
 
     def _call(self, name: str, body: str, tags: _Tags) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class _Restatement:
         for key in ("const", "enum"):
             longest = max(map(len, _texts(node.get(key))), default=0)
             require_most(longest, MAX_STRING_CHARACTERS, f"{key}, in characters", self._at)
-        checked = {}
+        checked: dict[str, Any] = {}
         for key, each in self._restated(_with_inclusive_bounds(node)).items():
             if _is_map(key, each):
                 checked[key] = {name: self.checked(one) for name, one in each.items()}

@@ -209,6 +209,15 @@ def test_calls_in_a_template_s_own_form_are_read_as_they_were_streamed_or_not(fo
     assert read(form, pieces_of(written, cuts)) == (text, found)
 
 
+@pytest.mark.parametrize("form", TAGS)
+def test_a_model_of_tags_that_writes_a_call_as_json_calls_with_these_values(form: str) -> None:
+    arguments = {"string": "5", "integer": 5, "array": ["null"]}
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{form}")
+    written = module.tool_call_start + as_json({"name": "f", "arguments": arguments}) + module.tool_call_end
+    _, calls = read(form, [written])
+    assert [json.loads(call["arguments"]) for call in calls] == [arguments]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @given(calls=st.lists(one_call, min_size=1, max_size=2), start=st.integers(0, 300), junk=some_text, data=st.data())
 def test_of_a_damaged_call_all_is_there_as_a_call_or_as_text(
