@@ -79,6 +79,11 @@ DIFFERS = "it differs"
 _REORDERED = "the same in another order"
 _REMOVED = "messages before it were removed"
 _MOVED = "the same messages in another order"
+_NOT_WRITTEN = "the prompt has it otherwise than the model wrote it"
+_REPLY_HINT = (
+    "If the client sends replies back as it got them, the chat template writes reasoning, texts or calls in another "
+    "way than the model, and no text can change that."
+)
 _ORDER_HINT = "Send the tools in the same order in every request, for example sorted by name."
 _LIST_HINT = "Send the same tools in every request of a conversation, and new tools at the end of the list."
 _TOOL_HINT = "Keep the definitions of tools free of text that changes; put it into the last message."
@@ -180,6 +185,25 @@ class ChatLog:
         if change is None and start < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, start):
             change = _REWRITTEN
         return None if change is None else (change, stored_keys)
+
+    def chat_of(self, keys: Keys) -> Chat | None:
+        """The kept chat of these keys, the same object; None: it is not kept any more."""
+        return next((chat for _, each, chat in list(self._kept) if each is keys), None)
+
+    def reply_change(self, keys: Keys, chat: Chat, start: int, namespace: str = "") -> Change | None:
+        """The reply to an earlier chat, if these keys go on from that chat and part from the reply at `start`."""
+        before = [
+            len(each.messages)
+            for name, other, each in list(self._kept)
+            if name == namespace and len(each.messages) < len(chat.messages)
+            if [*each.messages] == [*chat.messages[: len(each.messages)]]
+            # The prompt ends with the opening of the reply, which the reply itself may not have.
+            if common_length(other, keys) >= min(start, len(other))
+        ]
+        index = max(before, default=0)
+        if not index or chat.messages[index]["role"] != "assistant":
+            return None
+        return Change(message_name(chat.messages[index], index), _NOT_WRITTEN, _REPLY_HINT, index)
 
 
 def _part_at(start: int, left: Keys, right: Keys) -> bool:

@@ -257,7 +257,7 @@ def choose_form(
 
     Most templates want the arguments of a tool call as an object and quote text twice; a few need text. Most accept a
     message without content if it calls tools; a few need a string. Arguments that are no JSON stay text; a template
-    that lists the arguments one by one gets them as one argument.
+    that lists the arguments one by one gets them as one argument. Arguments that are null or "" are none.
     """
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
     refusals: list[Exception] = []
@@ -306,7 +306,7 @@ def _plain_call(call: Any, form: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    arguments = function["arguments"]
+    arguments = function["arguments"] or {}
     if form != "written" and isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

@@ -23,6 +23,7 @@ from typer import Argument, Option
 
 from runner.commands.outputs import EXIT_CHECK_FAILED, require, say
 from runner.serve.options import ServeOptions
+from runner.serve.volatile import PREFIX
 
 NO_KEY, HIDDEN_KEY = "none", "***"
 KEY_VARIABLE = "RADIXCACHE_API_KEY"
@@ -116,6 +117,13 @@ def launch(
     model: Annotated[
         str | None, Option(help="Model that the client names.  [default: the first one of GET /v1/models]")
     ] = None,
+    move_volatile: Annotated[
+        bool,
+        Option(
+            "--move-volatile/--keep-volatile",
+            help="Have the server move what the client's system prompt says of folder and day behind the tools.",
+        ),
+    ] = True,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
 ) -> None:
     """Start a coding agent that uses a running server.
@@ -130,7 +138,8 @@ def launch(
     if path is None:
         _fail(f"{client} is not installed: {program} is not on the PATH. Run npm install -g {package}")
     url = url.rstrip("/").removesuffix("/v1")
-    server = Server(url, api_key, *_model(_models(url, api_key), model))
+    address = url + PREFIX if move_volatile else url
+    server = Server(address, api_key, *_model(_models(url, api_key), model))
     shown = settings(server if api_key == NO_KEY else replace(server, key=HIDDEN_KEY))
     assignments = [f"{name}={shlex.quote(value)}" for name, value in shown.environment.items()]
     line = " ".join([*assignments, shlex.join([program, *shown.flags, *(arguments or [])])])

@@ -53,6 +53,7 @@ def serve(
         Option(help="Most bytes that one request may hold while it runs, also beyond the budget.  [default: all free]"),
     ] = None,
     prompt_cache_size: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
+    prompt_concurrency: Annotated[int | None, Option(help="Accepted, without effect.", hidden=True)] = None,
     namespace_by: Annotated[str, Option(help="key: API keys share no prefixes; none: all share.")] = "none",
     pipeline: Annotated[bool, Option("--pipeline", help="Refused.", hidden=True)] = False,
 ) -> None:
@@ -77,6 +78,8 @@ def serve(
     require(isinstance(template_args, dict), f"--chat-template-args is {chat_template_args}; wanted a JSON object.")
     if prompt_cache_size is not None:
         say("note: --prompt-cache-size has no effect; --prompt-cache-bytes limits the cache.")
+    if prompt_concurrency is not None:
+        say("note: --prompt-concurrency has no effect; prompts are prefilled in turns, a chunk of each.")
     options = replace(
         options,
         allowed_hosts=tuple(name.strip() for each in allowed_hosts or () for name in each.split(",")),

@@ -8,10 +8,10 @@ OpenAI's form, which chat templates take:
     tool_use      ->  tool_calls
     tool_result   ->  a message of its own, role "tool", the tool's answer as content
     image         ->  content is a list: texts, and images as data URLs
-    document, search_result, tool_reference  ->  text
+    document, search_result, tool_reference, compaction  ->  text
 
-Successive turns of one role become one turn, as in Anthropic's API. Tools that Anthropic's servers run, and what they
-did in past turns, are left out.
+Successive turns of one role become one turn, as in Anthropic's API. Tools that Anthropic's servers run, what they did
+in past turns, and all blocks of other types are left out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
 from runner.script.conversation import (
     Checked,
     Many,
     as_tool,
+    by_type,
     content_of,
     dicts_in,
+    null_as,
     or_text,
     reply_of,
     with_texts,
@@ -38,10 +40,12 @@ from runner.script.conversation import (
 
 #: Fields and blocks that only Anthropic's API has.
 _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
-_BLOCKS = frozenset(("document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+_BLOCKS = frozenset(("compaction", "document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
 # Roles and fields of messages that only OpenAI's API has.
 _OPENAI_ROLES, _OPENAI_FIELDS = ("developer", "function", "tool"), frozenset(("function_call", "tool_calls"))
-_TEXT_BLOCKS = frozenset(("document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use"))
+_TEXT_BLOCKS = frozenset(
+    ("compaction", "document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use")
+)
 
 
 class CacheControl(Checked):
@@ -125,28 +129,45 @@ class Thinking(Checked):
     thought: Annotated[str, Field(alias="thinking")]
 
 
-class ServerBlock(Checked):
-    """What a tool of Anthropic's servers was asked or found, or reasoning that they encrypted; it is left out."""
+class Compaction(Markable):
+    """The summary that took the place of what was said before."""
 
-    type: Literal[
-        "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
-        "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
-        "mcp_tool_use", "mcp_tool_result", "container_upload", "redacted_thinking",
-    ]  # fmt: skip
+    type: Literal["compaction"]
+    text: Annotated[str, Field(alias="content"), null_as("")]
+
+
+#: Types of the blocks of this file. All others are left out.
+BLOCK_KINDS = (
+    "compaction", "document", "image", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use",
+)  # fmt: skip
+
+
+class ServerBlock(Checked):
+    """What a tool of Anthropic's servers was asked or found, reasoning that they encrypted, and what comes next."""
+
+    type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*BLOCK_KINDS]}})]
 
 
 class ToolUse(Markable):
     type: Literal["tool_use"]
     call_id: Annotated[str, Field(alias="id")]
     name: str
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], null_as({})]
 
     @property
     def arguments(self) -> str:
         return json.dumps(self.input)
 
 
-Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference, Field(discriminator="type")]
+Shown: TypeAlias = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Image, Tag("image")]
+    | Annotated[Document, Tag("document")]
+    | Annotated[SearchResult, Tag("search_result")]
+    | Annotated[ToolReference, Tag("tool_reference")]
+    | Annotated[ServerBlock, Tag("foreign")],
+    by_type(BLOCK_KINDS),
+]
 
 
 class ToolResult(Markable):
@@ -157,9 +178,23 @@ class ToolResult(Markable):
 
 
 UserBlock: TypeAlias = Annotated[
-    Text | Image | Document | SearchResult | ToolResult | ServerBlock, Field(discriminator="type")
+    Annotated[Text, Tag("text")]
+    | Annotated[Image, Tag("image")]
+    | Annotated[Document, Tag("document")]
+    | Annotated[SearchResult, Tag("search_result")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Compaction, Tag("compaction")]
+    | Annotated[ServerBlock, Tag("foreign")],
+    by_type(BLOCK_KINDS),
 ]
-AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | ServerBlock, Field(discriminator="type")]
+AssistantBlock: TypeAlias = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[Compaction, Tag("compaction")]
+    | Annotated[ServerBlock, Tag("foreign")],
+    by_type(BLOCK_KINDS),
+]
 
 
 SystemTexts: TypeAlias = Annotated[Texts, BeforeValidator(without_billing)]
@@ -201,8 +236,15 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
             yield {"role": role, "content": ""}, []
 
 
+def left_out(turns: Iterable[Turn]) -> list[str]:
+    """The types of blocks that only Anthropic's servers have, sorted."""
+    blocks = [block for turn in turns for block in turn.content]
+    inner = [each for block in blocks if isinstance(block, ToolResult) for each in block.content]
+    return sorted({block.type for block in (*blocks, *inner) if isinstance(block, ServerBlock)})
+
+
 def _tool_message(result: Any) -> dict[str, Any]:
-    content = content_of(result.content)
+    content = content_of([block for block in result.content if not isinstance(block, ServerBlock)])
     if result.is_error:  # OpenAI's form has no field for a failure, only the text
         content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}

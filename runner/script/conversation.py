@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 from runner.files import InputError, expect
 from runner.text import shortened
@@ -135,6 +135,21 @@ def as_parts(content: Any) -> Any:
 def or_text(parts: Any) -> BeforeValidator:
     """Let a field of `parts` be a text, too."""
     return BeforeValidator(as_parts, json_schema_input_type=str | parts)
+
+
+def null_as(value: Any) -> BeforeValidator:
+    """Let null in a field mean this value."""
+    return BeforeValidator(lambda given: value if given is None else given)
+
+
+def by_type(kinds: Collection[str], default: str | None = None, known: Collection[str] = ()) -> Discriminator:
+    """Tell parts apart by their type. A type that is neither of `kinds` nor `known` elsewhere is foreign."""
+
+    def kind_of(part: Any) -> str:
+        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
+        return str(kind) if kind in kinds or kind in known else "foreign"
+
+    return Discriminator(kind_of)
 
 
 def dicts_in(values: Any) -> list[dict[str, Any]]:

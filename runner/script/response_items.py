@@ -9,8 +9,8 @@ of chats, which chat templates take:
     their outputs                     ->  a message of its own, role "tool"
 
 Successive items of the assistant become one message, because one reply wrote them. The prompt of the next turn then
-begins with the tokens of this turn and its reply. Tools and items that only OpenAI's own servers can run or read are
-left out of the prompt.
+begins with the tokens of this turn and its reply. A tool in a namespace has the namespace in front of its name. Tools
+and items that only OpenAI's own servers can run or read are left out of the prompt.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
-from typing import Annotated, Any, Literal, TypeAlias
+from itertools import chain, count, groupby
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 
-from runner.script.conversation import Checked, Many, as_tool, content_of, or_text, reply_of, with_texts
+from runner.script.conversation import (
+    Checked,
+    Many,
+    as_tool,
+    by_type,
+    content_of,
+    null_as,
+    or_text,
+    reply_of,
+    with_texts,
+)
 
 #: What `encrypted_content` begins with if this server wrote it: the reasoning, which only this server reads.
 SEAL = "radixcache:"
@@ -75,7 +85,8 @@ class FunctionCall(Checked):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    namespace: str | None = None
+    arguments: Annotated[str, null_as("{}")]
 
 
 class CustomToolCall(Checked):
@@ -84,6 +95,7 @@ class CustomToolCall(Checked):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     input: str
 
     @property
@@ -101,7 +113,7 @@ class CallOutput(Checked):
 ITEM_KINDS = (
     "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
 )  # fmt: skip
-_TOOL_KINDS = ("function", "custom")
+_TOOL_KINDS = ("function", "custom", "namespace")
 
 
 class Foreign(Checked):
@@ -118,16 +130,6 @@ class ForeignTool(Foreign):
     type: Annotated[str, WithJsonSchema({"type": "string", "not": {"enum": [*_TOOL_KINDS]}})]
 
 
-def _by_type(kinds: Sequence[str], default: str | None = None) -> Discriminator:
-    """Tell items or tools apart by their type. All types that are not of `kinds` are foreign."""
-
-    def kind_of(part: Any) -> str:
-        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
-        return str(kind) if kind in kinds else "foreign"
-
-    return Discriminator(kind_of)
-
-
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
@@ -136,7 +138,7 @@ Item: TypeAlias = Annotated[
     | Annotated[CustomToolCall, Tag("custom_tool_call")]
     | Annotated[CallOutput, Tag("custom_tool_call_output")]
     | Annotated[Foreign, Tag("foreign")],
-    _by_type(ITEM_KINDS, "message"),
+    by_type(ITEM_KINDS, "message"),
 ]
 
 
@@ -197,12 +199,42 @@ class CustomTool(Checked):
         return {"name": self.name, "description": self.description or "", "parameters": parameters}
 
 
+class NamespaceTool(Checked):
+    """Tools under one name, such as those of an MCP server. Codex has them."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    tools: Many[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[CustomTool, Tag("custom")]
+            | Annotated[ForeignTool, Tag("foreign")],
+            by_type(_TOOL_KINDS[:2]),
+        ]
+    ]
+
+
 Tool: TypeAlias = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[ForeignTool, Tag("foreign")],
-    _by_type(_TOOL_KINDS),
+    by_type(_TOOL_KINDS),
 ]
+
+
+class OwnTool(NamedTuple):
+    """A tool as the client knows it."""
+
+    namespace: str | None
+    tool: FunctionTool | CustomTool
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name of a tool in the prompt, where no namespaces are."""
+    between = "" if not namespace or namespace.endswith("__") else "__"
+    return f"{namespace or ''}{between}{name}"
 
 
 class Reasoning(Checked):
@@ -220,18 +252,41 @@ class ResponseChat(Checked):
 
     def messages(self, past: Sequence[Item] = ()) -> list[dict[str, Any]]:
         """As `messages_of`, with the instructions before the items of `past` and of this body."""
-        turns = [*past, *self.input]
+        names = {(own.namespace, own.tool.name): name for name, own in self.own_tools().items()}
+        turns = [_with_flat_name(item, names) for item in (*past, *self.input)]
         if self.instructions:
             turns.insert(0, MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
         return [*messages_of(turns)]
 
     def functions(self) -> list[dict[str, Any]]:
         """The tools in the form of chats."""
-        return [as_tool(tool.as_function()) for tool in self.tools if not isinstance(tool, Foreign)]
+        return [as_tool({**own.tool.as_function(), "name": name}) for name, own in self.own_tools().items()]
+
+    def own_tools(self) -> dict[str, OwnTool]:
+        """The tools that the client runs, by their names in the prompt. A name that is taken gets a number."""
+        found: dict[str, OwnTool] = {}
+        for tool in self.tools:
+            namespace = tool.name if isinstance(tool, NamespaceTool) else None
+            for each in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
+                if not isinstance(each, Foreign | NamespaceTool):
+                    name = flat_name(namespace, each.name)
+                    if name in found and found[name].namespace != namespace:
+                        name = next(free for n in count(2) if (free := f"{name}_{n}") not in found)
+                    found[name] = OwnTool(namespace, each)
+        return found
 
     def foreign(self) -> list[str]:
         """The tools and items that only OpenAI's servers have."""
-        return [str(part) for part in (*self.tools, *self.input) if isinstance(part, Foreign)]
+        inner = [each for tool in self.tools if isinstance(tool, NamespaceTool) for each in tool.tools]
+        return [str(part) for part in (*self.tools, *inner, *self.input) if isinstance(part, Foreign)]
+
+
+def _with_flat_name(item: Item, names: Mapping[tuple[str | None, str], str]) -> Item:
+    """An item with the name that its tool has in the prompt."""
+    if not isinstance(item, FunctionCall | CustomToolCall) or not item.namespace:
+        return item
+    name = names.get((item.namespace, item.name), flat_name(item.namespace, item.name))
+    return item.model_copy(update={"name": name})
 
 
 def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only c
 SHOWN_FIELDS = (
     "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
     "ttft_ms", "tokens_per_s", "outcome", "saved_s", "fork_words", "accepted_tokens", "rejected_tokens",
+    "movable_tokens",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from runner.script.anthropic_blocks import AnthropicChat, CacheControl, ServerBlock, Turn, foreign_tools
+from runner.script.anthropic_blocks import AnthropicChat, CacheControl, Turn, foreign_tools, left_out
 from runner.script.conversation import Checked, Many, as_tool
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
@@ -39,6 +39,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -89,9 +90,8 @@ class AnthropicPromptBody(AnthropicChat):
         return checked(cls, {name: value for name, value in body.items() if value is not None})
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
-        blocks = (block for turn in self.messages for block in turn.content)
-        if foreign := sorted({block.type for block in blocks if isinstance(block, ServerBlock)}):
-            logger.warning(LEFT_OUT, ", ".join(foreign))
+        if foreign := left_out(self.messages):
+            logger.warning(LEFT_OUT, shortened(", ".join(foreign), 200))
         found = self.marked_messages()
         fields = {"messages": [message for message, _ in found], **self._openai_fields()}
         marked = [(index, end) for index, (_, ends) in enumerate(found) for end in ends]
@@ -261,7 +261,9 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
         body, asked = await read_json(request, lambda given: checked(MessagesBody, request, given))
-        return await service.answer(request, asked, lambda reply: MessageDraft(reply, body.model), stream=body.stream)
+        return await service.answer(
+            request, asked, lambda reply: MessageDraft(reply, echoed(body.model)), stream=body.stream
+        )
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:

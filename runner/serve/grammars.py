@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, Request
-from runner.serve.rules import arguments_schema, call_rules, functions_of, schema_at, schema_of
+from runner.serve.rules import call_rules, functions_of, has_plain_calls
+from runner.serve.schemas import arguments_schema, schema_at, schema_of
 
 MAX_COMPILED = 32
 LIMITS: Mapping[str, Any] = {
@@ -221,6 +222,10 @@ class Guide:
 
 #: Beginnings of llguidance's errors that do not name the keyword, and what to put before them.
 UNNAMED = {"regex": "pattern: ", "Resource": "$ref: ", "Pointer": "$ref: "}
+#: Errors that name an option of llguidance, and what to say in place of them.
+REWORDED = {
+    "coerce_one_of": "oneOf: a value may be of several branches; name the values of a property in each, or use anyOf"
+}
 
 
 class RefusedGrammar(NamedTuple):
@@ -264,6 +269,7 @@ class Grammars:
             text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
         may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
+        may_think &= not has_plain_calls(request, tokenizer)  # its marks could be part of a text in a call
         whole, within = (calls, None) if is_required else (text, calls)
         return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
 
@@ -325,7 +331,7 @@ def _refused(error: str, request: Request, marks: Marks, *, is_call: bool) -> Re
     # llguidance shows the grammar behind the reason.
     why = " ".join(error.split()).rpartition("failed to compile JSON schema: ")[2].partition(" 1 | %llguidance")[0]
     keyword = next((name for start, name in UNNAMED.items() if why.startswith(start)), "")
-    return RefusedGrammar(keyword + why, at)
+    return RefusedGrammar(next((words for option, words in REWORDED.items() if option in why), keyword + why), at)
 
 
 def limits() -> llguidance.LLParserLimits:

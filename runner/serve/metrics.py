@@ -243,6 +243,7 @@ def in_a_line(record: RequestRecord) -> str:
     short = ", ".join(f"{tokens:,} {reason}" for reason, tokens in record.short_tokens.items())
     why = f" (not: {short})" if short else ""
     where = f", {record.fork_words}" if record.fork_words else ""
+    where += f" ({record.movable_tokens:,} more with --move-volatile)" if record.movable_tokens else ""
     proposed = record.accepted_tokens + record.rejected_tokens
     drafted = f" ({record.accepted_tokens:,} of {proposed:,} drafted)" if proposed else ""
     line = (

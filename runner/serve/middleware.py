@@ -1,5 +1,6 @@
 """Middleware: what every HTTP request passes before it reaches its route. Pure ASGI; never imports MLX.
 
+    Moving      a prefix of the path, which asks for volatile parts behind the tools
     Frame       CORS headers, errors in the form of the API that was called, one count a request, a log of refusals
     Access      which requests reach a route, and as whom, by the keys of a Keyring
     BodyLimit   a request reaches its route once its whole body is there, and small enough, in bytes and in JSON values
@@ -37,6 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.serve.request import CLIENT, ApiError
 from runner.serve.service import CLIENT_CLOSED_REQUEST, LARGE_BYTES, READERS, require_few_values, to_json
+from runner.serve.volatile import MOVES, PREFIX
 from runner.text import cut
 
 logger = logging.getLogger(__name__)
@@ -300,6 +302,23 @@ class BodyLimit:
             )
         if body_bytes > max_bytes:
             raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, the limit of this server.")
+
+
+class Moving:
+    """Takes the prefix of `radixcache launch` off the paths of the APIs: see volatile.py."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(PREFIX)
+            is_moved = path != scope["path"] and path.startswith(("/v1/", "/api/"))
+            MOVES.set(is_moved)
+            if is_moved:
+                raw = scope.get("raw_path") or b""
+                scope = {**scope, "path": path, "raw_path": raw.removeprefix(PREFIX.encode())}
+        await self._app(scope, receive, send)
 
 
 class Frame:

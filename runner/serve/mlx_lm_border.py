@@ -13,8 +13,8 @@ from mlx_lm.models.cache import KVCache as KVCache
 from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer as BPEStreamingDetokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer as SPMStreamingDetokenizer
+from mlx_lm.tool_parsers import gemma4
 
-ToolCallFormatter = server.ToolCallFormatter
 get_system_fingerprint = server.get_system_fingerprint
 maybe_set_recommended_wired_limit = utils.maybe_set_recommended_wired_limit
 make_sampler = server._make_sampler  # (args, tokenizer): `args.sampling` may be a Request, which has all fields
@@ -26,3 +26,4 @@ image_parts, image_url = server._image_parts, server._image_url
 #: decode_image (data URL): an array. make_vision (tokens, urls, pixel_values, token_id): mlx-lm's Vision.
 decode_image, make_vision = server._decode_image, server._make_vision
 convert_chat = server.convert_chat  # (messages, role_mapping): the prompt's text for models without a chat template
+parse_gemma4 = gemma4.parse_tool_call  # (text): a call, or several, in the form of Gemma 4; ValueError: there is none

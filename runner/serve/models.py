@@ -49,12 +49,12 @@ from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model
 from runner.script.conversation import checked_tools
 from runner.script.conversation_formats import checked_messages
 from runner.serve import mlx_lm_border
-from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions, one_spelling, real_path
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
 from runner.serve.request import DEFAULT, NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel, fresh_caches
 from runner.serve.service import FairThreads
+from runner.serve.volatile import behind_tools
 from runner.text import cut
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,11 @@ class Models:
         if not is_own or (model == options.model and not options.is_only_model):
             return ModelNames(model, adapter, draft)
         if options.model is None:
-            raise ApiError(404, "the server was started without --model; name one in the request.", param="model")
+            raise ApiError(
+                404,
+                "the server was started without --model: name a hub id or a folder as the request's model.",
+                param="model",
+            )
         return ModelNames(options.model, options.adapter_path, draft)
 
     def open(self, key: ModelNames) -> ServedModel:
@@ -209,6 +213,8 @@ class Models:
                 is_parallel=cached.is_parallel,
                 renderer=self._renderer,
             )
+            if is_new and self._options.kv_bits is not None:
+                self._require_quantizable(self.current)
             if is_new and self._is_default(key):
                 logger.info("warming up: a reply to nobody, so that the first client does not wait")
                 self.current.rehearse()
@@ -221,6 +227,15 @@ class Models:
         for each in others[:-MOST_OTHER_CACHES]:
             self._cached.pop(each).cache.close()
         return self.current
+
+    def _require_quantizable(self, model: ServedModel) -> None:
+        """Try a new cache with quantized keys and values. ModelError: the model cannot do it."""
+        try:
+            model.cache.learn(model.model, model.draft_model)
+        except ValueError as error:
+            self._cached.pop(model.key).cache.close()
+            given = f"--kv-bits {self._options.kv_bits} --kv-group-size {self._options.kv_group_size}"
+            raise ModelError(f"model {model.key.model}: {given} does not work with it: {error}") from error
 
     def refusal(self, names: ModelNames, error: Exception) -> ApiError:
         """What a client is told of a model that cannot be loaded; with keys, nothing that depends on files here."""

@@ -35,7 +35,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
-from runner.script.conversation import Checked, Many, tool_call
+from runner.script.conversation import Checked, Many, null_as, tool_call
 from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,
@@ -60,6 +60,7 @@ from runner.serve.request import (
     Token,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     IDLE_S,
@@ -152,7 +153,7 @@ class OllamaOptions(Checked):
 
 class CalledFunction(Checked):
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], null_as({})] = Field(default_factory=dict)
 
 
 class OllamaCall(Checked):
@@ -524,7 +525,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
                 replies[0],
-                body.model,
+                echoed(body.model),
                 is_chat=kind is OllamaChatBody,
                 has_logprobs=body.logprobs or body.top_logprobs > 0,
                 is_load=body.is_load,

@@ -57,6 +57,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -69,6 +70,7 @@ from runner.serve.service import (
     to_json,
     together,
 )
+from runner.serve.volatile import MOVES, behind_tools
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES, MAX_REPLIES = 8, 64  # for a prompt, as `n`; of a request with several prompts
@@ -139,23 +141,6 @@ Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 
 
-#: Parts of agents' system texts that change with the folder, the day or the model: how the first and the last line of
-#: each begin. Without a last line, the part goes to the end of the text. All are as the agents were seen to send them.
-_VOLATILE = (
-    ("# Memory", "Before saving, check for an existing file"),  # Claude Code, with the folder
-    ("Here is useful information about the environment you are running in:", "</env>"),  # Claude Code 2.0, Continue
-    ("Here is some useful information about the environment you are running in:", "</env>"),  # opencode
-    ("Environment you are running in:", "</env>"),  # Cline
-    ("You are powered by the model ", "You are powered by the model "),  # Claude Code 2.0, opencode
-    ("Assistant knowledge cutoff is ", "Assistant knowledge cutoff is "),  # Claude Code 2.0, with the model
-    ("gitStatus: This is the git status at the start of the conversation.", ""),  # Claude Code 2.0
-    ("As you answer the user's questions, you can use the following context:", "</context>"),  # Continue
-    ('<context name="gitStatus">', "</context>"),  # Continue
-    ("Git snapshot at conversation start.", ""),  # qwen-code
-    ("# auto memory", ""),  # qwen-code, with the folder
-    ("Current date: ", "Current working directory: "),  # pi
-)
-
 IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
 COUNTED = {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 20}]}
@@ -205,8 +190,9 @@ class OpenAIBody(Checked):
     @classmethod
     def read(cls, body: Mapping[str, Any], options: ServeOptions) -> Self:
         """Check a body; defaults come from `options`. ApiError: a field is missing or wrong."""
-        names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p", "move_volatile")
+        names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
+        defaults["move_volatile"] = options.move_volatile or MOVES.get()
         # A null draft model means none; any other null means the default.
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
         return checked(cls, {**defaults, **given})
@@ -323,7 +309,7 @@ class ChatBody(OpenAIBody):
     response_format: ResponseFormat | None = None
     tool_choice: Literal["auto", "none", "required", "any"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
-    move_volatile: bool = True
+    move_volatile: bool = False
     prediction: Prediction | None = None
 
     @classmethod
@@ -415,61 +401,6 @@ def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, A
             yield {**message, "content": kept if isinstance(content, list) else kept[0]["text"]}
 
 
-def behind_tools(
-    messages: list[dict[str, Any]], marked_texts: Sequence[tuple[int, int]] = ()
-) -> tuple[list[dict[str, Any]], Sequence[tuple[int, int]]]:
-    """Move volatile parts of the leading system turns into a system turn behind them, and the marks along.
-
-    Many templates put the tools between the first system turn and the next turn, so the tools keep their prefix. The
-    texts stay system texts, whole and in order. If a template takes only one system turn, they end that one (turns.py).
-    """
-    count = next((index for index, each in enumerate(messages) if each["role"] not in SYSTEM), len(messages))
-    kept, moved, marks = messages[:count], [], [*marked_texts]
-    for index, message in enumerate(kept):
-        content = message.get("content") or ""
-        if not isinstance(content, str) and all(isinstance(part.get("text"), str) for part in content):
-            content = "".join(part["text"] for part in content)  # as prompts have them
-        if isinstance(content, str) and (spans := _volatile_spans(content)):
-            ends = [0, *(end for _, end in spans)]
-            starts = [*(start for start, _ in spans), len(content)]
-            rest = "".join(content[end:start] for end, start in zip(ends, starts, strict=True))
-            if rest.strip():
-                kept[index] = {**message, "content": rest}
-                moved += [content[start:end].strip("\n") for start, end in spans]
-                marks = [(at, _shifted(end, spans) if at == index else end) for at, end in marks]
-    if not moved:
-        return messages, marked_texts
-    turn = {"role": kept[-1]["role"], "content": "\n\n".join(moved)}
-    return [*kept, turn, *messages[count:]], [(at + (at >= count), end) for at, end in marks]
-
-
-def _volatile_spans(text: str) -> list[tuple[int, int]]:
-    """Where the volatile parts of a text start and end, in order: whole lines, with the line break behind them.
-
-    Blank lines behind a part go with it if others stand before it, so the rest does not tell how many parts there were.
-    """
-    lines, found = f"\n{text}", []  # each line has a line break before it, and each offset is one more
-    for first, last in _VOLATILE:
-        start = lines.find(f"\n{first}")
-        at = lines.find(f"\n{last}", start) if last else len(lines)
-        if start >= 0 and at >= 0:
-            end = lines.find("\n", at + 1)
-            found.append((start, end if end >= 0 else len(text)))
-    spans: list[tuple[int, int]] = []
-    for start, end in sorted(found):
-        if spans and start <= spans[-1][1]:
-            start, end = spans[-1][0], max(end, spans.pop()[1])
-        if text.endswith("\n\n", 0, start):
-            end = len(text) - len(text[end:].lstrip("\n"))
-        spans.append((start, end))
-    return spans
-
-
-def _shifted(offset: int, spans: Sequence[tuple[int, int]]) -> int:
-    """An offset in a text after these spans were cut out."""
-    return offset - sum(max(0, min(offset, end) - start) for start, end in spans)
-
-
 def _check_message(message: dict[str, Any], at: str) -> None:
     _require(isinstance(message.get("role"), str), f"{at}.role", "a string")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -488,8 +419,8 @@ def _check_function(tool: Any, at: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     _require(is_named, f"{at}.function", "an object with a name")
-    arguments = function.get("arguments", "") if function else ""
-    _require(isinstance(arguments, str | dict), f"{at}.function.arguments", "a string of JSON")
+    arguments = function.get("arguments") if function else None
+    _require(isinstance(arguments, str | dict | None), f"{at}.function.arguments", "a string of JSON")
 
 
 def _require(holds: bool, param: str, wanted: str) -> None:
@@ -516,7 +447,8 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         choice |= self._logprobs([*self.reply.echoed, *delta.tokens])
         if self.form.is_chat:
-            choice["message"] = {"role": "assistant", "content": None, **self._message(delta, delta.tool_calls)}
+            said = self._message(delta, delta.tool_calls) or {"content": ""}
+            choice["message"] = {"role": "assistant", "content": None, **said}
         else:
             choice["text"] = self.reply.echo + delta.text
         return choice
@@ -531,7 +463,8 @@ class ReplyChoice:
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         if self.form.is_chat:
             # OpenAI's client joins the texts of all chunks, the role too.
-            choice["delta"] = {**({} if self.is_begun else {"role": "assistant"}), **self._message(part, calls)}
+            said = self._message(part, calls)
+            choice["delta"] = said if self.is_begun else {"role": "assistant", **(said or {"content": ""})}
         else:
             choice["text"] = part.text if self.is_begun else self.reply.echo + part.text
         choice |= self._logprobs(self.tokens if self.is_begun else [*self.reply.echoed, *self.tokens])
@@ -720,7 +653,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
 
         body, requests = await read_json(http_request, asked)
         form = ReplyForm(
-            body.model,
+            echoed(body.model),
             fingerprint,
             created_s,
             is_chat=requests[0].prompt is None,

@@ -56,9 +56,8 @@ class ServeOptions:
             "--move-volatile/--keep-volatile",
             help="Move what agents' system prompts say of folder and day behind the tools, or leave it in place.",
         ),
-    ] = True
+    ] = False
     decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
-    prompt_concurrency: Annotated[int, Option(help="Most prompts that are prefilled together.", min=1)] = 8
     prefill_step_size: Annotated[int, Option(help="Prompt tokens per chunk of prefill.", min=1)] = 2048
     kv_bits: Annotated[int | None, Option(help="Quantize KV to N bits; one request at a time.", min=2, max=8)] = None
     kv_group_size: Annotated[int, Option(help="Elements per group of quantized keys and values.", min=32, max=128)] = 64

@@ -15,7 +15,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ from radixcache.chat_template import ChatTemplate, common_rendering
 from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
-from runner.serve.rules import typed_tools
+from runner.serve.schemas import ArgumentSchema, argument_schemas
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
@@ -62,7 +62,7 @@ class RenderedPrompt:
         echo: its text, if the request wants it with the reply.
         prediction: the reply that the client expects, in tokens, as far as a reply can use it; None: it expects none,
             or there are images.
-        typed_tools: the tools of the request, as mlx-lm's parsers of replies take them.
+        arguments: of the functions that the reply may call.
     """
 
     tokens: list[int]
@@ -73,7 +73,7 @@ class RenderedPrompt:
     chat: Chat | None = None
     echo: str = ""
     prediction: list[int] | None = None
-    typed_tools: list[dict[str, Any]] | None = None
+    arguments: Mapping[str, Mapping[str, ArgumentSchema]] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[int] | None:
@@ -128,7 +128,7 @@ def prompt_of(
             if most_tokens is not None:
                 require_fitting([text], tokenizer, most_tokens)  # a small body may name a long role many times
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
-        prompt = replace(prompt, typed_tools=typed_tools(request.tools))
+        prompt = replace(prompt, arguments=argument_schemas(request.tools or ()))
         if request.prediction and prompt.vision is None:
             longest = UNBOUNDED_TOKENS if most_tokens is None else most_tokens
             most_predicted = min(longest, MOST_PREDICTED * (request.max_tokens or longest))
@@ -175,7 +175,7 @@ def _chat_prompt(
     marks = _marks(chat, tokens, len(messages), request.marked_texts) if with_marks else set()
     initial_state = tokenizer.response_initial_state or "normal"
     if tokenizer.has_thinking:
-        start, end = _last(tokens, tokenizer.think_start_tokens), _last(tokens, tokenizer.think_end_tokens)
+        start, end = last_at(tokens, tokenizer.think_start_tokens), last_at(tokens, tokenizer.think_end_tokens)
         if start > end and not tokenizer.response_initial_state:
             initial_state = "reasoning"
         if with_marks and start >= len(tokens) - THINKING_TOKENS:
@@ -277,41 +277,7 @@ def _marks(chat: RenderedChat, tokens: list[int], count: int, texts: Sequence[tu
     return {end for end in ends if end <= shared}
 
 
-def drops_line_breaks(tokenizer: Any, template_args: Mapping[str, Any]) -> bool:
-    """Whether replies can go without the line breaks behind their reasoning: most templates write their own.
-
-    They can if the next prompt, with a turn of the user or of a tool, shares no fewer tokens with what the model wrote.
-    """
-    if not tokenizer.has_thinking or not tokenizer.has_chat_template:
-        return False
-    template = ChatTemplate(tokenizer, None, dict(template_args))
-
-    def prompt(*later: dict[str, Any]) -> list[int]:
-        found: list[int] = RenderedChat(
-            template, [{"role": "user", "content": "Why?"}, *later], "reply"
-        ).tokens.tolist()
-        return found
-
-    def shared(content: str, turn: Mapping[str, Any], after: dict[str, Any]) -> int:
-        return common_rendering(written, prompt({**turn, "content": content}, after))
-
-    try:
-        begun = prompt()
-        is_begun = _last(begun, tokenizer.think_start_tokens) > _last(begun, tokenizer.think_end_tokens)
-        opening = "" if is_begun else tokenizer.think_start
-        reply = f"{opening}\nHm.\n{tokenizer.think_end}\n\nSo."
-        written = begun + tokenizer.encode(reply.removeprefix("\n") if is_begun else reply, add_special_tokens=False)
-        turn: dict[str, Any] = {"role": "assistant", "reasoning_content": "Hm.\n" if is_begun else "\nHm.\n"}
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-        pairs = [(turn, {"role": "user", "content": "And?"})]
-        if tokenizer.has_tool_calling:
-            pairs.append(({**turn, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "2"}))
-        return all(shared("So.", *pair) >= shared("\n\nSo.", *pair) for pair in pairs)
-    except Exception:  # Templates are foreign code.
-        return False
-
-
-def _last(tokens: list[int], sequence: Sequence[int]) -> int:
+def last_at(tokens: list[int], sequence: Sequence[int]) -> int:
     """Where a sequence of tokens occurs last; -1: nowhere."""
     length = len(sequence)
     first = np.flatnonzero(np.asarray(tokens) == sequence[0])

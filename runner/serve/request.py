@@ -37,6 +37,7 @@ from radixcache.errors import CacheFullError, RequestTooLargeError
 from radixcache.speculate.drafting import Drafted
 from runner.script.conversation import first_finding
 
+MAX_ECHO_CHARS = 200  # of a model's name in replies: each chunk of a stream repeats it
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
 #: The client of the HTTP request at hand: the name of its key, or its address.
@@ -195,7 +196,8 @@ class RequestRecord:
 
     `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
     and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
-    the prompt with its fork, `fork_hint` says what to do about it; `naming` sets both. `keys`: the tree's keys of the
+    the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are how many more --move-volatile
+    would reuse; `naming` sets them. `keys`: the tree's keys of the
     prompt. `saved_s`: the prefill that it did without. `drafted`: by source, what became of the drafted tokens.
     """
 
@@ -216,6 +218,7 @@ class RequestRecord:
     explanation: Any = None
     fork_part: str = ""
     fork_hint: str = ""
+    movable_tokens: int = 0
     naming: Future[None] | None = None
     keys: Any = None
     saved_s: float = 0.0
@@ -237,10 +240,10 @@ class RequestRecord:
     def fork_words(self) -> str:
         """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in system message 0"; "": nowhere.
 
-        Also "" if the request reused more than was stored on arrival, from other rows.
+        Also "" if the request reused all of that from other rows.
         """
         fork = self.explanation and self.explanation.fork
-        if not fork or fork.start < self.cached_tokens:
+        if not fork or fork.end <= self.cached_tokens:
             return ""
         where = f", in {self.fork_part}" if self.fork_part else ""
         return f"diverged at {fork.start:,} of {self.prompt_tokens:,}{where}"
@@ -471,6 +474,12 @@ ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 5
 
 MAX_MESSAGES = 10_000  # templates take time for each
 MAX_TOOLS = 4096
+
+
+def echoed(name: Any) -> Any:
+    """A model's name from a request, as replies repeat it."""
+    return name if not isinstance(name, str) or len(name) <= MAX_ECHO_CHARS else f"{name[:MAX_ECHO_CHARS]}..."
+
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]

@@ -3,7 +3,7 @@
     ResponsesBody     what the client sent, checked; becomes a Request by way of ChatBody
     ResponseDraft     the reply, whole or as events
     ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
-    responses_routes  POST /v1/responses
+    responses_routes  POST /v1/responses, and what is remembered of a response
 
 `runner/script/response_items.py` turns items into messages. Tools and items that only OpenAI's own servers can run or
 read are left out of the prompt, with a line in the log. `null` means the same as no field.
@@ -17,17 +17,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from functools import cache, partial
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
 from runner.script.conversation import Checked, Many, as_tool
-from runner.script.response_items import SEAL, CustomTool, Item, ResponseChat, as_items
+from runner.script.response_items import SEAL, CustomTool, Item, OwnTool, ResponseChat, as_items, flat_name
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
@@ -41,6 +41,7 @@ from runner.serve.request import (
     Tokens,
     body_schema,
     checked,
+    echoed,
 )
 from runner.serve.service import (
     EVENTS,
@@ -52,12 +53,16 @@ from runner.serve.service import (
     read_json,
     server_sent_event,
     shared_namespace_of,
+    to_json,
+    while_connected,
 )
 from runner.text import shortened
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
 #: Codex gives up on a stream without events for 300 s, and does not count comments.
 KEEPALIVE_S = 30
@@ -66,9 +71,10 @@ KEEPALIVE_S = 30
 class ChosenTool(Checked):
     type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
     def in_chats(self) -> dict[str, Any]:
-        return as_tool({"name": self.name})
+        return as_tool({"name": flat_name(self.namespace, self.name)})
 
 
 class ChosenTools(Checked):
@@ -188,7 +194,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": given("model", DEFAULT),
+        "model": echoed(given("model", DEFAULT)),
         "output": [],
         "usage": None,
         "reasoning": {"effort": None, "summary": None, **given("reasoning", {})},
@@ -216,12 +222,12 @@ class ResponseDraft:
         reply: ServedReply,
         response: dict[str, Any],
         *,
-        custom_tools: Sequence[str] = (),
+        tools: Mapping[str, OwnTool] = {},
         is_sealed: bool = False,
         on_end: Callable[[dict[str, Any]], None] = lambda response: None,
     ) -> None:
         self.response = response
-        self._reply, self._custom_tools, self._is_sealed, self._on_end = reply, custom_tools, is_sealed, on_end
+        self._reply, self._tools, self._is_sealed, self._on_end = reply, tools, is_sealed, on_end
         self._output: list[dict[str, Any]] = response["output"]
         self._is_open = False
         self._blank = ""
@@ -328,9 +334,12 @@ class ResponseDraft:
 
     def _call(self, call: dict[str, Any]) -> Events:
         function = call["function"]
-        item = {"call_id": call["id"], "name": function["name"]}
+        own = self._tools.get(function["name"])
+        item = {"call_id": call["id"], "name": own.tool.name if own else function["name"]}
+        if own and own.namespace:
+            item["namespace"] = own.namespace
         yield from self._close()
-        if function["name"] in self._custom_tools:
+        if own and isinstance(own.tool, CustomTool):
             kind, field, value = "custom_tool_call_input", "input", _text_input(function["arguments"])
             yield from self._open("ctc", {"type": "custom_tool_call", **item, "input": ""})
         else:
@@ -386,6 +395,42 @@ def _text_input(arguments: str) -> str:
     return arguments
 
 
+class Remembered(NamedTuple):
+    """A conversation, the response that it ends with as JSON without its output, and how many items the output has."""
+
+    conversation: tuple[bytes, ...]
+    response: bytes = b""
+    output_count: int = 0
+
+    @property
+    def length_bytes(self) -> int:
+        return sum(map(len, self.conversation)) + len(self.response)
+
+    def items(self) -> list[Any]:
+        return [item for piece in self.conversation for item in json.loads(piece)]
+
+    def whole(self) -> dict[str, Any]:
+        """The response."""
+        output = json.loads(self.conversation[-1])
+        return {**json.loads(self.response), "output": output[len(output) - self.output_count :]}
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """What the response answers, from the first item on. Items without an id are named by their place."""
+        items = self.items()
+        items = items[: len(items) - self.output_count]
+        return [{"id": f"item_{at}", **_in_full(item)} for at, item in enumerate(items)]
+
+
+def _in_full(item: dict[str, Any]) -> dict[str, Any]:
+    """An item with what the short forms of messages leave out."""
+    if "type" in item and not isinstance(item.get("content"), str):
+        return item
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    content = item.get("content")
+    parts = [{"type": kind, "text": content}] if isinstance(content, str) else content
+    return {"type": "message", "status": "completed", **item, "content": parts}
+
+
 class ResponseMemory:
     """The newest conversations, for requests that go on with one of their owner's. Only the event loop uses it.
 
@@ -396,7 +441,7 @@ class ResponseMemory:
     """
 
     def __init__(self) -> None:
-        self._conversations: dict[tuple[Owner, str], tuple[bytes, ...]] = {}
+        self._conversations: dict[tuple[Owner, str], Remembered] = {}
         self._bytes = 0
         self._clears = Counter[str | None]()
 
@@ -405,29 +450,40 @@ class ResponseMemory:
         self._clears[namespace] += 1
         kept = {key: each for key, each in self._conversations.items() if namespace not in (None, key[0][1])}
         self._conversations = kept
-        self._bytes = sum(len(piece) for conversation in kept.values() for piece in conversation)
+        self._bytes = sum(each.length_bytes for each in kept.values())
 
     def clears(self, owner: Owner) -> int:
         """How often the owner's namespace was cleared: a request that began before must remember nothing."""
         return self._clears[None] + self._clears[owner[1]]
 
-    def put(self, owner: Owner, id: str, conversation: tuple[bytes, ...]) -> None:
-        if sum(map(len, conversation)) > MAX_STORED_BYTES:
+    def put(
+        self, owner: Owner, id: str, conversation: tuple[bytes, ...], response: bytes = b"", output_count: int = 0
+    ) -> None:
+        found = Remembered(conversation, response, output_count)
+        if found.length_bytes > MAX_STORED_BYTES:
             return
-        self._conversations[owner, id] = conversation
-        self._bytes += sum(map(len, conversation))
+        self._conversations[owner, id] = found
+        self._bytes += found.length_bytes
         while len(self._conversations) > MAX_STORED or self._bytes > MAX_STORED_BYTES:
-            oldest = self._conversations.pop(next(iter(self._conversations)))
-            self._bytes -= sum(map(len, oldest))
+            self._bytes -= self._conversations.pop(next(iter(self._conversations))).length_bytes
 
     def get(self, owner: Owner, id: str) -> tuple[bytes, ...]:
         """The conversation that ends with this response. ApiError: it is not here, or another owner's."""
-        if (conversation := self._conversations.pop((owner, id), None)) is None:
-            name = shortened(id, 80)
-            message = f"Previous response with id {name!r} not found: not of this server or namespace, or too old."
-            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        self._conversations[owner, id] = conversation
-        return conversation
+        return self.find(owner, id, "previous_response_id").conversation
+
+    def find(self, owner: Owner, id: str, param: str = "response_id") -> Remembered:
+        """What is remembered of a response. ApiError: it is not here, or another owner's."""
+        if (found := self._conversations.pop((owner, id), None)) is None:
+            what = param.removesuffix("_id").replace("_", " ").capitalize()
+            message = f"{what} with id {shortened(id, 80)!r} not found: not of this server or namespace, or too old."
+            raise ApiError(404, message, param=param, code=f"{param.removesuffix('_id')}_not_found")
+        self._conversations[owner, id] = found
+        return found
+
+    def forget(self, owner: Owner, id: str) -> None:
+        """Forget a response; conversations that go on with it stay. ApiError: it is not here, or another owner's."""
+        self._bytes -= self.find(owner, id).length_bytes
+        del self._conversations[owner, id]
 
     def joined(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
         """A body with the whole conversation of its `namespace` as its input, whatever the key.
@@ -477,44 +533,112 @@ class ResponseMemory:
         return [resolve(item) for item in items] if isinstance(items, list) else items
 
 
+class _Asked(NamedTuple):
+    """What a body asks for, and the conversation that it goes on with."""
+
+    given: dict[str, Any]
+    owner: Owner
+    past: tuple[bytes, ...]
+    body: ResponsesBody
+    request: Request
+
+
+def _hold(request: HttpRequest, more_bytes: int) -> None:
+    """Count bytes that a request reads of what is remembered, as those of its body."""
+    getattr(request.state, "hold", lambda more_bytes: None)(more_bytes)
+
+
+def _owner(request: HttpRequest, given: Mapping[str, Any]) -> Owner:
+    return str(getattr(getattr(request.state, "tenant", None), "name", "")), shared_namespace_of(request, given)
+
+
+async def _asked(request: HttpRequest, options: ServeOptions, memory: ResponseMemory) -> _Asked:
+    given = await read_json(request, lambda body: body)
+    owner = _owner(request, given)
+    given["input"] = memory.resolved(owner, given.get("input"), partial(_hold, request))
+    before = given.get("previous_response_id")
+    past = memory.get(owner, before) if isinstance(before, str) else ()
+    past_bytes = sum(map(len, past))
+    _hold(request, past_bytes)
+
+    def checked() -> tuple[ResponsesBody, Request]:
+        body = ResponsesBody.read(given)
+        items = [item for piece in past for item in json.loads(piece)]
+        return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
+
+    return _Asked(given, owner, past, *await beside_loop(past_bytes + len(await request.body()), checked))
+
+
+def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
+    """A part of a list, as OpenAI's API gives it. ApiError: there is no item `after`."""
+    ordered = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in ordered]
+    if after is not None and after not in ids:
+        raise ApiError(400, "wanted the id of an item of this response.", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = ordered[start : start + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": start + limit < len(ordered)}
+
+
 def responses_routes(service: Service, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
     router = APIRouter()
 
     @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
-        given = await read_json(request, lambda body: body)
-        owner = str(getattr(getattr(request.state, "tenant", None), "name", "")), shared_namespace_of(request, given)
-        clears = memory.clears(owner)
-        hold = getattr(request.state, "hold", lambda more_bytes: None)
-        given["input"] = memory.resolved(owner, given.get("input"), hold)
-        before = given.get("previous_response_id")
-        past = memory.get(owner, before) if isinstance(before, str) else ()
-        past_bytes = sum(map(len, past))
-        hold(past_bytes)
-
-        def checked() -> tuple[ResponsesBody, Request]:
-            body = ResponsesBody.read(given)
-            items = [item for piece in past for item in json.loads(piece)]
-            return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
-
-        body, asked = await beside_loop(past_bytes + len(await request.body()), checked)
-        custom_tools = [tool.name for tool in body.tools if isinstance(tool, CustomTool)]
+        asked = await _asked(request, options, memory)
+        clears = memory.clears(asked.owner)
 
         def remember(response: dict[str, Any]) -> None:
-            if body.store and asked.is_kept and memory.clears(owner) == clears:
-                fresh = json.dumps([*as_items(given["input"]), *response["output"]]).encode()
-                memory.put(owner, response["id"], (*past, fresh))
+            if asked.body.store and asked.request.is_kept and memory.clears(asked.owner) == clears:
+                output = response["output"]
+                fresh = json.dumps([*as_items(asked.given["input"]), *output]).encode()
+                about = json.dumps({**response, "output": []}).encode()
+                memory.put(asked.owner, response["id"], (*asked.past, fresh), about, len(output))
 
         def writer(reply: ServedReply) -> ResponseDraft:
             return ResponseDraft(
                 reply,
-                begun_response(reply.id, given, options),
-                custom_tools=custom_tools,
-                is_sealed="reasoning.encrypted_content" in body.include,
+                begun_response(reply.id, asked.given, options),
+                tools=asked.body.own_tools(),
+                is_sealed="reasoning.encrypted_content" in asked.body.include,
                 on_end=remember,
             )
 
-        return await service.answer(request, asked, writer, stream=body.stream)
+        return await service.answer(request, asked.request, writer, stream=asked.body.stream)
+
+    @router.post(INPUT_TOKENS, openapi_extra=body_schema(ResponsesBody, INPUT_TOKENS))
+    async def input_tokens(request: HttpRequest) -> Response:
+        asked = await _asked(request, options, memory)
+        tokens = await while_connected(request, service.backend.count_tokens(asked.request))
+        return to_json({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def remembered(request: HttpRequest, id: str, read: Callable[[Remembered], T]) -> T:
+        found = memory.find(_owner(request, request.query_params), id)
+        _hold(request, found.length_bytes)
+        return await beside_loop(found.length_bytes, lambda: read(found))
+
+    @router.get(RESPONSES + "/{response_id}")
+    async def response(request: HttpRequest, response_id: str, stream: bool = False) -> Response:
+        if stream:
+            raise ApiError(400, "wanted false: what is remembered of a response has no events.", param="stream")
+        return to_json(await remembered(request, response_id, Remembered.whole))
+
+    @router.delete(RESPONSES + "/{response_id}")
+    async def delete_response(request: HttpRequest, response_id: str) -> Response:
+        memory.forget(_owner(request, request.query_params), response_id)
+        return to_json({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get(RESPONSES + "/{response_id}/input_items")
+    async def input_items(
+        request: HttpRequest,
+        response_id: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> Response:
+        items = await remembered(request, response_id, Remembered.input_items)
+        return to_json(_page(items, order, limit, after))
 
     return router

@@ -1,154 +1,41 @@
-"""Rules of llguidance: JSON of a schema, and tool calls in the form that a model's template has. Never imports MLX.
+"""Rules of llguidance: tool calls in the form that a model's template has. Never imports MLX.
 
-    schema_of, arguments_schema    a schema that costs a bounded amount, as JSON
-    call_rules                     rules of calls; CALL_FORMS has the forms
-    typed_tools                    tools whose arguments mlx-lm's parsers read by their schemas
+    call_rules    rules of calls; CALL_FORMS has the forms
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON.
+stands as it is between them, anything else is JSON. calls.py reads these forms.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import llguidance
 
-from runner.serve.request import ApiError, Constraint, Request
+from runner.serve.request import ApiError, Request
+from runner.serve.schemas import (
+    MAX_HOPS,
+    SCALARS,
+    arguments_schema,
+    checked_schema,
+    kinds_of,
+    require_few_multiples,
+    require_most,
+    resolved,
+    schema_at,
+)
 
-MARGIN = 1e-9  # of a number to an exclusive bound
-MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
+Text: TypeAlias = str | tuple[str, ...]  # a text as it is, or all that match some regular expressions, as terms
 MAX_TOOLS_CHARACTERS = 1_000_000  # of the rules of all tools that may be called
-MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
-MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
-MAX_HOPS = 8  # references that are followed, and schemas inside of schemas that are looked into
-#: White space between the parts of JSON is bounded: a model may write it without end.
-JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ",[ \\n]{0,20}"}
-#: Formats that are enforced in JSON. JSON Schema lets all others say nothing about a value.
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
-MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of names to schemas
-KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-SCALARS = frozenset(("boolean", "integer", "number", "null"))
 #: Keywords of a function's parameters that single arguments cannot satisfy.
 OF_OBJECTS = (
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "minProperties",
     "maxProperties", "propertyNames",
 )  # fmt: skip
-
-
-T = TypeVar("T")
-
-#: What was found of the schemas in one root, by the identity of a schema and its depth. Very many references may lead
-#: to one schema, which is looked into once at each depth.
-Met: TypeAlias = dict[tuple[int, int], T]
-Text: TypeAlias = str | tuple[str, ...]  # a text as it is, or all that match some regular expressions, as terms
-ANY: Mapping[str, Any] = {}  # a schema that allows any value
-
-# Schemas
-
-
-def schema_of(constraint: Constraint) -> str:
-    return checked_schema(constraint.schema, constraint.at)
-
-
-def arguments_schema(function: Mapping[str, Any], index: int) -> str:
-    """The schema of a function's arguments, of which a function without parameters has none."""
-    parameters, at = function.get("parameters") or {"properties": {}, "additionalProperties": False}, schema_at(index)
-    if not isinstance(parameters, dict):
-        raise ApiError(400, "wanted a JSON schema.", param=at)
-    return checked_schema({"type": "object", **parameters}, at)
-
-
-def schema_at(index: int) -> str:
-    return f"tools.{index}.function.parameters"
-
-
-def checked_schema(schema: Any, at: str) -> str:
-    """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
-    length = 0
-    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
-        length += len(part)
-        _require(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
-    _require_few_multiples([schema], at)
-    found = _checked(schema, at)
-    return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
-
-
-def _require_few_multiples(schemas: Iterable[Any], at: str) -> None:
-    product = 1
-    for each in {each for schema in schemas for each in _multiples(schema)}:
-        _require(product := product * each, MAX_MULTIPLE, "multipleOf", at)  # of all, it may have millions of digits
-
-
-def _multiples(node: Any) -> Iterator[int]:
-    """The digits of each `multipleOf` as a whole number."""
-    for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if key == "multipleOf" and isinstance(each, int | float) and each > 0:
-            digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
-            yield int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
-        else:
-            yield from _multiples(each)
-
-
-def _checked(node: Any, at: str) -> Any:
-    if isinstance(node, list):
-        return [_checked(each, at) for each in node]
-    if not isinstance(node, dict):
-        return node
-    properties, required = node.get("properties"), node.get("required")
-    if isinstance(properties, dict):
-        optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-        _require(optional, MAX_OPTIONAL, "properties, the number of optional ones", at)
-    for key in ("const", "enum"):
-        _require(max(map(len, _texts(node.get(key))), default=0), MAX_STRING_CHARACTERS, f"{key}, in characters", at)
-    node = _with_inclusive_bounds(node)
-    checked = {}
-    for key, each in node.items():
-        if key in MAPS and isinstance(each, dict):
-            checked[key] = {name: _checked(one, at) for name, one in each.items()}
-        elif key != "x-guidance" and (key != "format" or each in FORMATS):
-            checked[key] = each if key in VALUES else _checked(each, at)
-    return checked
-
-
-def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
-    changed = {**node}
-    for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
-        bound, other = node.get(key), node.get(name)
-        if node.get("type") != "integer" and isinstance(bound, int | float) and not isinstance(bound, bool):
-            inside = changed.pop(key) + sign * MARGIN * max(1, abs(bound))
-            changed[name] = choose(inside, other) if isinstance(other, int | float) else inside
-    return changed
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        yield from _texts(each)
-
-
-def _require(found: float, most: int, of: str, at: str) -> None:
-    if found > most:
-        raise ApiError(400, f"this schema cannot be enforced: {of}: {found}; at most {most} is enforced.", param=at)
-
-
-# Tool calls
 
 
 @dataclass(frozen=True)
@@ -164,10 +51,9 @@ class CallForm:
         begin, between, end: what stands around all calls.
         comma: between two arguments.
         quote: text around a text.
-        texts: which arguments are texts: those that may be one, or those whose `type` says so, or none.
+        has_texts: an argument that may be a text is one; else texts are JSON, too.
         values: how other arguments are written: as JSON, as JSON without lists and objects, or as Gemma 4 does.
         marks: what no text may have, besides `close` and the end of a call.
-        is_stripped: the parser removes white space around a text.
         names, keys: the names of functions and arguments that the parser reads.
         bare: a call of a function that needs no arguments, if such a call has another form.
     """
@@ -180,10 +66,9 @@ class CallForm:
     end: str = ""
     comma: str = ""
     quote: str = ""
-    texts: Literal["possible", "typed", "none"] = "possible"
+    has_texts: bool = True
     values: Literal["json", "flat", "gemma4"] = "json"
     marks: tuple[str, ...] = ()
-    is_stripped: bool = False
     names: str = r"[\w.-]+"
     keys: str = r"[\w.-]+"
     bare: str = ""
@@ -213,8 +98,6 @@ CALL_FORMS = {
         "</arg_value>",
         between="NL",
         comma="NL",
-        texts="typed",
-        is_stripped=True,
     ),
     "longcat": CallForm(
         '"<longcat_tool_call>" NAME NL ARGUMENTS NL "</longcat_tool_call>"',
@@ -222,8 +105,6 @@ CALL_FORMS = {
         "</longcat_arg_value>",
         between="NL",
         comma="NL",
-        texts="typed",
-        is_stripped=True,
         bare='"<longcat_tool_call>" JSON_CALL "</longcat_tool_call>"',
     ),
     "minimax_m2": CallForm(
@@ -233,14 +114,13 @@ CALL_FORMS = {
         begin=r'"<minimax:tool_call>\n"',
         end='"</minimax:tool_call>"',
         marks=("</parameter>", "</invoke>"),
-        is_stripped=True,
     ),
     "minicpm5": CallForm(
         r'"<function name=\"" NAME "\">" ARGUMENTS "</function>"',
         r'"<param name=\"" KEY "\">"',
         "</param>",
         between="NL",
-        is_stripped=True,
+        marks=("<![CDATA[",),
     ),
     "pythonic": CallForm(
         'NAME "(" ARGUMENTS ")"',
@@ -249,7 +129,7 @@ CALL_FORMS = {
         between='", "',
         end='"]" "<|tool_call_end|>"',
         comma='", "',
-        texts="none",
+        has_texts=False,
         names=r"[\w.]+",
         keys=r"\w+",
     ),
@@ -273,7 +153,14 @@ CALL_FORMS = {
         keys=r"\w+",
     ),
 }
+#: Of models without a form for calls. A reply is nothing but calls, one in each line.
+PLAIN = CallForm("JSON_CALL", between='"\\n"', names=".+")
 JSON_CALL = r'"{\"name\": " QUOTED ", \"arguments\": " ARGUMENTS "}"'
+#: Texts that are read as values of another type, where a schema allows that type, too.
+_READ_AS = {
+    "null": r"\s*null\s*", "boolean": r"\s*(true|false)\s*", "array": r"\s*\[(?s:.*)", "object": r"\s*\{(?s:.*)",
+    "integer": r"\s*-?[0-9]+\s*", "number": r"\s*-?[0-9][0-9.eE+-]*\s*",
+}  # fmt: skip
 _TERM = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|\S+')
 _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be one special token
 
@@ -289,8 +176,8 @@ class _CallRules:
         self._at = ""
         # Of the function at hand:
         self._met: dict[str, str] = {}  # rules of referenced schemas, which may refer to themselves
-        self._kinds: Met[frozenset[str]] = {}
-        self._allowed: Met[tuple[Text, ...]] = {}
+        self._kinds: dict[int, frozenset[str]] = {}
+        self._allowed: dict[int, tuple[Text, ...]] = {}
 
     def call(self, function: dict[str, Any], index: int) -> str:
         """The name of the rule of a function's calls. ApiError: one of its arguments cannot be written."""
@@ -318,7 +205,7 @@ class _CallRules:
 
     def _rule(self, body: str) -> str:
         self._characters += len(body)
-        _require(self._characters, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
+        require_most(self._characters, MAX_TOOLS_CHARACTERS, "the length of all schemas in characters", "tools")
         self.rules.append(f"rule_{len(self.rules)}: {body}")
         return f"rule_{len(self.rules) - 1}"
 
@@ -373,11 +260,10 @@ class _CallRules:
         return self._met[met]
 
     def _alternatives(self, schema: Any, root: Any) -> str:
-        form, kinds = self._form, kinds_of(schema, root, met=self._kinds)
-        is_typed = isinstance(schema, dict) and schema.get("type") == "string"
-        if is_typed if form.texts == "typed" else form.texts == "possible" and "string" in kinds:
-            found = [*self._texts(schema, root, is_typed=is_typed)]
-            if "null" in kinds and not is_typed:
+        form, kinds = self._form, kinds_of(schema, root, self._kinds)
+        if form.has_texts and "string" in kinds:
+            found = [*self._texts(schema, root, kinds)]
+            if "null" in kinds:
                 found.append(self._literal("null" + form.close))
         elif form.values == "json" or kinds <= SCALARS:
             found = [f"{self._json(schema, root)} {self._literal(form.close)}"]
@@ -389,21 +275,18 @@ class _CallRules:
         named = {name: root[name] for name in ("$defs", "definitions") if name in root}
         return self._rule(f"%json {checked_schema({**schema, **named} if isinstance(schema, dict) else {}, self._at)}")
 
-    def _texts(self, schema: Any, root: Any, *, is_typed: bool) -> Iterator[str]:
+    def _texts(self, schema: Any, root: Any, kinds: frozenset[str]) -> Iterator[str]:
         """Terms of texts with what closes them."""
         form = self._form
         after = form.quote + form.close
-        for text in texts_of(schema, root, met=self._allowed):
+        for text in texts_of(schema, root, self._allowed):
             if isinstance(text, str):
                 yield self._literal(form.quote + text + after)
                 continue
             marks = "|".join(map(_as_regex, filter(None, (after.strip(), self._end, *form.marks))))
             parts = ["/(?s:.*)/", f"~/(?s:.*)({marks})(?s:.*)/", *text]
-            if text and form.is_stripped:
-                parts.append(r"/(\S((?s:.*)\S)?)?/")
-            if form.texts == "possible" and not form.quote:
-                # Parsers read these as JSON, whatever the schema says.
-                parts += [r"~/(?i:null)/"] + [r"~/\s*[\[{](?s:.*)/"] * (not is_typed)
+            if not form.quote:
+                parts += [f"~/{pattern}/" for kind, pattern in _READ_AS.items() if kind in kinds]
             closing = self._literals(after)
             is_special = closing[0].startswith("<[")
             name = f"TEXT_{len(self.rules)}"
@@ -432,52 +315,18 @@ def _as_regex(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The schema that a schema refers to within `root`, or it itself; empty: any value."""
-    for _ in range(MAX_HOPS):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            break
-        path, schema = schema["$ref"].removeprefix("#").split("/")[1:], root
-        for name in path:
-            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) else ANY
-
-
-def kinds_of(schema: Any, root: Any, hops: int = 0, met: Met[frozenset[str]] | None = None) -> frozenset[str]:
-    """The types of JSON that a schema may allow. `met`: what was found so far, if more of the same root is asked."""
-    met = {} if met is None else met
-    node, found = resolved(schema, root), frozenset(KINDS.values())
-    if hops == MAX_HOPS:
-        return found
-    if (key := (id(node), hops)) in met:
-        return met[key]
-    if "const" in node or isinstance(node.get("enum"), list):
-        found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(node.get(name), list):
-            found &= frozenset().union(*(kinds_of(each, root, hops + 1, met) for each in node[name]))
-    for each in node["allOf"] if isinstance(node.get("allOf"), list) else ():
-        found &= kinds_of(each, root, hops + 1, met)
-    declared = node.get("type")
-    if isinstance(declared, str | list):
-        found &= {each for each in ([declared] if isinstance(declared, str) else declared) if isinstance(each, str)}
-    met[key] = found
-    return found
-
-
-def texts_of(schema: Any, root: Any, hops: int = 0, met: Met[tuple[Text, ...]] | None = None) -> tuple[Text, ...]:
-    """The texts that a schema allows, each once. `met` as in `kinds_of`."""
-    met = {} if met is None else met
+def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: int = 0) -> tuple[Text, ...]:
+    """The texts that a schema allows, each once. `known` as in `kinds_of`."""
     node, found = resolved(schema, root), dict[Text, None]()
-    if (key := (id(node), hops)) in met:
-        return met[key]
+    if (result := known.get(id(node))) is not None or hops > MAX_HOPS:
+        return result or ()
+    known[id(node)] = ()  # a schema that refers to itself allows no more by that
     branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
     if "const" in node or "enum" in node:
         found.update((each, None) for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
     elif branches:
-        if hops < MAX_HOPS and ("allOf" not in node or len(branches) == 1):
-            for each in {id(each): each for each in (resolved(branch, root) for branch in branches)}.values():
-                found.update(dict.fromkeys(texts_of(each, root, hops + 1, met)))
+        for each in branches if "allOf" not in node or len(branches) == 1 else ():
+            found.update(dict.fromkeys(texts_of(each, root, known, hops + 1)))
     elif "string" in kinds_of(node, root):
         parts = []
         if "minLength" in node or "maxLength" in node:
@@ -488,31 +337,8 @@ def texts_of(schema: Any, root: Any, hops: int = 0, met: Met[tuple[Text, ...]] |
             inner = pattern.removeprefix("^")[: -1 if has_end else None]
             parts.append(f"/{llguidance.regex_to_lark(f'{before}({inner}){after}')}/")
         found[tuple(parts)] = None
-    met[key] = tuple(found)
-    return met[key]
-
-
-def typed_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools with a `type` for each argument that cannot be a text. To mlx-lm's parsers others may be text."""
-    found = []
-    for tool in tools or ():
-        parameters = tool["function"].get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        if isinstance(properties, dict):
-            met: Met[frozenset[str]] = {}
-            typed = {key: _typed(schema, parameters, met) for key, schema in properties.items()}
-            tool = {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": typed}}}
-        found.append(tool)
-    return found or None
-
-
-def _typed(schema: Any, root: Any, met: Met[frozenset[str]]) -> dict[str, Any]:
-    if not isinstance(schema, dict):
-        return {}
-    if isinstance(schema.get("type"), str):
-        return schema
-    rest = {name: value for name, value in schema.items() if name != "type"}
-    return rest if "string" in kinds_of(schema, root, met=met) else {**rest, "type": "object"}
+    known[id(node)] = tuple(found)
+    return known[id(node)]
 
 
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -525,15 +351,22 @@ def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
             yield index, tool["function"]
 
 
+def has_plain_calls(request: Request, tokenizer: Any) -> bool:
+    """Whether calls are forced and the model has no form for them."""
+    is_forced = request.constraint is not None and request.constraint.calls == "required"
+    return is_forced and not tokenizer.has_tool_calling
+
+
 def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) -> str:
     """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
     parser = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
     name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
-    if name not in CALL_FORMS:
+    is_plain = has_plain_calls(request, tokenizer)
+    if name not in CALL_FORMS and not is_plain:
         message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")
-    form = CALL_FORMS[name]
-    _require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
+    form = PLAIN if is_plain else CALL_FORMS[name]
+    require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")
     rules = _CallRules(form, tokenizer, own)
     calls = " | ".join(rules.call(function, index) for index, function in functions_of(request))
     begin, between, end = map(rules.terms, (form.begin, form.between, form.end))

@@ -28,16 +28,19 @@ import mlx.core as mx
 import numpy as np
 
 from radixcache import PrefixCache, stream_generate
-from radixcache.chat_parts import ChatLog
+from radixcache.chat import chat_tokens
+from radixcache.chat_parts import Chat, ChatLog
+from radixcache.chat_template import common_rendering
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Piece, Sampler, StopWords, greedy
 from runner.engine.sequence import LogitsProcessor, Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
+from runner.serve.calls import reader_of
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
-from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, drops_line_breaks, embedder, part_at, prompt_of
+from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
 from runner.serve.request import (
     ApiError,
     Echoed,
@@ -49,7 +52,9 @@ from runner.serve.request import (
     Started,
     Token,
 )
-from runner.serve.service import FairThreads, ReplyReader
+from runner.serve.service import FairThreads
+from runner.serve.template_breaks import TemplateBreaks
+from runner.serve.volatile import behind_tools
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +101,7 @@ class ServedModel:
         self.key, self.cache = key, cache
         self.tokenizer, self.processor = loaded.tokenizer, loaded.processor
         keep_first_space(self.tokenizer)
-        self._drops_breaks = drops_line_breaks(self.tokenizer, options.chat_template_args)
+        self._breaks = TemplateBreaks.of(self.tokenizer, options.chat_template_args)
         self.model: Any = loaded.model
         self.draft_model: Any = draft
         self.context_length = loaded.context_length
@@ -282,11 +287,7 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        machine = mlx_lm_border.make_text_state_machine(tokenizer)
-        formatter = mlx_lm_border.ToolCallFormatter(tokenizer.tool_parser, prompt.typed_tools)
-        is_single = request.constraint is not None and request.constraint.is_single
-        how = {"has_one_call": is_single, "drops_breaks": self._drops_breaks}
-        reader = ReplyReader(machine, prompt.initial_state, formatter, **how)
+        reader = reader_of(request, tokenizer, prompt, self._breaks)
         sampler = sampler_of(request, tokenizer, self._vocabulary_length)
         processors = processors_of(request, self._vocabulary_length)
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
@@ -354,22 +355,28 @@ class ServedModel:
             self._chats.add(record.keys, prompt.chat, opened.request.namespace)
 
     def _name_fork(self, opened: OpenRequest, prompt: RenderedPrompt, start: int) -> None:
-        opened.record.fork_part, opened.record.fork_hint = self._fork_part(opened.request, prompt, start)
+        found = self._fork_part(opened.request, prompt, start)
+        opened.record.fork_part, opened.record.fork_hint, opened.record.movable_tokens = found
 
     def fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> Future[tuple[str, str]]:
         """The part of a prompt that parts it from a stored one at `start`, and what to do about it; "": nothing.
 
         The template may run several times, so this runs beside the generation thread.
         """
-        return self._renderer.submit(request.client, self._fork_part, request, prompt, start)
+        return self._renderer.submit(request.client, lambda: self._fork_part(request, prompt, start)[:2])
 
-    def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str]:
+    def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str, int]:
+        """The part, what to do about it, and how many more tokens would be reused with volatile parts moved."""
         if prompt.chat is not None:
             keys = np.asarray(prompt.tokens if prompt.keys is None else prompt.keys, np.int64)
             nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
-            if nearest is not None:
-                return str(nearest[0]), nearest[0].hint
-        return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), ""
+            change = nearest[0] if nearest else self._chats.reply_change(keys, prompt.chat, start, request.namespace)
+            if change is not None:
+                stored = self._chats.chat_of(nearest[1]) if nearest else None
+                moved = 0 if stored is None else movable_tokens(self.tokenizer, stored, prompt.chat, start)
+                more = f" With --move-volatile, {moved:,} tokens more would be reused." if moved else ""
+                return str(change), change.hint + more, moved
+        return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), "", 0
 
     def _add_token(
         self,
@@ -552,6 +559,18 @@ class ServedModel:
                 return
             yield
         opened.put(Echoed(tuple(found)))
+
+
+def movable_tokens(tokenizer: Any, stored: Chat, asked: Chat, start: int) -> int:
+    """How many more tokens than `start` two chats would share with their volatile parts behind the tools."""
+    moved = [each._replace(messages=behind_tools([*map(dict, each.messages)])[0]) for each in (stored, asked)]
+    if [*moved[1].messages] == [*asked.messages]:
+        return 0
+    try:
+        tokens = [chat_tokens(tokenizer, each.messages, each.tools, **each.arguments) for each in moved]
+    except ValueError:  # the template refuses one of them
+        return 0
+    return max(0, common_rendering(*(each.tolist() for each in tokens)) - start)
 
 
 def fresh_caches(models: Sequence[Any]) -> list[Any]:

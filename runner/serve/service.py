@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -54,6 +54,7 @@ from runner.serve.request import (
     Started,
     Token,
 )
+from runner.text import cut
 
 logger = logging.getLogger(__name__)
 
@@ -100,27 +101,33 @@ class ReplyReader:
 
     mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
-    call is complete when the state is normal again, or at the end. With `drops_breaks`, a text has no line breaks
-    between the reasoning and its first character. Made on the generation thread, used by the loop.
+    call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
+    With `drops_breaks`, a text has no line breaks between the reasoning and its first character. With `before_call`,
+    the white space in front of a call becomes what that function says, and white space behind a call goes: see
+    template_breaks.py. Made on the generation thread, used by the loop.
     """
 
     def __init__(
         self,
         machine: Any,
         initial_state: str,
-        format_tool_calls: Callable[[Sequence[str]], list[dict[str, Any]]],
+        read_calls: Callable[[str], list[dict[str, Any]]],
         *,
+        call_marks: tuple[str, str] = ("", ""),
         has_one_call: bool = False,
         drops_breaks: bool = False,
+        before_call: Callable[..., str] | None = None,
     ) -> None:
-        self._machine, self._format_tool_calls = machine, format_tool_calls
+        self._machine, self._read_calls, self._call_marks = machine, read_calls, call_marks
         self._left_calls = 1 if has_one_call else None  # None: any number
         self._drops_breaks, self._is_behind_reasoning = drops_breaks, False
+        self._before_call, self._has_text, self._is_behind_call = before_call, False, False
+        self._white = self._left_out = ""  # held back; of what came before the last call, what the text lacks
         self._state = machine.make_state(initial_state)
         self._current = initial_state
         self._is_over, self._is_cut = False, True
         self._text = self._reasoning = self._tool_text = ""
-        self._tool_texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
 
     def add(self, token: Token) -> Delta:
         """Read one token's text. The result is empty while a tool call is written."""
@@ -138,12 +145,8 @@ class ReplyReader:
             self._read(text)
             self._flush()
         if self._current == "tool" and self._tool_text:
-            self._tool_texts.append(self._tool_text)
-        delta = self._take()
-        if self._current == "tool" and self._is_cut and not delta.tool_calls:
-            call = cut_call(self._tool_text)
-            return replace(delta, tool_calls=(call,)) if call else replace(delta, text=delta.text + self._tool_text)
-        return delta
+            self._end_call("")
+        return self._take()
 
     def _read(self, text: str) -> None:
         self._state, segments = self._machine.split(self._state, text)
@@ -153,41 +156,66 @@ class ReplyReader:
     def _flush(self) -> None:
         self._state, held_back, current = self._machine.flush(self._state)
         self._collect(current, held_back)
+        if not self._is_behind_call:
+            self._text += self._white
+        self._white = ""
 
     def _collect(self, current: str, text: str) -> None:
         if current == "reasoning":
             self._reasoning += text
             self._is_behind_reasoning = self._drops_breaks
         elif current == "tool":
+            if self._current != "tool":
+                self._begin_call()
             self._tool_text += text
         elif current == "normal":
             if self._current == "tool":
-                self._tool_texts.append(self._tool_text)
-                self._tool_text = ""
+                self._end_call(self._call_marks[1])
             if self._is_behind_reasoning:
                 text = text.lstrip("\n")
                 self._is_behind_reasoning = not text
-            self._text += text
+            self._add_text(text)
         self._current = current
 
+    def _add_text(self, text: str) -> None:
+        """Add to the text, and hold white space at its end back: a call may follow."""
+        text = self._white + text
+        kept = text if self._before_call is None else text.rstrip(" \t\r\n")
+        self._text, self._white = self._text + kept, text[len(kept) :]
+        if kept:
+            self._has_text, self._is_behind_call = True, False
+
+    def _begin_call(self) -> None:
+        """Give the white space in front of a call, as far as the template does not write it itself."""
+        white, self._white = self._white, ""
+        if self._before_call is not None:
+            given = "" if self._is_behind_call else self._before_call(white, has_text=self._has_text)
+            self._text, self._left_out = self._text + given, white.removeprefix(given)
+
     def _take(self, *tokens: Token) -> Delta:
-        calls = tuple(call for tool_text in self._tool_texts for call in self._tool_calls(tool_text))[
-            : self._left_calls
-        ]
+        calls = tuple(self._calls[: self._left_calls])
         if self._left_calls is not None:
             self._left_calls -= len(calls)
         delta = Delta(self._text, self._reasoning, calls, tokens)
         self._text = self._reasoning = ""
-        self._tool_texts = []
+        self._calls = []
         return delta
 
-    def _tool_calls(self, tool_text: str) -> list[dict[str, Any]]:
+    def _end_call(self, end: str) -> None:
+        """Read the call that ends here, by the mark `end` if it has one."""
+        text, self._tool_text = self._tool_text, ""
         try:
-            found = [(str(call["id"]), call["function"]) for call in self._format_tool_calls([tool_text])]
-            return [tool_call(id, str(each["name"]), each["arguments"]) for id, each in found]
+            self._calls += self._read_calls(text)
+            self._is_behind_call = True
         except Exception as error:  # Parsers may raise anything at what a model writes.
-            logger.warning("a tool call that cannot be read was left out: %s: %r", type(error).__name__, str(error))
-            return []
+            is_cut = self._is_cut and not end
+            if is_cut and (call := cut_call(text)):
+                self._calls.append(call)
+                return
+            self._add_text(self._left_out + self._call_marks[0] + text + end)
+            if not is_cut:
+                why = cut(f"{type(error).__name__}: {error}")
+                logger.warning("a tool call cannot be read, and is text of the reply: %s", why)
 
 
 def cut_call(text: str) -> dict[str, Any] | None:

@@ -322,6 +322,18 @@ def test_missing_content_is_no_text(template: str) -> None:
         assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n21<|im_end|>\n" in text
 
 
+@pytest.mark.parametrize("arguments", [None, ""])
+def test_a_call_whose_arguments_are_null_has_none(arguments: Any) -> None:
+    tokenizer = make_tokenizer(THINKING)
+
+    def text(arguments: Any) -> str:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return str(tokenizer.decode(render_chat(tokenizer, messages)[0]))
+
+    assert text(arguments) == text({})
+
+
 def test_text_parts_are_joined_and_template_arguments_reach_the_template() -> None:
     parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]
     tokenizer = make_tokenizer("{% if shout %}LOUD {% endif %}{{ messages[0]['content'] }}")

@@ -85,10 +85,10 @@ def started(client: str, url: str, *arguments: object) -> tuple[list[str], dict[
 def test_a_client_gets_the_address_the_key_the_model_and_its_own_arguments(path: Path, url: str) -> None:
     argv, environment, said = started("claude-code", url, "--", "-p", "What is  here?", "--model=x")
     assert argv == ["--exclude-dynamic-system-prompt-sections", "-p", "What is  here?", "--model=x"]
-    assert environment["ANTHROPIC_BASE_URL"] == url
+    assert environment["ANTHROPIC_BASE_URL"] == f"{url}/move-volatile"
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "none"
     assert {environment[f"ANTHROPIC_{kind}MODEL"] for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_OPUS_")} == {MODEL}
-    assert said.startswith(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN=none ANTHROPIC_API_KEY='' ")
+    assert said.startswith(f"ANTHROPIC_BASE_URL={url}/move-volatile ANTHROPIC_AUTH_TOKEN=none ANTHROPIC_API_KEY='' ")
     assert said.endswith(" claude --exclude-dynamic-system-prompt-sections -p 'What is  here?' --model=x\n")
 
 
@@ -107,7 +107,12 @@ def test_codex_gets_the_context_of_the_model_as_values_that_are_toml(command: Co
     assert environment == {"RADIXCACHE_API_KEY": "none"}
     assert (words[0], words[-3:]) == ("codex", ["exec", "resume", "--last"])
     assert words[1:-3:2] == ["-c"] * 4
-    provider = {"name": "radixcache", "base_url": f"{url}/v1", "wire_api": "responses", "env_key": "RADIXCACHE_API_KEY"}
+    provider = {
+        "name": "radixcache",
+        "base_url": f"{url}/move-volatile/v1",
+        "wire_api": "responses",
+        "env_key": "RADIXCACHE_API_KEY",
+    }
     assert tomllib.loads("\n".join(words[2:-3:2])) == {
         "model_providers": {"radixcache": provider},
         "model_provider": "radixcache",
@@ -122,13 +127,13 @@ def test_opencode_gets_its_configuration_inline(command: Command, path: Path, ur
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider = config["provider"]["radixcache"]
     assert config["model"] == config["small_model"] == "radixcache/other"
-    assert provider["options"] == {"baseURL": f"{url}/v1", "apiKey": "none"}
+    assert provider["options"] == {"baseURL": f"{url}/move-volatile/v1", "apiKey": "none"}
     # A name that is not listed means the served model.
     assert provider["models"] == {"other": {"limit": {"context": CONTEXT_TOKENS, "output": CONTEXT_TOKENS // 4}}}
 
 
 def test_qwen_code_gets_flags_and_its_key_in_the_environment(command: Command, path: Path, url: str) -> None:
-    environment, words = dry(command, "qwen-code", url)
+    environment, words = dry(command, "qwen-code", url, "--keep-volatile")
     assert environment == {"OPENAI_API_KEY": "none"}
     assert words == ["qwen", "--auth-type", "openai", "--openai-base-url", f"{url}/v1", "-m", MODEL]
 

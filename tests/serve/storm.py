@@ -27,6 +27,7 @@ GOOD: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "?"},
     "/responses": {"input": "?"},
     RESPONSES: {"input": [USER]},
+    RESPONSES + "/input_tokens": {"input": [USER]},
     MESSAGES: {"model": "claude-x", "max_tokens": 2, "messages": [USER]},
     MESSAGES + "/count_tokens": {"model": "claude-x", "messages": [USER]},
     OLLAMA: {"messages": [USER], "options": {"num_predict": 2}},

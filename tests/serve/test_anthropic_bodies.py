@@ -125,7 +125,8 @@ def test_marks_stay_where_they_were_when_a_volatile_part_is_moved() -> None:
 
     part = "Environment you are running in:\n<env>\nWorking Directory: /home/ann\n</env>"
     system = [text("You are brief."), text(part), text("You are kind."), {"type": "text", "text": "So."}]
-    mine = asked(system=system, messages=[{"role": "user", "content": [text("a"), text("b")]}])
+    moving = ServeOptions(move_volatile=True)
+    mine = asked(moving, system=system, messages=[{"role": "user", "content": [text("a"), text("b")]}])
     assert [message["content"] for message in mine.messages] == ["You are brief.\nYou are kind.\nSo.", part, "a\nb"]
     before = [mine.messages[index]["content"][:end] for index, end in mine.marked_texts]
     assert before == ["You are brief.", "You are brief.\n", "You are brief.\nYou are kind.", "a"]
@@ -208,7 +209,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [IMAGE]}, USER]}, "messages.0.assistant.content.0"),
     ({"messages": [{**USER, "content": [{"type": "document", "source": {**SOURCE, "media_type": "application/pdf"}}]}]},
      f"{BLOCKS}.document.source"),
-    ({"messages": [{**USER, "content": [{"type": "video"}]}]}, BLOCKS),
+    ({"messages": [{**USER, "content": [{"text": "x"}]}]}, f"{BLOCKS}.foreign.type"),
     ({"messages": [{**USER, "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, BLOCKS),
     ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),
     ({"messages": [{**USER, "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
@@ -254,6 +255,29 @@ def test_documents_search_results_and_references_to_tools_are_text() -> None:
         {"role": "user", "content": "A\nOnce.\nof 1912\nCompare.\nCompare."},
     ]
     assert mine.marked_texts == [(1, len("A\nOnce."))]
+
+
+def test_blocks_of_unknown_types_are_left_out_with_a_line_and_the_text_of_a_compaction_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    advised = {"type": "advisor_tool_result", "tool_use_id": "s", "content": {"type": "advisor_result", "text": "No."}}
+    text = {"type": "text", "text": "It rains."}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "hologram"}, {**text, "text": "dry"}]}
+    turns = [
+        {"role": "user", "content": [{"type": "what_comes_next", "text": ["any"]}, {"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": [
+            {"type": "compaction", "content": "So far: rain."}, advised, text,
+            {"type": "tool_use", "id": "a", "name": "t", "input": {}},
+        ]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [{"type": "compaction", "content": None}, advised]},
+        USER,
+    ]  # fmt: skip
+    contents = [message["content"] for message in asked(messages=turns).messages]
+    assert contents == ["Hi", "So far: rain.\nIt rains.", "dry", "", "Hi"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "left out of a prompt, as only Anthropic's servers have it: advisor_tool_result, hologram, what_comes_next"
+    ]
 
 
 def test_tools_of_anthropics_servers_and_what_they_did_are_left_out_with_a_line(

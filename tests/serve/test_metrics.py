@@ -30,10 +30,15 @@ def value(watch: Watch, name: str, **labels: str) -> float:
     return samples(watch)[f"radixcache_serve_{name}", tuple(sorted(labels.items()))]
 
 
-def test_the_fork_on_arrival_is_told_unless_more_was_reused() -> None:
-    found = SimpleNamespace(fork=SimpleNamespace(start=3))
-    assert record(explanation=found, prompt_tokens=10, cached_tokens=3).fork_words == "diverged at 3 of 10"
-    assert record(explanation=found, prompt_tokens=10, cached_tokens=9).fork_words == ""
+def test_the_fork_on_arrival_is_told_wherever_tokens_behind_it_were_evaluated() -> None:
+    found = SimpleNamespace(fork=SimpleNamespace(start=3, end=9))
+    for cached_tokens in (3, 6, 9):
+        about = record(
+            explanation=found, prompt_tokens=10, cached_tokens=cached_tokens, shortfalls=((3, 9, "diverged"),)
+        )
+        is_told = "diverged" in about.short_tokens
+        assert is_told == (cached_tokens < 9)
+        assert about.fork_words == ("diverged at 3 of 10" if is_told else "")
 
 
 def test_counters_end_in_total_and_nothing_else_does() -> None:

@@ -377,3 +377,17 @@ def test_a_model_that_is_wrong_beside_other_rows_answers_requests_alone(monkeypa
     monkeypatch.setattr(passes, "_try_ways", refuse)
     with running() as thread:
         assert Waiting(thread).record.outcome == "length"
+
+
+@pytest.mark.parametrize(
+    ("size", "why"), [(32, "does not support attention sinks"), (64, "divisible by the quantization group size")]
+)
+def test_a_model_that_cannot_quantize_its_keys_and_values_is_refused_with_the_option(size: int, why: str) -> None:
+    named = f"tiny:gpt_oss: --kv-bits 8 --kv-group-size {size} does not work with it: .*{why}"
+    with pytest.raises(ModelError, match=named), running(model="tiny:gpt_oss", kv_bits=8, kv_group_size=size):
+        pass
+    with running(model="tiny:llama", kv_bits=8, kv_group_size=32) as thread:
+        for _ in range(2):
+            failure = Waiting(thread, prompt="x", names=ModelNames("tiny:gpt_oss")).failure
+            assert failure.status == 404
+            assert "--kv-bits 8" in failure.message

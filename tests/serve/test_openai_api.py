@@ -76,6 +76,15 @@ def test_only_the_first_chunk_of_a_stream_has_a_role():
     assert not [delta for delta in deltas[1:] if "role" in delta]
 
 
+def test_a_reply_cut_to_nothing_by_a_stop_word_has_an_empty_text():
+    with scripted_client(ScriptedRuns(said("", finish="stop", stop_word="x"))) as client:
+        (choice,) = client.post(CHAT, json={"messages": [USER]}).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": ""}
+        stream = client.post(CHAT, json={"messages": [USER], "stream": True}).text
+    first = json.loads(stream.partition("data: ")[2].partition("\n")[0])
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
 def test_tool_calls_of_a_stream_are_numbered_and_end_it():
     calls = ([("f", "{}"), ("g", "{}")], [("h", "{}")])
     runs = ScriptedRuns(said(calls=calls[0]), said(calls=calls[1], finish="stop"))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from runner.serve.admin import explained_request
-from runner.serve.openai import ChatBody, behind_tools
+from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request
+from runner.serve.volatile import behind_tools
 from tests.serve.scripted import ScriptedRuns, said
 from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
+MOVING = ServeOptions(move_volatile=True)
 
 
 def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
@@ -129,7 +132,7 @@ PI = "Current date: 2026-11-25\nCurrent working directory: /home/ann"
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_what_an_agent_says_of_folder_and_day_follows_the_system_prompt_as_a_turn(role, text, kept, moved):
-    def asked(messages, options=OPTIONS, **more):
+    def asked(messages, options=MOVING, **more):
         return ChatBody.read({"messages": messages, **more}, options).request("").messages
 
     messages = [{"role": role, "content": text}, USER]
@@ -139,7 +142,8 @@ def test_what_an_agent_says_of_folder_and_day_follows_the_system_prompt_as_a_tur
     assert asked([{"role": role, "content": parts}, USER]) == wanted
     second = [{"role": "system", "content": "One."}, *messages]
     assert asked(second) == [second[0], *wanted]
-    assert asked(messages, move_volatile=False) == asked(messages, ServeOptions(move_volatile=False)) == messages
+    assert asked(messages, move_volatile=False) == asked(messages, ServeOptions()) == messages
+    assert asked(messages, ServeOptions(), move_volatile=True) == wanted
     for same in ([second[0], USER, *messages], [{"role": role, "content": moved}, USER], [{**USER, "content": text}]):
         assert asked(same) == same
 
@@ -175,14 +179,15 @@ def test_functions_of_older_clients_are_tools():
 def test_a_prompt_is_explained_as_it_is_asked():
     system = f"Be brief.\n{PI}"
     chat = {"messages": [{"role": "system", "content": system}, USER]}
-    wanted = asked_by(chat).messages
+    options = replace(OPTIONS, move_volatile=True)
+    wanted = ChatBody.read(chat, options).request("").messages
     assert len(wanted) == 3
     for body in (
         chat,
         {"instructions": system, "input": [USER]},
         {"model": "m", "system": system, "messages": [USER]},
     ):
-        assert explained_request(body, OPTIONS)[0].messages == wanted
+        assert explained_request(body, options)[0].messages == wanted
 
 
 def test_a_text_with_half_of_a_known_part_stays_as_it_is():

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizer
 from radixcache.chat import RenderedChat
 from radixcache.chat_template import ChatTemplate
 from runner.serve.models import WarmEntry
-from runner.serve.openai import behind_tools
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import ApiError, ModelNames, Request
+from runner.serve.volatile import behind_tools
 from tests.chat.test_chat import CONTROL, KINDS, OffsetlessTokenizer, make_tokenizer
 from tests.chat.test_turns import CHATML, HERMES, QWEN3, TEMPLATES, TOOL, turn
 

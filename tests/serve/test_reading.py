@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.serve.mlx_lm_border import TextStateMachine, ToolCallFormatter
+from runner.serve.calls import CallReader
+from runner.serve.mlx_lm_border import TextStateMachine
 from runner.serve.request import Ended, LikelyToken, OpenRequest, Started, Token
 from runner.serve.service import Delta, ReplyReader
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
@@ -41,8 +42,8 @@ class SpokenRuns(ScriptedRuns):
         self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
     def ask(self, opened: OpenRequest) -> None:
-        formatter = ToolCallFormatter(self.parser, None)
-        opened.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, formatter)))
+        reader = CallReader(self.parser, {})
+        opened.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, reader)))
         for step in self.tokens:
             opened.put(step)
         outcome = self.tokens[-1].finish_reason or "cancelled"
@@ -60,7 +61,11 @@ def contents(answer: str, *, is_stream: bool) -> list[Any]:
     bodies = [line.removeprefix("data: ") for line in answer.split("\n\n") if line] if is_stream else [answer]
 
     def compared(fields: dict[str, Any]) -> dict[str, Any]:
-        fields.get("delta", {}).pop("role", None)  # in every chunk of the one, in the first of the other
+        delta = fields.get("delta", {})
+        delta.pop("role", None)  # in every chunk of the one, in the first of the other
+        for said in (delta, fields.get("message", {})):
+            if not said.get("content"):  # null of the one, "" or nothing of the other
+                said.pop("content", None)
         if "logprob" in fields:
             return {"id": fields["id"], "logprob": fields["logprob"]}
         left_out = {"id", "created", "system_fingerprint", "timings", "reasoning_content"}
@@ -121,11 +126,13 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
 
 
 def reading(parser: Any = parse_tool_call) -> ReplyReader:
-    return ReplyReader(TextStateMachine(TRANSITIONS), "normal", ToolCallFormatter(parser, None))
+    return ReplyReader(
+        TextStateMachine(TRANSITIONS), "normal", CallReader(parser, {}), call_marks=("<call>", "</call>")
+    )
 
 
 @pytest.mark.parametrize("parsed", [ValueError("x"), KeyError("x"), 5, {"name": "f"}, {"arguments": {}}, ["x"]])
-def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
+def test_a_tool_call_that_cannot_be_read_is_text_and_others_are_calls(parsed, caplog):
     def parse(text: str, tools: Any) -> Any:
         if text == "good":
             return parse_tool_call(text, tools)
@@ -134,8 +141,9 @@ def test_a_tool_call_that_cannot_be_read_is_left_out_and_others_are_not(parsed):
         return parsed
 
     delta = reading(parse).add(Token("a<call>bad</call><call>good</call>b", 1, 0.0, (), None))
-    assert delta.text == "ab"
+    assert delta.text == "a<call>bad</call>b"
     assert [call["function"]["name"] for call in delta.tool_calls] == ["good"]
+    assert "a tool call cannot be read, and is text of the reply" in caplog.text
 
 
 def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_control_sequence():
@@ -167,14 +175,14 @@ def test_a_cut_call_without_a_name_and_arguments_in_json_is_text(text):
     read = reading(lambda text, _: json.loads(text))
     read.add(Token(f"<call>{text}", 1, 0.0, (), "length"))
     delta = read.finish()
-    assert (delta.text, delta.tool_calls) == (text, ())
+    assert (delta.text, delta.tool_calls) == (f"<call>{text}", ())
 
 
-def test_a_broken_call_of_a_reply_that_ended_by_itself_is_no_call_and_no_text():
+def test_a_broken_call_of_a_reply_that_ended_by_itself_is_text():
     read = reading(lambda text, _: json.loads(text))
     read.add(Token(f"<call>{CUT}", 1, 0.0, (), None))
     read.add(Token("", 2, 0.0, (), "stop"))
-    assert read.finish() == Delta("", "", (), ())
+    assert read.finish() == Delta(f"<call>{CUT}", "", (), ())
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

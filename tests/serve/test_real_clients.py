@@ -28,7 +28,7 @@ import pytest
 from runner.models.demo import FetchError, cache_home, demo_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SESSIONS = Path(__file__).with_name("client_sessions.py")
+SESSIONS, MCP_SERVER = (Path(__file__).with_name(name) for name in ("client_sessions.py", "mcp_server.py"))
 PIP = (
     "anthropic==2.13.0", "langchain-openai==1.7.4", "litellm==1.110.2", "ollama==0.6.3", "openai==3.57.0",
     "openai-agents==0.24.0", "pydantic-ai-slim[openai]==2.68.0",
@@ -228,6 +228,20 @@ def launched_codex(turn: Turn) -> None:
     turn.require_words(ask)
 
 
+def launched_codex_with_a_server(turn: Turn) -> None:
+    """The tool is one of an MCP server, which Codex runs."""
+    flags = (
+        "--dangerously-bypass-approvals-and-sandbox", "-c", f"mcp_servers.files.command={json.dumps(sys.executable)}",
+        "-c", f"mcp_servers.files.args={json.dumps([str(MCP_SERVER)])}",
+    )  # fmt: skip
+
+    def ask(index: int, file: str) -> str:
+        command = ["exec", *(["resume", "--last"] if index else []), "--skip-git-repo-check", *flags]
+        return turn.launch("codex", *command, f'Have a look. <<mcp__files__look {{"path": "{file}"}}>>')
+
+    turn.require_words(ask)
+
+
 def launched_opencode(turn: Turn) -> None:
     def ask(index: int, file: str) -> str:
         question = f'Have a look. <<read {{"filePath": "{file}"}}>>'
@@ -273,6 +287,7 @@ CLIENTS = (
     Client("launched_claude_code", launched_claude_code, "claude"),
     Client("codex", codex, "codex", ("strict",)),
     Client("launched_codex", launched_codex, "codex"),
+    Client("launched_codex_with_a_server", launched_codex_with_a_server, "codex", ("strict",)),
     Client("launched_opencode", launched_opencode, "opencode", ("qwen3",)),
 )
 

@@ -176,6 +176,20 @@ def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
     assert (response["status"], response["usage"]) == ("failed", None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_in_a_namespace_has_the_name_that_the_client_knows(*, stream: bool) -> None:
+    tools = [{"type": "namespace", "name": "mcp__files", "description": "", "tools": TOOLS}]
+    calls = [("mcp__files__f", '{"x": 1}'), ("mcp__files__patch", '{"input": "+a"}'), ("f", "{}")]
+    runs = ScriptedRuns(said(calls=calls, finish="stop"))
+    items = events_of(runs, tools=tools)[-1]["response"]["output"] if stream else whole(runs, tools=tools)["output"]
+    assert without_ids(items) == [
+        {"type": "function_call", "call_id": "call_0", "name": "f", "namespace": "mcp__files", "arguments": '{"x": 1}'},
+        {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "namespace": "mcp__files", "input": "+a"},
+        {"type": "function_call", "call_id": "call_2", "name": "f", "arguments": "{}"},
+    ]
+    assert [tool["function"]["name"] for tool in runs.opened[0].request.tools or ()] == [each[0] for each in calls[:2]]
+
+
 def test_an_input_that_is_no_json_is_given_whole_to_a_custom_tool() -> None:
     calls = [("patch", "+a"), ("patch", '{"other": 1}'), ("patch", '["input"]')]
     response = whole(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
@@ -307,3 +321,40 @@ def test_a_session_with_tool_calls_and_reasoning_reuses_every_turn_before_it(tal
         assert message["content"][0]["text"] == "Grey."
     assert all(grows(*pair) for pair in itertools.pairwise(turns))
     assert turns[0]["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+
+
+def test_a_remembered_response_is_read_listed_counted_and_deleted() -> None:
+    with scripted_client(ScriptedRuns(*FULL)) as client:
+        first = client.post(RESPONSES, json={**BODY, "input": "Hi", "tools": TOOLS}).json()
+        result = {"type": "function_call_output", "call_id": "call_0", "output": "2"}
+        more = {**BODY, "input": [result], "tools": TOOLS, "previous_response_id": first["id"]}
+        with client.stream("POST", RESPONSES, json={**more, "stream": True}) as stream:
+            second = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")][-1]["response"]
+        counted = client.post(f"{RESPONSES}/input_tokens", json=more).json()
+        assert counted == {"object": "response.input_tokens", "input_tokens": len("Hi" + "\n\nLet me look.\n" + "2")}
+        for each in (first, second):
+            assert client.get(f"{RESPONSES}/{each['id']}").json() == each
+            Response.model_validate(each)
+        at = f"{RESPONSES}/{second['id']}/input_items"
+        page = client.get(at, params={"order": "asc"}).json()
+        assert page["data"][0] == {
+            "id": "item_0", "type": "message", "status": "completed", "role": "user",
+            "content": [{"type": "input_text", "text": "Hi"}],
+        }  # fmt: skip
+        assert page["data"][1:-1] == first["output"]
+        assert page["data"][-1] == {"id": f"item_{len(first['output']) + 1}", **result}
+        assert (page["has_more"], page["first_id"]) == (False, "item_0")
+        newest = client.get(at, params={"limit": 2}).json()
+        assert (newest["data"], newest["has_more"]) == (page["data"][:-3:-1], True)
+        rest = client.get(at, params={"after": newest["last_id"]}).json()
+        assert rest["data"] == page["data"][-3::-1]
+        assert client.get(at, params={"after": "x"}).status_code == 400
+        assert client.get(f"{RESPONSES}/{second['id']}", params={"stream": True}).status_code == 400
+        assert client.get(f"{RESPONSES}/{second['id']}", params={"cache_salt": "x"}).status_code == 404
+        deleted = client.delete(f"{RESPONSES}/{first['id']}").json()
+        assert deleted == {"id": first["id"], "object": "response", "deleted": True}
+        assert client.get(at).status_code == 200, "the second has what it needs of the first"
+        for answer in (client.get(f"{RESPONSES}/{first['id']}"), client.delete(f"{RESPONSES}/{first['id']}")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        again = client.post(RESPONSES, json=more)
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "previous_response_not_found")

@@ -126,11 +126,30 @@ def test_tools_become_functions_and_those_of_openai_are_left_out_with_a_line_in_
     assert [tool["function"] for tool in request.tools or ()] == [
         {"name": "f", "description": "of x", "parameters": {"type": "object"}},
         {"name": "patch", "description": "Edits.", "parameters": {**text, "required": ["input"]}},
+        {"name": "agents__f", "description": "of x", "parameters": {"type": "object"}},
         {"name": "g", "description": "", "parameters": {"type": "object", "properties": {}}},
     ]
     assert [len(message.get("tool_calls", ())) for message in request.messages] == [0, 2]
     (line,) = caplog.messages
-    assert line.endswith("namespace agents, web_search, web_search_call")
+    assert line.endswith(": web_search, web_search_call")
+
+
+def test_tools_of_a_namespace_have_names_of_their_own_and_past_calls_have_them_too() -> None:
+    tools = [
+        {"type": "namespace", "name": "mcp__files__", "description": "Files.", "tools": [TOOL, {"type": "web_search"}]},
+        {"type": "namespace", "name": "mcp__web", "tools": [TOOL, {"type": "custom", "name": "patch"}]},
+        {**TOOL, "name": "mcp__web__f"},
+    ]
+    past = [{**CALL, "namespace": "mcp__web"}, {**CALL, "call_id": "b", "namespace": "gone"}, {**CALL, "call_id": "c"}]
+    request = asked(tools=tools, input=[USER, *past, {**PATCH, "call_id": "d", "namespace": "mcp__web"}])
+    names = [tool["function"]["name"] for tool in request.tools or ()]
+    assert names == ["mcp__files__f", "mcp__web__f", "mcp__web__patch", "mcp__web__f_2"]
+    calls = [call["function"]["name"] for call in request.messages[1]["tool_calls"]]
+    assert calls == ["mcp__web__f", "gone__f", "f", "mcp__web__patch"]
+    named = {"type": "function", "name": "f", "namespace": "mcp__web"}
+    forced = asked(tools=tools, tool_choice=named).constraint
+    assert forced is not None
+    assert forced.functions == ("mcp__web__f",)
 
 
 @pytest.mark.parametrize(

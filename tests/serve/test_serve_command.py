@@ -122,10 +122,11 @@ def test_every_option_of_mlx_lm_server_is_one_of_the_command_with_its_default(mo
     theirs: dict[str, Any] = parsed.value.args[0]
     ours = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
     assert theirs.keys() <= ours.keys()
-    # The first has no effect; the second cannot be honoured, as what is shared is quantized from the start.
+    # Two have no effect; the last cannot be honoured, as what is shared is quantized from the start.
     assert {name for name in theirs if ours[name] != theirs[name]} == {
         "max_tokens",
         "prompt_cache_size",
+        "prompt_concurrency",
         "quantized_kv_start",
     }
 
@@ -144,7 +145,7 @@ def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_cod
     message = {key: value for key, value in chat(model="claude-any").items() if key != "logit_bias"}
     long = {key: value for key, value in chat().items() if key not in ("messages", "max_tokens")}
     with ExitStack() as stack:
-        served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3))
+        served = stack.enter_context(serving("--drain-s", 0, "--prompt-cache-size", 3, "--prompt-concurrency", 4))
         client = stack.enter_context(httpx2.Client(base_url=served.url, timeout=GUARD_S))
         streams = [
             stack.enter_context(client.stream("POST", path, json=body))
@@ -161,6 +162,7 @@ def test_a_signal_ends_running_replies_well_formed_and_the_process_with_exit_cod
         plain, usage, messages, text, response = map(events, streams)
         assert served.wait() == 0
         assert "note: --prompt-cache-size has no effect" in served.log
+        assert "note: --prompt-concurrency has no effect" in served.log
         assert "Traceback" not in served.log
     assert (plain[-1], usage[-1], text[-1]) == ("[DONE]",) * 3
     assert json.loads(text[-2])["choices"][0]["finish_reason"] == "length"

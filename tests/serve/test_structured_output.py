@@ -19,13 +19,14 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
-from runner.serve import rules
+from runner.serve import rules, schemas
+from runner.serve.calls import CallReader
 from runner.serve.grammars import Grammars, Marks
-from runner.serve.mlx_lm_border import ToolCallFormatter, make_text_state_machine
+from runner.serve.mlx_lm_border import make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
-from runner.serve.rules import typed_tools
 from runner.serve.scheduler import Scheduler
+from runner.serve.schemas import argument_schemas
 from runner.serve.service import ReplyReader
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
@@ -190,6 +191,14 @@ EXPLOSIVE: dict[str, dict[str, Any]] = {
         "properties": {f"o{i}": {"properties": {f"p{j}": {"type": "integer"} for j in range(300)}} for i in range(6)},
     },
     "many formats": {"properties": {f"p{i}": {"format": "uri", "type": "string"} for i in range(390)}},
+    "many branches": {"oneOf": [{"const": index} for index in range(4000)]},
+    "branches in branches": {
+        "$defs": {"a": {"oneOf": [{"properties": {"k": {"const": each}}, "type": "object"} for each in range(40)]}},
+        "anyOf": [{"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]} for _ in range(1500)],
+    },
+    "a chain": {
+        "$ref": "#/$defs/0", "$defs": {f"{each}": {"anyOf": [{"$ref": f"#/$defs/{each + 1}"}]} for each in range(1500)}
+    },
     "many multiples": {"properties": {f"p{i}": {"type": "integer", "multipleOf": 9000 + i} for i in range(300)}},
 }  # fmt: skip
 
@@ -362,7 +371,7 @@ def called_at_random(grammars: Grammars, tokenizer: Any, request: Request, seed:
             break
         if len(tokens) > 2000:
             return None
-    formatter = ToolCallFormatter(tokenizer.tool_parser, typed_tools(request.tools))
+    formatter = CallReader(tokenizer.tool_parser, argument_schemas(request.tools or ()))
     reader = ReplyReader(make_text_state_machine(tokenizer), "normal", formatter)
     delta = reader.add(Token(tokenizer.decode(tokens[:-1]), tokens[-1], 0.0, (), "stop"))
     last = reader.finish()
@@ -406,32 +415,31 @@ def test_forced_calls_parse_where_marks_are_text(form: str, tmp_path: Path) -> N
     require_calls_at_random(tokenizer_of(tmp_path, form, is_special=False), range(20))
 
 
-def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once_at_each_depth(
+def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With four references and eight hops there are 65,536 ways, and all mean the same as one reference."""
     tokenizer = tokenizer_of(tmp_path, "qwen3_coder", is_special=False)
     own = Marks.of(tokenizer, len(tokenizer)).tokenizer
-    looks, real = 0, rules.resolved
+    looks, real = 0, schemas.resolved
 
-    def counting(schema: Any, root: Any) -> Any:
+    def counting(schema: Any, root: Any, *hops: int) -> Any:
         nonlocal looks
         looks += 1
-        return real(schema, root)
+        return real(schema, root, *hops)
 
-    monkeypatch.setattr(rules, "resolved", counting)
+    for module in (rules, schemas):
+        monkeypatch.setattr(module, "resolved", counting)
     for last in ({"type": ["string", "null"]}, {"type": "integer"}, {"enum": ["yes", 5]}):
         found = []
         for count in (1, 4):
             whole = {"properties": {"a": {"anyOf": [*[{"$ref": "#/properties/a"}] * count, last]}}, "required": ["a"]}
             tools = [{"type": "function", "function": {"name": "f", "parameters": whole}}]
-            typed = rules.typed_tools(tools)
-            assert typed is not None
+            known = schemas.argument_schemas(tools)["f"]["a"]
             asked = Request(ModelNames(), 1, tools=tools, constraint=Constraint(calls="required", has_tools=True))
             schema = whole["properties"]["a"]  # type: ignore[call-overload]
-            kinds, texts = rules.kinds_of(schema, whole), rules.texts_of(schema, whole)
-            is_any = "type" not in typed[0]["function"]["parameters"]["properties"]["a"]
-            found.append((kinds, texts, is_any, "TEXT" in rules.call_rules(asked, tokenizer, own)))
+            texts = rules.texts_of(schema, whole, {})
+            found.append((known, texts, "TEXT" in rules.call_rules(asked, tokenizer, own)))
         assert found[0] == found[1]
     assert looks < 2000
 
@@ -439,7 +447,7 @@ def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once_at_each_d
 def test_a_product_of_many_large_multiples_is_refused_without_its_digits() -> None:
     schema = {"properties": {f"p{index}": {"multipleOf": 10**300 * (index + 1)} for index in range(40)}}
     with pytest.raises(ApiError, match="multipleOf"):
-        rules.checked_schema(schema, "response_format")
+        schemas.checked_schema(schema, "response_format")
 
 
 def test_what_a_form_cannot_write_is_refused_and_named(tmp_path: Path) -> None:
@@ -455,6 +463,26 @@ def test_what_a_form_cannot_write_is_refused_and_named(tmp_path: Path) -> None:
         with pytest.raises(ApiError, match=word) as refused:
             grammars.guide(asked, RenderedPrompt([9], (), "normal")).result()
         assert (refused.value.status, refused.value.param) == (400, "tools.0.function.parameters")
+
+
+@pytest.mark.parametrize("names", [{}, {THINK: "<think>", THOUGHT: "</think>"}], ids=["", "that thinks"])
+def test_a_model_without_a_form_for_calls_writes_forced_ones_as_json(names: Any, tmp_path: Path) -> None:
+    folder = write_talking_model(tmp_path, "llama", names, "")
+    say = {"type": "function", "function": {"name": "say"}}
+    with application(model=str(folder)) as (app, _), local_client(app) as client:
+        (newline,) = tiny_tokenizer().encode("\n")
+        more = {"logit_bias": {THINK: -100, newline: 2}, "tool_choice": "required"}  # a line break ends a call
+        found = [ask(client, seed=seed, **more) for seed in range(8)]
+        assert max(require_calls(each, set(PARAMETERS)) for each in found) > 1
+        assert {require_calls(ask(client, seed=seed, tool_choice=say), {"say"}) for seed in range(3)} == {1}
+        body = {"model": "m", "max_tokens": 300, "messages": [USER], "temperature": 1.0}
+        tools = [{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()]
+        with client.stream(
+            "POST", MESSAGES, json={**body, "tools": tools, "tool_choice": {"type": "any"}, "stream": True}
+        ) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        starts = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+        assert {each["type"] for each in starts} == {"tool_use"}
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "glm47", "gemma4"])

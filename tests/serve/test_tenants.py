@@ -69,6 +69,10 @@ SEEN = [
     Route("POST", "/v1/completions", [{"prompt": "What about quince?", "max_tokens": 4}] * 2 + WRONG),
     Route("POST", "/v1/responses", [*RESPONSES, *WRONG]),
     Route("POST", "/responses", RESPONSES),
+    Route("POST", "/v1/responses/input_tokens", [*RESPONSES, *WRONG]),
+    Route("GET", "/v1/responses/{response_id}"),
+    Route("DELETE", "/v1/responses/{response_id}"),
+    Route("GET", "/v1/responses/{response_id}/input_items"),
     Route("POST", "/v1/messages", [*MESSAGES, *WRONG]),
     Route("POST", "/v1/messages/count_tokens", [*MESSAGES, *WRONG]),
     Route("POST", "/api/chat", [*OLLAMA, *WRONG]),
@@ -168,6 +172,10 @@ def test_a_response_is_found_by_the_key_that_asked_for_it_alone(tmp_path: Path, 
         for key, status in ((ANN, 200), (BOB, 404), (ROOT, 404)):
             assert ask(key, previous_response_id=response["id"]).status_code == status
             assert ask(key, input=reference).status_code == status
+        for key, status in ((BOB, 404), (ROOT, 404), (ANN, 200)):
+            for method, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+                at = f"/v1/responses/{response['id']}{path}"
+                assert server.client.request(method, at, headers={"x-api-key": key}).status_code == status
 
 
 def seen_in(record: RequestRecord) -> dict[str, Any]:
