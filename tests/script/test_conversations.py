@@ -215,7 +215,7 @@ BAD_RECORDS = [
     ),
     (
         {"system": "", "messages": [{"role": "user", "content": [{"content_type": "text", "text": "a"}]}]},
-        "messages.0.user.content.0: Unable to extract tag using discriminator 'type'",
+        "messages.0.user.content.0.foreign.type: Field required.",
     ),
     (
         {"model": "m", "input": [{"role": "user", "content": [{"content_type": "text", "text": "a"}]}]},

@@ -207,7 +207,6 @@ def test_what_the_server_has_no_room_for_is_dropped_and_what_it_evicts_is_a_miss
             put_all(store, blocks[-1:])
             found = [resumed(store, range(first, first + 500)) for first in range(0, 100_000, 1000)]
             assert set(found) == {0, 500}
-            assert found[-1] == 500
             assert not store.stats.damaged_files
             store.check()
     finally:
