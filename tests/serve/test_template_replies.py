@@ -300,7 +300,7 @@ def require_reuse(family: Family, folder: Path, monkeypatch: pytest.MonkeyPatch,
             second.naming.result()
             assert second.fork_part.startswith("assistant message"), second.fork_part
             assert "otherwise than the model wrote it" in second.fork_part
-    return whole / len(asked)
+    return whole / max(1, len(asked))
 
 
 def asked_of(name: str) -> list[Any]:
@@ -315,7 +315,7 @@ def fits(family: Family, thought: str, text: str, white: str, call_count: int) -
     return bool(call_count and (text or not (thought and white))) or bool((thought or text) and not white)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-coder", "mistral", "gemma"])
 def test_a_reply_that_comes_back_as_received_is_reused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
