@@ -444,7 +444,7 @@ def walks() -> list[Any]:
         kinds = KINDS[row["layers"]]
         if number % 3 == 0:
             found.append(pytest.param(row, kinds[next(turns[row["layers"]]) % len(kinds)], 3, id=f"{number}"))
-        found += [pytest.param(row, kind, 12, id=f"{number}-{kind}", marks=pytest.mark.slow) for kind in kinds]
+        found += [pytest.param(row, kind, 6, id=f"{number}-{kind}", marks=pytest.mark.slow) for kind in kinds]
     return found
 
 
