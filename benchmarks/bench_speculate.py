@@ -253,7 +253,7 @@ class Rows:
             self._generator._drafting = self._drafts  # type: ignore[assignment]
         self.passes = self.proposed = self.accepted = self.tokens = 0
 
-    def _drafts(self, prompt: Any, _: str, prediction: Any = None) -> Drafting:
+    def _drafts(self, prompt: Any, _: str, **_more: Any) -> Drafting:
         assert self._index is not None
         return Drafting([TreeSource(self._index), PromptSource(prompt)], self._pace, prompt.tolist())
 

@@ -50,6 +50,7 @@ KINDS = {
 }
 ALONE = ("llama4", "deepseek_v41")  # groups refuse them
 ONE_THREAD = "gemma3n"  # each pass replaces weights by arrays of its thread's stream, evaluated or not
+NOT_ROUNDED = "deepseek_v32"  # rounding changes which keys are picked: docs/stored-bits.md
 KV_BITS = 8
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "layers": tuple(KINDS),
@@ -441,7 +442,7 @@ def walks() -> list[Any]:
     """Each third row of the table with one kind, in turn; in the slow suite each row with each kind."""
     turns, found = {layers: count() for layers in KINDS}, []
     for number, row in enumerate(TABLE):
-        kinds = KINDS[row["layers"]]
+        kinds = [kind for kind in KINDS[row["layers"]] if kind != NOT_ROUNDED or row["stored_bits"] is None]
         if number % 3 == 0:
             found.append(pytest.param(row, kinds[next(turns[row["layers"]]) % len(kinds)], 3, id=f"{number}"))
         found += [pytest.param(row, kind, 6, id=f"{number}-{kind}", marks=pytest.mark.slow) for kind in kinds]
