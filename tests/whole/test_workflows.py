@@ -23,6 +23,7 @@ def test_the_workflows_run_what_ci_runs_and_what_it_leaves_to_them() -> None:
     assert left.isdisjoint(in_ci)
 
 
+@pytest.mark.slow
 def test_a_nightly_test_is_slow_and_the_make_targets_run_each_test_once() -> None:
     makefile, files = (ROOT / "Makefile").read_text(encoding="utf-8"), ["tests/whole/test_soak.py", __file__]
     chosen = ["not slow", *re.findall(r'-m "?([a-z ]+?)"? \$\(ARGS\)', makefile)]
