@@ -217,12 +217,6 @@ class Side:
             yield from self._steps(reply)
 
     def _steps(self, reply: Reply) -> Iterator[bool]:
-        said = iter(reply.tokens.tolist())
-
-        def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-            logprobs = logits[:, -1] - mx.logsumexp(logits[:, -1], axis=-1, keepdims=True)
-            return mx.argmax(logprobs, axis=-1) * 0 + next(said), logprobs
-
         drafts = None
         if self._index is not None:
             drafts = Drafting([TreeSource(self._index), PromptSource(reply.prompt)], self._pace, reply.prompt.tolist())
@@ -230,9 +224,8 @@ class Side:
             session.prefill(self._model)
             yield False
             count = len(reply.tokens)
-            for *_, is_drafted in decode(
-                session, self._model, reply.prompt[-1:], choose, max_tokens=count, drafting=drafts
-            ):
+            sampler = _speaker(reply.tokens)
+            for *_, is_drafted in decode(session, self._model, reply.prompt, count, sampler=sampler, drafting=drafts):
                 self.tokens += 1
                 self.passes += not is_drafted
                 yield True

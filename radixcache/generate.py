@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -19,14 +19,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from radixcache.chat_parts import Chat
+from radixcache.decode import DecodeLoop, Decoding, Drafts, LogitsProcessor, Sampler
+from radixcache.errors import SessionClosedError, SnapshotError
 from radixcache.layers.trials import BothModels
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session
+from radixcache.sessions.solo import Embed, Solo, fed_with
 from radixcache.settings import is_whole, require_count
 from radixcache.speculate.drafting import MOST_PREDICTED, Drafted, Drafting, predicted_tokens
-from radixcache.speculate.pace import MODEL, MOST_PROPOSED, Proposal
-from radixcache.speculate.suffix_index import TAIL_TOKENS
-from radixcache.tokens import token_ids
+from radixcache.speculate.pace import DraftPace
+from radixcache.tokens import TokenIds, token_ids
 
 #: Further arguments of mlx_lm.stream_generate.
 OPTIONS = {"sampler", "logits_processors", "prefill_step_size", "prompt_progress_callback", "num_draft_tokens"}
@@ -39,15 +41,6 @@ REFUSED = {
     "kv_group_size": "use PrefixCache(kv_group_size=...)",
     "quantized_kv_start": "PrefixCache(kv_bits=...) quantizes from offset 0",
 }
-
-#: Decoded tokens between two releases of MLX's free buffers.
-RELEASE_INTERVAL_TOKENS = 256
-#: With more tokens to evaluate again, nothing is drafted; a draft model finds all of them in the tail.
-MOST_OWED = TAIL_TOKENS
-
-Token = tuple[int, mx.array, bool]
-#: From a forward pass's tokens and logits (1, T, V): the next token (1,) and log-probabilities (1, V), both pending.
-Choose = Callable[[Any, mx.array], tuple[mx.array, mx.array]]
 
 
 @dataclass
@@ -71,7 +64,7 @@ def stream_generate(
     marks: Sequence[int] = (),
     priority: int = 0,
     keys: Any = None,
-    embed: Callable[[int], mx.array] | None = None,
+    embed: Embed | None = None,
     chat: Chat | None = None,
     speculate: Literal["tree", "prompt"] | None = None,
     prediction: str | Sequence[int] | NDArray[Any] | None = None,
@@ -140,7 +133,7 @@ def _respond(
     max_tokens: int,
     stream: Any,
     begin: Callable[[], Session],
-    tokens_of: Callable[[Session], Generator[Token, None, None]],
+    tokens_of: Callable[[Session], Any],
     drafted: Mapping[str, Drafted],
 ) -> Generator[CachedGenerationResponse, None, None]:
     # A speculative generator removes rejected tokens when it ends: before the session closes.
@@ -181,266 +174,137 @@ def _tokens(
     draft_model: Any,
     stream: Any,
     max_tokens: int,
-    embed: Callable[[int], mx.array] | None,
+    embed: Embed | None,
     drafting: Drafting,
     session: Session,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     num_draft_tokens: int = 2,
-    **sampling: Any,
-) -> Generator[Token, None, None]:
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+) -> Iterator[Token]:
     if draft_model is not None:
         model = BothModels(model, draft_model, len(session.caches))
-        if num_draft_tokens:
-            drafting.model = DraftModel(session, model, num_draft_tokens, stream)
     with mx.stream(stream):
         if embed is not None:
-            model = _fed_with(embed, session, model)
-        session.prefill(model, step_size=prefill_step_size, on_progress=prompt_progress_callback)
-    choose, last = _chooser(session.prompt, **sampling), session.prompt[-1:]
-    drafts = None if drafting.is_empty else drafting
-    tokens = decode(session, model, last, choose, max_tokens=max_tokens, stream=stream, drafting=drafts)
-    for count, token in enumerate(tokens):
+            model = fed_with(embed, session, model)
+        session.prefill(model, prefill_step_size, prompt_progress_callback)
+    said = decode(
+        session,
+        model,
+        session.prompt,
+        max_tokens,
+        sampler=sampler,
+        processors=logits_processors or (),
+        drafting=drafting,
+        draft_tokens=0 if draft_model is None else num_draft_tokens,
+        stream=stream,
+    )
+    for count, token in enumerate(said):
         if count == 0 and prompt_progress_callback is not None:
             prompt_progress_callback(len(session.prompt), len(session.prompt))
         yield token
 
 
-def _fed_with(embed: Callable[[int], mx.array], session: Session, model: Any) -> Callable[..., Any]:
-    """The model, called with the embeddings of a session's prompt, and behind it as usual.
-
-    A cold run that verifies the session, and a session that starts over, begin at offset 0.
-    """
-    first, rows = session.position, embed(session.position)
-    others, others_position = None, 0
-
-    def fed(tokens: mx.array, cache: list[Any]) -> Any:
-        nonlocal first, rows, others, others_position
-        count = tokens.shape[1]
-        if cache is session.caches:
-            position = session.position
-        else:
-            position = others_position if cache is others else 0
-            others, others_position = cache, position + count
-        if position >= len(session.prompt):
-            return model(tokens, cache=cache)
-        if position < first:
-            first, rows = position, embed(position)
-        return model(tokens, cache=cache, input_embeddings=rows[None, position - first : position - first + count])
-
-    return fed
+#: Tokens that are left to a reply without a limit.
+NO_LIMIT = 1 << 31
+#: A token, its log-probabilities (V,), and whether it was drafted.
+Token = tuple[int, mx.array, bool]
 
 
-def _chooser(
-    prompt: Any,
-    sampler: Callable[[mx.array], mx.array] | None = None,
-    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
-) -> Choose:
-    history = mx.array(prompt[:-1]) if logits_processors else None
+@dataclass(eq=False, kw_only=True)
+class _SoloReply(Decoding):
+    """A reply of `most_tokens` tokens at most (-1: no limit). `said`: read, and not given to the caller yet."""
 
-    def choose(tokens: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-        nonlocal history
-        logits = logits[:, -1, :]
-        if history is not None:
-            history = mx.concatenate([history, mx.array(tokens)])
-            for processor in logits_processors or ():
-                logits = processor(history, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs), logprobs
+    most_tokens: int
 
-    return choose
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count = 0
+        self.said: list[Token] = []
+
+    @property
+    def left(self) -> int:
+        return NO_LIMIT if self.most_tokens < 0 else self.most_tokens - self.count
+
+    def take(self) -> bool:
+        sampled = self.unread.popleft()
+        token, _, _ = sampled.read()
+        if token < 0:
+            raise ValueError("the sampler returned an id outside the vocabulary.")
+        logprobs: Any = sampled.logprobs
+        self.said.append((token, logprobs, False))
+        self.count += 1
+        return self.left > 0
 
 
 def decode(
     run: Any,
     model: Any,
-    last: Any,
-    choose: Choose,
-    *,
+    prompt: TokenIds,
     max_tokens: int,
-    stream: Any = None,
+    *,
+    sampler: Sampler | None = None,
+    processors: Sequence[LogitsProcessor] = (),
     drafting: Drafting | None = None,
+    draft_tokens: int = 0,
+    stream: Any = None,
+    dtype: mx.Dtype | None = None,
 ) -> Iterator[Token]:
-    """Yield at most `max_tokens` tokens (-1: no limit), with log-probabilities (V,), and whether each was drafted.
+    """Yield at most `max_tokens` tokens (-1: no limit) of a reply that is decoded alone.
 
     The forward pass that follows a token is dispatched before that token is read. If the caller stops at a token, that
     pass is wasted; waiting for the decision would slow down every other token. Where drafted tokens are likely, the
     token is read first, and one pass checks what is proposed behind it.
 
     Args:
-        run: has `step`, as a Session, and is prefilled up to the prompt's last token: `last`, (1,).
+        run: a Session, prefilled up to the last token of the prompt; without drafts, anything with `step`, and with
+            `owed_tokens` 0.
+        prompt: int32 ids; the last one at least, and all of them if there are processors.
+        draft_tokens: how many tokens the draft model proposes at a time; 0: there is none.
         stream: MLX's stream for the forward passes; None for the current one.
-        drafting: what is proposed; `run` is a Session then.
+        dtype: of the logits that are sampled from; None: the model's.
     """
-    if drafting is None:
-        decoding = _Decoding(run, model, last, choose, max_tokens, stream)
-    else:
-        decoding = _Drafted(run, model, last, choose, max_tokens, stream, drafting)
-    for count, token in enumerate(decoding.tokens(), start=1):
-        yield token
-        if count % RELEASE_INTERVAL_TOKENS == 0:
-            mx.clear_cache()
+    if not draft_tokens and (drafting is None or drafting.is_empty):
+        drafting = None
+    reply = _SoloReply(
+        tokens=prompt,
+        most_tokens=max_tokens,
+        sampler=sampler,
+        processors=processors,
+        has_logprobs=True,
+        drafting=drafting,
+        draft_tokens=draft_tokens,
+        held_row=run,
+    )
+    pace, source = DraftPace() if drafting is None else drafting.pace, ""
+    loop = DecodeLoop(model, Solo(), pace, dtype=dtype, raises=True, always_asks=True)
+    goes_on = True
 
+    def read(replies: Sequence[Any], leave: int = 0) -> Sequence[Any]:
+        while len(reply.unread) > leave:
+            reply.take()
+            if drafting is not None:
+                drafting.said([reply.said[-1][0]])
+        return replies
 
-def check(tokens: Sequence[int], logits: mx.array, choose: Choose) -> list[tuple[int, mx.array]]:
-    """Choose what is said behind each of some tokens, of which all but the first are drafted, until a draft is wrong.
-
-    `choose` is called for one position after the other, and for none behind a wrong draft: samplers, processors and
-    grammars find what they would find without drafts, and as many random numbers are drawn.
-
-    Args:
-        tokens: T token ids: a known one, then the drafted ones.
-        logits: (1, T, V), those behind each.
-        choose: called with a list of one of the tokens, and the logits (1, 1, V) behind it.
-
-    Returns:
-        1 to T tokens with log-probabilities (V,). All but the last are drafted tokens.
-    """
-    said: list[tuple[int, mx.array]] = []
-    for at in range(len(tokens)):
-        sampled, logprobs = choose([tokens[at]], logits[:, at : at + 1])
-        said.append((int(sampled.item()), logprobs.squeeze(0)))  # type: ignore[arg-type]
-        if said[-1][0] not in tokens[at + 1 : at + 2]:
-            break
-    return said
-
-
-class _Decoding:
-    """A reply as it grows. `owed`: the tokens, known or pending, that the next pass evaluates."""
-
-    def __init__(self, run: Any, model: Any, last: Any, choose: Choose, max_tokens: int, stream: Any) -> None:
-        self._run, self._model, self._choose, self._stream = run, model, choose, stream
-        self._left = max_tokens
-        self._owed = last
-
-    def tokens(self) -> Iterator[Token]:
-        yield from self._ahead()
-
-    def _ahead(self) -> Iterator[Token]:
-        """Dispatch each pass before the token in front of it is read, until `_waits`."""
-        following = self._forward(self._owed)
-        goes_on = True
+    try:
         while goes_on:
-            self._left -= 1
-            sampled, logprobs = following
-            goes_on = self._left != 0 and not self._waits()
-            if goes_on:
-                following = self._forward(sampled)
-            token = int(sampled.item())  # type: ignore[arg-type]
-            self._note(token, is_known=goes_on)
-            yield token, logprobs, False
-
-    def _forward(self, tokens: Any) -> tuple[mx.array, mx.array]:
-        last = tokens[-1:] if isinstance(tokens, list) else tokens
-        with self._streaming():
-            sampled, logprobs = self._choose(last, self._run.step(self._model, tokens))
-            mx.async_eval(sampled, logprobs)
-        return sampled, logprobs.squeeze(0)
-
-    def _streaming(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else mx.stream(self._stream)
-
-    def _waits(self) -> bool:
-        """Whether the pending token must be read before the next pass is dispatched."""
-        return False
-
-    def _note(self, token: int, *, is_known: bool) -> None:
-        """A token was read; `is_known`: the pass that follows it was dispatched."""
-
-
-class _Drafted(_Decoding):
-    """A Session's reply, of which several tokens at a time are checked.
-
-    The session knows the tokens that were said, and no others, whenever the caller has the word. Where layers cannot
-    take back the rejected tokens alone, the accepted ones are `owed` again.
-    """
-
-    def __init__(
-        self, run: Session, model: Any, last: Any, choose: Choose, max_tokens: int, stream: Any, drafting: Drafting
-    ) -> None:
-        super().__init__(run, model, [int(each) for each in last], choose, max_tokens, stream)
-        self._drafting = drafting
-        self._unsaid: list[int] = []  # tokens of plain passes that `drafting` was not told of
-        self._read_s = time.perf_counter()
-
-    def tokens(self) -> Iterator[Token]:
-        while self._left != 0:
-            proposal = self._drafting.propose(self._most()) if len(self._owed) <= MOST_OWED else None
-            yield from self._ahead() if proposal is None else self._checked(proposal)
-
-    def _most(self) -> int:
-        """How many tokens may be proposed: the pass says one more."""
-        return min(self._left - 1, MOST_PROPOSED) if self._left > 0 else MOST_PROPOSED
-
-    def _waits(self) -> bool:
-        if self._drafting.model is None and self._drafting.rests(len(self._unsaid)):
-            return False
-        self._tell()
-        return self._drafting.is_likely(self._most())
-
-    def _note(self, token: int, *, is_known: bool) -> None:
-        self._unsaid.append(token)
-        if len(self._owed) > 1:
-            self._tell(len(self._owed))
-        self._owed = [token]
-        if not is_known:
-            self._tell()
-            self._run.extend([token])
-
-    def _tell(self, tokens_in_pass: int = 1) -> None:
-        """Tell `drafting` what passes over so many tokens said, each pass a token."""
-        if self._unsaid:
-            self._note_time(tokens_in_pass, len(self._unsaid))
-            self._drafting.said(self._unsaid)
-            self._unsaid = []
-
-    def _checked(self, proposal: Proposal) -> Iterator[Token]:
-        """Say the drafted tokens that are right, and the one behind them."""
-        run, owed, draft = self._run, self._owed, proposal.tokens
-        start, tokens = run.position, [*owed, *draft]
-        with self._streaming():
-            logits = run.step(self._model, tokens, drafted=len(draft))
-            said = check(tokens[len(owed) - 1 :], logits[:, len(owed) - 1 :], self._choose)
-        self._note_time(len(tokens))
-        self._drafting.said([token for token, _ in said], len(said) - 1, given=0)
-        self._left -= len(said)
-        for token, logprobs in said[:-1]:
-            run.extend([token])
-            self._drafting.drafted[proposal.source].accepted += 1
-            yield token, logprobs, True
-        text = [*owed, *(token for token, _ in said)]
-        with self._streaming():
-            reached = run.rewind(start + len(text) - 1, least=start)
-        run.extend(text[run.known_tokens - start :])
-        self._owed = text[reached - start :]
-        yield *said[-1], False
-
-    def _note_time(self, tokens_in_pass: int, passes: int = 1) -> None:
-        """Note the time of the last passes, with what the caller did: a pass over several tokens waits for that."""
-        before, self._read_s = self._read_s, time.perf_counter()
-        self._drafting.pace.note(tokens_in_pass, (self._read_s - before) / passes)
-
-
-class DraftModel:
-    """A smaller model as a source of drafts: what it would say itself, on the session's caches behind the model's.
-
-    Each checked pass runs over the caches of both, so all layers stand at one offset. What the draft model runs ahead
-    is a scratch.
-    """
-
-    name = MODEL
-
-    def __init__(self, session: Session, both: BothModels, count: int, stream: Any) -> None:
-        """`count`: tokens that it proposes at a time."""
-        self._session, self._both, self._count, self._stream = session, both, count, stream
-
-    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        session, both = self._session, self._both
-        tokens = mx.array([[*tail[session.position - session.known_tokens :]]])
-        with mx.stream(self._stream), session.scratch(both.first) as caches:
-            count = min(limit, self._count)
-            (said,), (chances,) = both.drafted(tokens, count, lambda ids: both.draft_model(ids, cache=caches))
-        return Proposal(tuple(said), tuple(chances), self.name)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing: the session has them."""
+            goes_on, drafts, is_ahead = reply.left > len(reply.unread), Drafts(), False
+            with nullcontext() if stream is None else mx.stream(stream):
+                if goes_on:
+                    drafts = loop.propose([reply], read)
+                    is_ahead, first = bool(reply.unread), len(reply.said)
+                    loop.run([reply], drafts, _SoloReply.take)
+                    reply.said[first:-1] = [(token, logprobs, True) for token, logprobs, _ in reply.said[first:-1]]
+                    source = drafts[reply].source if drafts else source
+                read([reply], leave=int(goes_on))
+            loop.times.end_round(1, is_plain=is_ahead and not drafts)
+            while reply.said:
+                yield reply.said.pop(0)
+    finally:
+        # Accepted tokens that the caller does not want were not said.
+        if (unsaid := sum(is_drafted for _, _, is_drafted in reply.said)) and drafting is not None:
+            drafting.drafted[source].accepted -= unsaid
+            with suppress(SessionClosedError, SnapshotError):
+                run.rewind(run.known_tokens - unsaid)

@@ -47,6 +47,7 @@ from radixcache.paging.pins import NamedPin, Pins
 from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk, Tier
 from radixcache.sessions.session import Session, open_session
+from radixcache.sessions.solo import Solo
 from radixcache.settings import (
     SUFFIX_INDEX_BYTES,
     Settings,
@@ -335,7 +336,7 @@ class PrefixCache:
             sources.append(core.tree_source(namespace))
         if speculate is not None:
             sources.append(PromptSource(prompt))
-        return Drafting(sources, core.draft_pace, prompt, evaluates_again=core.layout.has_states)
+        return Drafting(sources, core.draft_pace, prompt)
 
     def begin_many(
         self,
@@ -366,6 +367,14 @@ class PrefixCache:
         capacity, priority = require_group(capacity, priority, prompts)
         room = Room(core, states, evictor, pager, capacity)
         return open_group(room, prompts, namespace, priority, segment_bytes, self._about.chats)
+
+    def alone(self, *, namespace: str = "", priority: int = 0) -> Solo:
+        """A seat for one request at a time, in a session, with the methods of a Group that decoding calls.
+
+        For what a group refuses: exact and quantized caches, layers that cannot be in a batch, embeddings.
+        """
+        require_namespace(namespace)
+        return Solo(self.begin, len(self._core.layout.fresh()), namespace=namespace, priority=priority)
 
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.

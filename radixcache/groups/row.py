@@ -109,6 +109,11 @@ class Row:
         return 0 if self.is_closed or self.prompt_left else self.known.count - self.position
 
     @property
+    def may_draft(self) -> bool:
+        """Whether its next pass may check drafts: a row that owes tokens evaluates them first."""
+        return not self.owed_tokens
+
+    @property
     def clean_tokens(self) -> int:
         """How many tokens, from the first on, have the state of a cold run."""
         limits = (self.position, self._tainted, self.right_tokens)

@@ -26,6 +26,7 @@ from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
 from radixcache.sessions.progress import Progress
 from radixcache.settings import require_count
+from radixcache.speculate.suffix_index import TAIL_TOKENS
 from radixcache.tokens import Keys, KnownTokens, TokenIds, token_ids
 from radixcache.tree.entries import Use
 from radixcache.verify import Check, Finding, Mismatch
@@ -49,6 +50,8 @@ class Session(Progress):
         is_lost: whether the live state was lost to a failure.
         thread: the thread that began or last used the session; sessions of other threads do not read its buffers.
     """
+
+    at, is_fresh = 0, False  # as the one row of a Solo
 
     def __init__(
         self, core: Core, live: LivePath, plan: ResumePlan, request: PrefixRequest, check: Check | None
@@ -104,6 +107,26 @@ class Session(Progress):
         return self._known.count
 
     @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that are not evaluated yet."""
+        return max(0, len(self.prompt) - self.position)
+
+    @property
+    def owed_tokens(self) -> int:
+        """Known tokens behind the prompt that step() takes before others."""
+        return 0 if self.prompt_left else self.known_tokens - self.position
+
+    @property
+    def owed(self) -> TokenIds:
+        """Ids of all known tokens behind `position`. Waits for evaluation."""
+        return self._known.ids()[self.position :]
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next pass may check drafts; a draft model finds all owed tokens in the tail."""
+        return self.owed_tokens < TAIL_TOKENS
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints taken on the way, which the tree does not have yet."""
         return self._own.checkpoints
@@ -125,6 +148,12 @@ class Session(Progress):
             ValueError: step_size is below 1, or in exact mode differs from the cache's.
             SessionClosedError: the session is closed, or its state was lost.
         """
+        for position in self.prefill_chunks(model, step_size):
+            if on_progress is not None:
+                on_progress(position, len(self.prompt))
+
+    def prefill_chunks(self, model: Any, step_size: int | None = None) -> Iterator[int]:
+        """As `prefill`, one chunk at a time. Yields the tokens evaluated, before the first chunk and after each."""
         settings = self._core.settings
         settings.require_model(model)
         step_size = settings.step_size if step_size is None else require_count("step_size", step_size, "tokens")
@@ -137,7 +166,7 @@ class Session(Progress):
         self._step_size = step_size
         self._compare_restored(model)
         self._sync(self.known_tokens)
-        self._evaluate_prompt(model, len(self.prompt) - 1, on_progress)
+        yield from self._evaluate_prompt(model, len(self.prompt) - 1)
         self._owed = 0
 
     def step(self, model: Any, tokens: Any, *, drafted: int = 0) -> mx.array:
@@ -283,6 +312,13 @@ class Session(Progress):
                 if self._check is not None:
                     self._check.close()
 
+    def distrust_from(self, offset: int) -> None:
+        """Store nothing from an offset on: it was found wrong."""
+        with self._core.lock:
+            if self._live.is_seat_of(self._seat):
+                right = self._live.right_tokens
+                self._live.right_tokens = offset if right is None else min(offset, right)
+
     def drop_checkpoints(self, kind: str) -> None:
         """Drop the checkpoints of a kind that were taken on the way; the lock is held."""
         self._own.drop(lambda each: each.kind == kind)
@@ -336,11 +372,11 @@ class Session(Progress):
         if self.is_lost:
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
-    def _evaluate_prompt(self, model: Any, last: int, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def _evaluate_prompt(self, model: Any, last: int) -> Iterator[int]:
+        """Evaluate it up to `last`; yields the offset before the first chunk and after each."""
         step_size, was_known = self._step_size, self._layout.is_known
         stops = self._checkpoint_stops(last)
-        if on_progress is not None:
-            on_progress(min(self.position, last), len(self.prompt))
+        yield min(self.position, last)
         while self.position < last:
             start = self.position
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
@@ -353,8 +389,7 @@ class Session(Progress):
                     self._core.budget.fits(whole_bytes, self._live.booking.live_bytes, "request").require()
             if end in stops:
                 self._take_checkpoint(stops[end])
-            if on_progress is not None:
-                on_progress(end, len(self.prompt))
+            yield end
 
     def _checkpoint_stops(self, last: int) -> dict[int, str]:
         """Offsets in (position, last] at which to take a checkpoint, with the reason."""
@@ -421,7 +456,8 @@ class Session(Progress):
     def _catch_up(self, model: Any) -> None:
         """Evaluate again the prompt tokens in front of the next tokens of step(), if the session started over."""
         if self._owed:
-            self._evaluate_prompt(model, self._owed)
+            for _ in self._evaluate_prompt(model, self._owed):
+                pass
             self._owed = 0
 
 

@@ -8,7 +8,8 @@ tokens, and lets DraftPace say how many of these are worth checking:
     ...                                         # one forward pass over the last token and the proposed ones
     drafting.said(tokens, accepted)             # what the pass yielded: the accepted ones and one more
 
-For the rows of a group, ask each row for its `candidate`, `DraftPace.length` for all counts at once, and `choose` each.
+For replies that decode together, DecodeLoop asks each for its `candidate`, DraftPace for all counts at once, and lets
+each `choose`.
 
 Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
 replies, looks take at most `LOOK_SHARE` of the time of passes, as measured: with a slow model there is one at each
@@ -188,25 +189,13 @@ class Drafting:
         sources: asked in this order; of equal proposals the first wins.
         pace: says how many tokens to propose.
         known: the prompt's last tokens, or all of it; the reply is added by `said`.
-        evaluates_again: as in DraftPace.length().
 
     Attributes:
         drafted: counts by source.
-        model: a draft model, or None. Asking it costs time, so it is asked where the sources are not worth a pass, and
-            all that it proposes is checked.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        pace: DraftPace,
-        known: Sequence[int] = (),
-        *,
-        evaluates_again: bool = False,
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], pace: DraftPace, known: Sequence[int] = ()) -> None:
         self.pace = pace
-        self.evaluates_again = evaluates_again
-        self.model: Source | None = None
         self.drafted: dict[str, Drafted] = {}
         self._sources = list(sources)
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
@@ -219,7 +208,7 @@ class Drafting:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is ever proposed."""
-        return not self._sources and self.model is None
+        return not self._sources
 
     def candidate(self, limit: int = MOST_PROPOSED, rows: int = 1) -> Proposal:
         """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none.
@@ -256,36 +245,18 @@ class Drafting:
     def propose(self, limit: int = MOST_PROPOSED) -> Proposal | None:
         """What the next pass over this request alone should check, at most `limit` tokens; None: nothing."""
         proposal = self.candidate(limit)
-        count = self._worth(proposal)
-        if not count and limit > 0 and self.model is not None:
-            self._catch_up()
-            proposal = self.model.propose(self._tail, limit)
-            count = len(proposal.tokens)
-        return self.choose(proposal, count)
+        return self.choose(proposal, self.pace.length([proposal])[0]) if proposal.tokens else None
 
-    def is_likely(self, limit: int = MOST_PROPOSED) -> bool:
-        """Whether `propose` would propose something now, so that it may behind the next token too."""
-        return limit > 0 and (self.model is not None or self._worth(self.candidate(limit)) > 0)
-
-    def rests(self, more: int = 0) -> bool:
-        """Whether no source is asked now, nor behind so many more tokens."""
-        return self._idle_tokens + more < self._look_at
+    def rests(self) -> bool:
+        """Whether no source is asked now."""
+        return self._idle_tokens < self._look_at
 
     def _stride(self, rows: int) -> int:
         """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
         return min(math.ceil(rows * self.pace.usual_look_s / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
-    def _worth(self, proposal: Proposal) -> int:
-        """How many tokens of a proposal a pass over this request alone should check."""
-        if not proposal.tokens:
-            return 0
-        return self.pace.length([proposal], evaluates_again=self.evaluates_again)[0]
-
-    def said(self, tokens: Sequence[int], accepted: int = 0, *, given: int | None = None) -> None:
-        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last.
-
-        If the caller has only `given` of them yet, it counts the others in `drafted` as they are given.
-        """
+    def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
+        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
         proposal, self._proposal = self._proposal, NOTHING
         if not proposal.tokens:
             self._idle_tokens += len(tokens)
@@ -294,7 +265,7 @@ class Drafting:
             self.pace.note_accepted(proposal, accepted)
             drafted = self.drafted.setdefault(proposal.source, Drafted())
             drafted.proposed += len(proposal.tokens)
-            drafted.accepted += accepted if given is None else given
+            drafted.accepted += accepted
             drafted.passes += 1
         self._unread += tokens
 

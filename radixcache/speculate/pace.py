@@ -18,7 +18,6 @@ Nothing here reads a clock. Not thread-safe: one generation thread uses a DraftP
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, zip_longest
@@ -192,22 +191,18 @@ class DraftPace:
                 break
         return proposal.first(len(chances))._replace(chances=tuple(chances))
 
-    def length(
-        self, proposals: Sequence[Proposal], rows: int | None = None, *, evaluates_again: bool = False
-    ) -> list[int]:
+    def length(self, proposals: Sequence[Proposal], rows: int | None = None) -> list[int]:
         """For each row how many of its proposed tokens (with `corrected` chances) to check; 0: none.
 
         Args:
             proposals: one for each row that has one.
             rows: rows in the pass, with those that propose nothing. Default: one for each proposal.
-            evaluates_again: whether the next pass evaluates again what a row accepted beside a rejected token, as
-                recurrent layers need.
         """
         rows = len(proposals) if rows is None else rows
-        _, count = self.best(proposals, rows, evaluates_again=evaluates_again)
+        _, count = self.best(proposals, rows)
         return [min(count, len(proposal.tokens)) for proposal in proposals]
 
-    def best(self, proposals: Sequence[Proposal], rows: int, *, evaluates_again: bool = False) -> tuple[float, int]:
+    def best(self, proposals: Sequence[Proposal], rows: int) -> tuple[float, int]:
         """As `length`: the least seconds per token, and with how many proposed tokens of a row. Guesses cost time."""
         least = self.seconds(1, rows) / rows * (1 - LEAST_GAIN)
         if self._assumed is None and self._is_stale(rows):
@@ -217,10 +212,7 @@ class DraftPace:
         count, tokens = 0, float(rows)
         for width, gains in enumerate(zip_longest(*chances, fillvalue=0.0), start=2):
             tokens += sum(gains)
-            seconds = self.seconds(width, rows)
-            if evaluates_again:  # at most all of it
-                seconds += (1 - math.prod(gains)) * (seconds - self.seconds(1, rows))
-            each = (seconds + (width - 1) * drafting_s) / tokens
+            each = (self.seconds(width, rows) + (width - 1) * drafting_s) / tokens
             if each < least:
                 least, count = each, width - 1
         return least, count

@@ -38,29 +38,19 @@ drafts. Not thread-safe. A signal must not interrupt a round.
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import mlx.core as mx
-
 from radixcache import CacheFullError, Group, RequestTooLargeError, Row, SessionClosedError
+from radixcache.decode import DecodeLoop, Drafts
 from radixcache.errors import ShiftError, without_frames
-from radixcache.generate import RELEASE_INTERVAL_TOKENS
 from radixcache.groups.batch import LostStateError
-from radixcache.speculate.pace import MODEL, NOTHING, DraftPace, Proposal
+from radixcache.sessions.solo import Solo
+from radixcache.speculate.pace import DraftPace
 from runner.engine.replies import Piece
-from runner.engine.sequence import (
-    ContextError,
-    ContextWindow,
-    Ticket,
-    TokenSequence,
-    next_tokens,
-    sample_drafts,
-    sample_each,
-)
+from runner.engine.sequence import ContextError, ContextWindow, Ticket, TokenSequence
 
 # Tokens of a chunk, which bound the pauses of running replies: at most a second of a small model on slow cores.
 PARALLEL_STEP_SIZE = 1024
@@ -68,11 +58,9 @@ PARALLEL_STEP_SIZE = 1024
 LEAST_PART = 4
 #: Where it saves less, a checkpoint at the end of a message is worth no forward pass of its own.
 MARK_TOKENS = 128
-#: Steps until the draft model is asked again, after there was no room for its state.
-ROOMLESS_STEPS = 64
+#: Most tokens of the reply for which a session gets room at once.
+MOST_RESERVED = 4096
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
-#: By request, what is proposed to it.
-Drafts = dict[TokenSequence, Proposal]
 
 
 class AdmissionQueue:
@@ -111,7 +99,7 @@ class AdmissionQueue:
 
     def waits(self, sequence: TokenSequence, others: Iterable[TokenSequence], group: Group) -> bool:
         """Whether a new row can share more once these others have their chunk of prefill."""
-        return sequence.row.is_fresh and self._later(sequence, others, group) > sequence.row.position
+        return bool(sequence.row.is_fresh) and self._later(sequence, others, group) > sequence.row.position
 
     def start(self, sequence: TokenSequence, row: Row) -> None:
         sequence.held_row = row
@@ -153,38 +141,13 @@ class AdmissionQueue:
         return needed if self._context is None else min(needed, self._context)
 
 
-class PassTimes:
-    """Measures passes for a DraftPace: plain steps from the end of a round to the next, checks each by themselves."""
-
-    def __init__(self, pace: DraftPace) -> None:
-        self.pace = pace
-        self._ended_s, self._rows = 0.0, 0
-        self._owing: tuple[int, float] | None = None  # width and seconds of a check behind which rows owe tokens
-
-    def end_round(self, rows: int, *, is_plain: bool) -> None:
-        """A round ended; `is_plain`: its only pass was a step of so many rows, dispatched ahead as the one before."""
-        now_s = time.perf_counter()
-        if is_plain and rows == self._rows:
-            self.pace.note(1, now_s - self._ended_s, rows)
-        self._ended_s, self._rows = now_s, rows
-
-    def note_check(self, width: int, rows: int, elapsed_s: float, *, owes: bool) -> None:
-        """A check ended. `owes`: rows evaluate tokens again in the next pass, whose time is added to this one's."""
-        if self._owing is not None:
-            width, before_s = self._owing
-            elapsed_s = before_s + max(0.0, elapsed_s - self.pace.seconds(1, rows))
-        self._owing = (width, elapsed_s) if owes else None
-        if not owes:
-            self.pace.note(width, elapsed_s, rows)
-
-
 class Engine:
     """Moves the queue's requests forward. `ready` has the pieces to hand out, in order."""
 
     def __init__(
         self,
         model: Any,
-        new_group: Callable[[], Group],
+        new_group: Callable[[], Any],
         queue: AdmissionQueue,
         window: ContextWindow | None,
         pace: DraftPace,
@@ -194,12 +157,10 @@ class Engine:
         self.group = new_group()
         self._model = model if draft_model is None else self.group.with_draft_model(model, draft_model)
         self._new_group, self._queue, self._window = new_group, queue, window
-        self._steps = 0
+        self._loop = DecodeLoop(self._model, self.group, pace)
         self._owes_step = False  # whether a chunk was evaluated, and no step since
         self._failure: Exception | None = None
         self._checked: list[tuple[TokenSequence, Piece]] = []  # what a check said, to be handed out
-        self._times = PassTimes(pace)
-        self._asks_from = 0  # the step from which the draft model is asked
 
     def round(self) -> None:
         self._end_cancelled()
@@ -219,7 +180,7 @@ class Engine:
         self._read([each for each in stepping if each.reply.left == len(each.unread)])
         first = [each for each in stepping if not each.is_decoding]
         continuing = self._continuing(stepping)
-        drafts = self._propose(continuing)
+        drafts = self._loop.propose(continuing, self._read)
         was_ahead = all(each.unread for each in continuing) and not has_prefilled
         self._step(continuing, drafts)
         self._tell_progress(first)
@@ -240,7 +201,7 @@ class Engine:
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
         self._failure = None
-        self._times.end_round(len(continuing), is_plain=was_ahead and not drafts)
+        self._loop.times.end_round(len(continuing), is_plain=was_ahead and not drafts)
 
     def finish(self, sequence: TokenSequence, piece: Piece) -> None:
         """Hand out a last piece, and store what was evaluated."""
@@ -267,8 +228,10 @@ class Engine:
                 self.fail(sequence, refusal)
         while each := self._queue.next(self.group):
             try:
+                is_alone, reserve = isinstance(self.group, Solo), min(each.left, MOST_RESERVED)
+                more: dict[str, Any] = {"embed": each.embed, "reserve": reserve} if is_alone else {}
                 row = self.group.admit(
-                    each.tokens, each.keys, each.marks, namespace=each.namespace, mark_tokens=MARK_TOKENS
+                    each.tokens, each.keys, each.marks, namespace=each.namespace, mark_tokens=MARK_TOKENS, **more
                 )
                 self._queue.start(each, row)
             except NO_ROOM as error:
@@ -311,7 +274,7 @@ class Engine:
             while rows := {each.row: each for each in sequences if self._has_chunk(each)}:
                 try:
                     for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
-                        sample_each([rows[row]], logits)
+                        self._loop.choose([rows[row]], logits)
                     return
                 except NO_ROOM as error:
                     self._make_room(error)
@@ -352,96 +315,12 @@ class Engine:
                 continuing.append(sequence)
         return continuing
 
-    def _propose(self, sequences: list[TokenSequence]) -> Drafts:
-        """What the next pass checks for these. Reads their pending tokens if that may be worth it."""
-        drafts, owed = self._worthwhile(sequences), any(each.row.owed_tokens for each in sequences)
-        if (drafts or owed) and any(each.unread for each in sequences):
-            self._read(sequences)
-            drafts = self._worthwhile([each for each in sequences if each in self._queue.running])
-        return drafts
-
-    def _worthwhile(self, sequences: list[TokenSequence]) -> Drafts:
-        """The proposals to these requests that are worth their share of a pass together; guesses of a draft model's."""
-        rows, pace, proposals, guesses = len(sequences), self._times.pace, {}, {}
-        for each in sequences:
-            drafting = each.drafting
-            if drafting is None or (not each.draft_tokens and drafting.rests()):
-                continue
-            if limit := each.most_drafted(self._window):
-                proposals[each] = drafting.candidate(limit, rows)
-                if each.draft_tokens and self._steps >= self._asks_from:
-                    guesses[each] = pace.guess(min(limit, each.draft_tokens), rows)
-        if not any(proposal.tokens for proposal in proposals.values()) and not guesses:
-            return {}
-        if rows > 1 and not self.group.drafts_together(self._model):
-            return {}
-        seconds, count = pace.best([*proposals.values()], rows)
-        if guesses:
-            either = {
-                each: max(its, guesses.get(each, NOTHING), key=Proposal.expected) for each, its in proposals.items()
-            }
-            if (found := pace.best([*either.values()], rows))[0] < seconds:
-                proposals, count = either, found[1]
-        return {each: proposal.first(count) for each, proposal in proposals.items() if count and proposal.tokens}
-
-    def _asked(self, sequences: list[TokenSequence], drafts: Drafts) -> Drafts:
-        """The same drafts with what the draft model says in place of guesses, as far as that is worth checking."""
-        guessed = {each: len(proposal.tokens) for each, proposal in drafts.items() if proposal.source == MODEL}
-        if not guessed:
-            return drafts
-        rows, pace, count = [each.row for each in sequences], self._times.pace, max(guessed.values())
-        began_s = time.perf_counter()
-        said = self.group.draft(self._model, rows, [each.next_token for each in sequences], count)
-        if not said:  # no room
-            self._asks_from = self._steps + ROOMLESS_STEPS
-            return {each: proposal for each, proposal in drafts.items() if each not in guessed}
-        took_s, found = time.perf_counter() - began_s, dict(zip(sequences, said, strict=True))
-        for sequence, most in guessed.items():
-            tokens, probabilities = found[sequence]
-            drafts[sequence] = pace.of_model(tokens[:most], probabilities)
-        pace.note_drafted([drafts[each] for each in guessed], count, took_s, len(rows))
-        counts = pace.length([*drafts.values()], len(rows))
-        return {each: drafts[each].first(its) for each, its in zip(drafts, counts, strict=True) if its}
-
-    def _check(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
-        """Run one pass over the next token and the drafts of each, and read what it says."""
-        said: dict[TokenSequence, list[int]] = {each: [] for each in sequences}
-
-        def take(sequence: TokenSequence) -> Piece | None:
-            piece = self._take(sequence) if sequence.failure is None else None
-            if piece is not None:
-                self._checked.append((sequence, piece))
-                said[sequence].append(sequence.reply.tokens[-1])
-            return piece
-
-        rows, its = [each.row for each in sequences], [drafts.get(each, NOTHING).tokens for each in sequences]
-        tokens = [[each.next_token, *draft] for each, draft in zip(sequences, its, strict=True)]
-        width = max(len(each) + row.owed_tokens for row, each in zip(rows, tokens, strict=True))
-        began_s = time.perf_counter()
-        counts = self.group.check_drafts(
-            self._model, rows, tokens, lambda logits: sample_drafts(sequences, its, logits, take)
-        )
-        self._times.note_check(
-            width, len(rows), time.perf_counter() - began_s, owes=any(row.owed_tokens for row in rows)
-        )
-        for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.drafting is not None:
-                proposal = drafts.get(sequence, NOTHING)
-                sequence.drafting.choose(proposal, len(proposal.tokens))
-                sequence.drafting.said(said[sequence], count - 1)
-
     def _step(self, sequences: list[TokenSequence], drafts: Drafts) -> None:
         while sequences := [each for each in sequences if each in self._queue.running]:
             # In batch order: another order would rearrange tokens and logits.
             sequences.sort(key=lambda each: each.row.at)
             try:
-                drafts = self._asked(sequences, drafts)
-                if drafts or any(each.row.owed_tokens for each in sequences):
-                    self._check(sequences, drafts)
-                else:
-                    tokens = next_tokens(sequences)
-                    logits = self.group.step(self._model, [each.row for each in sequences], tokens)
-                    sample_each(sequences, logits)
+                self._loop.run(sequences, drafts, self._take_checked)
                 break
             except NO_ROOM as error:
                 if drafts:  # there may be room without them
@@ -457,22 +336,26 @@ class Engine:
                 for sequence in sequences:
                     sequence.failure = raised if isinstance(raised, Exception) else error
                 break
-        self._steps += 1
-        if self._steps % RELEASE_INTERVAL_TOKENS == 0:
-            mx.clear_cache()
 
-    def _read(self, sequences: list[TokenSequence]) -> None:
-        """Wait for the next token of each running one of these, and hand it out."""
+    def _take_checked(self, sequence: TokenSequence) -> bool:
+        """Take a token that a check said, to be handed out behind it."""
+        if (piece := self._take(sequence)) is not None:
+            self._checked.append((sequence, piece))
+        return piece is not None and piece.completion is None
+
+    def _read(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """Wait for the next token of each running one of these, and hand it out; returns those that still run."""
         try:
-            running = [each for each in sequences if each in self._queue.running and each.unread]
-            for sequence in running:
+            reading = [each for each in sequences if each in self._queue.running and each.unread]
+            for sequence in reading:
                 sequence.unread[0].read()
         except Exception as error:
             self._lose_all(error)
-            return
-        for sequence in running:
+            return []
+        for sequence in reading:
             if sequence in self._queue.running:  # a failure of another request may have ended it
                 self._hand_out(sequence)
+        return [each for each in sequences if each in self._queue.running]
 
     def _hand_out(self, sequence: TokenSequence) -> None:
         piece = self._take(sequence)
@@ -552,7 +435,7 @@ class Engine:
         self.group.close_after(error)
         for sequence in list(self._queue.running):
             self.fail(sequence, error)
-        self.group = self._new_group()
+        self.group = self._loop.seat = self._new_group()
 
 
 def _full(window: ContextWindow, error: Exception) -> str:

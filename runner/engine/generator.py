@@ -26,21 +26,22 @@ Any thread may use `submit`, `wait` and a Ticket; one thread iterates and closes
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from radixcache import Group, PrefixCache
 from radixcache.lock import uninterrupted
+from radixcache.sessions.solo import Embed
 from radixcache.settings import require_count
+from radixcache.speculate.drafting import Drafting
 from radixcache.tokens import checked_prompt, require_namespace, vocabulary_size
 from runner.engine.engine import PARALLEL_STEP_SIZE, AdmissionQueue, Engine
-from runner.engine.replies import Piece, ProgressCallback, Reply, Sampler, compile_mode
-from runner.engine.sequence import FREE_SHARE, ContextWindow, Guidance, LogitsProcessor, Outline, Ticket, TokenSequence
+from runner.engine.replies import Piece, ProgressCallback, Reply, ReplyOptions, compile_mode
+from runner.engine.sequence import FREE_SHARE, ContextWindow, Outline, Ticket, TokenSequence
 
 DEFAULT_MAX_ROWS = 16
-NUM_DRAFT_TOKENS = 3
 
 
 class ParallelGenerator:
@@ -62,6 +63,7 @@ class ParallelGenerator:
             "tree", "prompt", or None: only predictions. Replies are the same, up to rounding, and with a seed as well.
         draft_model: proposes tokens, too, where that is expected to save time; `cache` must have been made with both
             models' caches, in this order.
+        is_alone: run one request at a time, each in a Session: for what a group refuses, as PrefixCache.alone says.
 
     Raises:
         ValueError: an argument out of its range.
@@ -83,6 +85,7 @@ class ParallelGenerator:
         priority: int = 0,
         speculate: Literal["tree", "prompt"] | None = None,
         draft_model: Any = None,
+        is_alone: bool = False,
     ) -> None:
         capacity = require_count("capacity", capacity, "tokens")
         max_rows = require_count("max_rows", max_rows, "requests")
@@ -92,8 +95,11 @@ class ParallelGenerator:
         self._window = None if context is None else ContextWindow(context, free_share)
         self._model, self._tokenizer, self._capacity, self._namespace = model, tokenizer, capacity, namespace
         self._vocabulary_length = vocabulary_size(model)
+        new_group: Any = partial(cache.begin_many, capacity=capacity)
+        if is_alone:
+            new_group, max_rows = cache.alone, 1
+        new_group = partial(new_group, namespace=namespace, priority=priority)
         self._queue = AdmissionQueue(capacity, max_rows, context, step_size)
-        new_group = partial(cache.begin_many, capacity=capacity, namespace=namespace, priority=priority)
         self._drafting = partial(cache.drafting, speculate=speculate)
         pace = cache.drafting([0], speculate=None).pace
         self._has_draft_model = draft_model is not None
@@ -115,95 +121,65 @@ class ParallelGenerator:
         self,
         tokens: Any,
         *,
-        max_tokens: int,
         marks: Sequence[int] = (),
         keys: Any = None,
         keep: int | None = None,
-        sampler: Sampler | None = None,
-        logits_processors: Sequence[LogitsProcessor] = (),
-        guidance: Guidance | None = None,
-        has_logprobs: bool = False,
-        stop_tokens: Collection[int] | None = None,
-        stop_words: Sequence[str] = (),
-        cuts_characters: bool = True,
         namespace: str | None = None,
-        reserve: int | None = None,
-        prediction: Any = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        embed: Embed | None = None,
         on_progress: ProgressCallback | None = None,
-        arrived_at_s: float | None = None,
+        **options: Any,
     ) -> Ticket:
         """Hand in a request; iterating over the generator serves it. Any thread may call this.
 
         Args:
             tokens: ids of the whole prompt.
-            keys: as in `PrefixCache.begin`.
-            max_tokens: most tokens to sample, at least 1.
             marks: as from `render_chat`: where the system prompt and each message end. With recurrent layers, a message
                 of less than 128 tokens has no checkpoint at its end, unless it is the first or the last.
+            keys: as in `PrefixCache.begin`.
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
                 the system prompt if there is one.
-            sampler: mlx-lm's, or None for the most likely token.
-            on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
-            arrived_at_s: when the request arrived, by time.perf_counter(); TTFT counts from then. Default: now.
-            logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
-            has_logprobs: whether the pieces have log-probabilities, which take time on a CPU.
-            stop_tokens: ids that end the reply. Default: the tokenizer's.
-            stop_words: texts that end the reply.
-            cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
             namespace: default: the generator's.
-            prediction: token ids that the reply is expected to have; they are proposed to it. At most twice
-                `max_tokens` of them are used.
-            num_draft_tokens: most tokens that the draft model proposes at a time, if there is one.
-            reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and
-                one may have to wait again in the middle of its reply.
+            embed: alone: from an offset of the prompt to embeddings (T, D) from there on, as in stream_generate.
+            on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
+            options: fields of ReplyOptions, `max_tokens` at least.
 
         Raises:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply exceed the
                 capacity, or what must stay of the conversation exceeds the context.
         """
+        asked = ReplyOptions(**options)
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         require_namespace(namespace or "")
-        if reserve is not None:
-            reserve = require_count("reserve", reserve, "tokens")
-        if sampler is not None and not callable(sampler):
-            raise ValueError(f"sampler is a {type(sampler).__name__}; wanted a function of log-probabilities.")
-        namespace = self._namespace if namespace is None else namespace
-        drafting = self._drafting(ids, namespace, prediction=prediction, max_tokens=max_tokens)
-        drafted = require_count("num_draft_tokens", num_draft_tokens, "tokens", least=0) if self._has_draft_model else 0
-        outline = Outline.of(len(ids), marks, keep)
-        reply = Reply(
-            self._tokenizer,
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            stop_words=stop_words,
-            prompt_tokens=len(ids),
-            arrived_at_s=arrived_at_s,
-            cuts_characters=cuts_characters,
-        )
+        namespace, most = self._namespace if namespace is None else namespace, asked.max_tokens
+        drafting = self._drafting(ids, namespace, prediction=asked.prediction, max_tokens=most)
+        if embed is not None:
+            drafting = Drafting([], drafting.pace)
+        drafted = asked.num_draft_tokens if self._has_draft_model else 0
         sequence = TokenSequence(
-            Ticket(-1, len(ids)),
-            ids,
-            own_keys,
-            tuple(marks),
-            outline,
-            reply,
-            sampler,
-            reserve=max_tokens if reserve is None else reserve,
+            ticket=Ticket(-1, len(ids)),
+            tokens=ids,
+            keys=own_keys,
+            marks=tuple(marks),
+            outline=Outline.of(len(ids), marks, keep),
+            reply=Reply(self._tokenizer, asked, len(ids)),
+            sampler=asked.sampler,
+            window=self._window,
+            embed=embed,
+            reserve=most if asked.reserve is None else asked.reserve,
             on_progress=on_progress,
             namespace=namespace,
             drafting=None if drafting.is_empty and not drafted else drafting,
             draft_tokens=drafted,
-            processors=logits_processors,
-            guidance=guidance,
-            has_logprobs=has_logprobs,
+            processors=asked.logits_processors,
+            guidance=asked.guidance,
+            has_logprobs=asked.has_logprobs,
         )
         if self._window is not None:
-            sequence.drop(self._window.excess(outline, len(ids), min(max_tokens, self._window.quantum)))
-            reply.omitted_tokens = sequence.dropped
-        elif (needed := len(ids) + max_tokens - 1) > self._capacity:
+            sequence.drop(self._window.excess(sequence.outline, len(ids), min(most, self._window.quantum)))
+            sequence.reply.omitted_tokens = sequence.dropped
+        elif (needed := len(ids) + most - 1) > self._capacity:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and a reply of {max_tokens} take {needed} of a "
+                f"a prompt of {len(ids)} tokens and a reply of {most} take {needed} of a "
                 f"capacity of {self._capacity}. Ask for a shorter reply, or raise capacity."
             )
         with self._arrivals:
@@ -249,7 +225,8 @@ class ParallelGenerator:
 
     @property
     def group(self) -> Group:
-        return self._engine.group
+        group: Group = self._engine.group
+        return group
 
     def _take_in(self) -> None:
         with self._arrivals:

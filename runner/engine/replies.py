@@ -1,7 +1,7 @@
 """One reply as it grows, and `generate`, which makes one reply by itself. Many at once: runner/engine/generator.py.
 
 `Reply` turns sampled tokens of one request into pieces of text and a completion. `generate` drives a `LiveRun`, such as
-a Session of radixcache, by the one loop that decodes: `decode` of radixcache/generate.py.
+a Session of radixcache, by the one loop that decodes: radixcache/decode.py.
 
 Invariants, each with a test:
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache.decode import Guidance, LogitsProcessor, Sampler
 from radixcache.generate import decode
 from radixcache.settings import require_count
 from radixcache.speculate.drafting import Drafting
@@ -37,7 +38,6 @@ DEFAULT_STEP_SIZE = 2048
 REPLACEMENT_CHARACTER = "\ufffd"  # what an unfinished character decodes to
 
 DoneReason = Literal["stop", "length", "cancelled", "error"]
-Sampler = Callable[[mx.array], mx.array]
 ProgressCallback = Callable[[int, int], None]  # called with the offset reached and the length of the prompt
 
 
@@ -110,36 +110,62 @@ class StopWords:
         return text.removesuffix(self._held), None
 
 
-class Reply:
-    """Turns the sampled tokens of one request into pieces. ValueError: max_tokens is below 1.
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """How a reply is made, and where it ends. ValueError: a value is out of its range.
 
-    Args:
+    Attributes:
+        max_tokens: most tokens to sample, at least 1.
+        sampler: mlx-lm's, or None for the most likely token.
+        logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
+        guidance: from the token before, None at the beginning of a reply, to the tokens (V,) that may be next.
+        has_logprobs: whether the pieces have log-probabilities, which take time on a CPU.
         stop_tokens: ids that end the reply. Default: the tokenizer's.
         stop_words: texts that end the reply.
         cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
-        arrived_at_s: `time.perf_counter()` when the request arrived. Default: now.
+        reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and one
+            may have to wait again in the middle of its reply.
+        prediction: token ids that the reply is expected to have; they are proposed to it. At most twice `max_tokens` of
+            them are used.
+        num_draft_tokens: most tokens that the draft model proposes at a time, if there is one.
+        arrived_at_s: when the request arrived, by time.perf_counter(); TTFT counts from then. Default: now.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        max_tokens: int,
-        *,
-        stop_tokens: Collection[int] | None,
-        stop_words: Collection[str] = (),
-        prompt_tokens: int,
-        arrived_at_s: float | None = None,
-        cuts_characters: bool = True,
-    ) -> None:
-        self.max_tokens = require_count("max_tokens", max_tokens, "tokens")
+    max_tokens: int
+    sampler: Sampler | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    guidance: Guidance | None = None
+    has_logprobs: bool = False
+    stop_tokens: Collection[int] | None = None
+    stop_words: Collection[str] = ()
+    cuts_characters: bool = True
+    reserve: int | None = None
+    prediction: Any = None
+    num_draft_tokens: int = 3
+    arrived_at_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_count("max_tokens", self.max_tokens, "tokens")
+        require_count("num_draft_tokens", self.num_draft_tokens, "tokens", least=0)
+        if self.reserve is not None:
+            require_count("reserve", self.reserve, "tokens")
+        if self.sampler is not None and not callable(self.sampler):
+            raise ValueError(f"sampler is a {type(self.sampler).__name__}; wanted a function of log-probabilities.")
+
+
+class Reply:
+    """Turns the sampled tokens of one request into pieces."""
+
+    def __init__(self, tokenizer: Any, options: ReplyOptions, prompt_tokens: int) -> None:
+        self.max_tokens = options.max_tokens
         self.cached_tokens = self.shifted_tokens = self.omitted_tokens = 0
         self.tokens: list[int] = []
-        self._stop_tokens = frozenset(tokenizer.eos_token_ids if stop_tokens is None else stop_tokens)
-        self._stop_words = StopWords(stop_words)
+        self._stop_tokens = frozenset(tokenizer.eos_token_ids if options.stop_tokens is None else options.stop_tokens)
+        self._stop_words = StopWords(options.stop_words)
         self._prompt_tokens = prompt_tokens
-        self._detokenizer, self._cuts_characters = tokenizer.detokenizer, cuts_characters
+        self._detokenizer, self._cuts_characters = tokenizer.detokenizer, options.cuts_characters
         self._started_s = time.perf_counter()
-        self._arrived_s = self._started_s if arrived_at_s is None else arrived_at_s
+        self._arrived_s = self._started_s if options.arrived_at_s is None else options.arrived_at_s
         self._first_s: float | None = None
         self._last_s = 0.0
 
@@ -207,34 +233,6 @@ class Reply:
         )
 
 
-def log_probabilities(logits: mx.array) -> mx.array:
-    """Return the pending log-probabilities (N, V) of logits (N, V)."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def greedy(logits: mx.array) -> mx.array:
-    return mx.argmax(logits, axis=-1)
-
-
-def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
-    """Sample a pending token (1,) from log-probabilities (1, V); without a sampler, the likeliest. TypeError: no id.
-
-    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses.
-    """
-    if sampler is None:
-        return greedy(logprobs)
-    chosen = sampler(logprobs)
-    try:
-        token = mx.array(chosen)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"the sampler returned a {type(chosen).__name__}; wanted one token id.") from error
-    if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
-        raise TypeError(f"the sampler returned {token.dtype} of shape {token.shape}; wanted one token id.")
-    token = token.reshape(1).astype(mx.int32)
-    return mx.where((token >= 0) & (token < logprobs.shape[-1]), token, -1)
-
-
 class LiveRun(Protocol):
     """The live caches of one request; the members are those of `radixcache.Session`, and `remaining` is never empty."""
 
@@ -249,6 +247,9 @@ class LiveRun(Protocol):
 
     @property
     def remaining(self) -> NDArray[np.int32]: ...
+
+    @property
+    def owed_tokens(self) -> int: ...
 
     def prefill(
         self, model: Any, *, step_size: int = DEFAULT_STEP_SIZE, on_progress: ProgressCallback | None = None
@@ -272,20 +273,17 @@ def generate(
     model: Any,
     tokenizer: Any,
     *,
-    max_tokens: int,
-    sampler: Sampler | None = None,
-    stop_tokens: Collection[int] | None = None,
     step_size: int = DEFAULT_STEP_SIZE,
     cancelled: Callable[[], bool] = _never,
     on_progress: ProgressCallback | None = None,
-    arrived_at_s: float | None = None,
     drafting: Drafting | None = None,
+    **options: Any,
 ) -> Iterator[Piece]:
     """Prefill the run's remaining prompt, then yield the reply token by token.
 
-    The caller closes `run`. `tokenizer`, `max_tokens`, `stop_tokens`, `arrived_at_s` are as for Reply. `sampler` makes
-    a token (1,) of log-probabilities (1, V); default: greedy. `cancelled` is called between chunks and tokens.
-    With `drafting`, what PrefixCache.drafting() gave for this prompt, the run is a session of that cache.
+    The caller closes `run`. `cancelled` is called between chunks and tokens. With `drafting`, what
+    PrefixCache.drafting() gave for this prompt, the run is a session of that cache. `options` are fields of
+    ReplyOptions; processors, guidance and predictions are for ParallelGenerator.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.
@@ -294,7 +292,8 @@ def generate(
     require_count("step_size", step_size, "tokens")
     remaining = run.remaining
     length = run.cached_tokens + len(remaining)
-    reply = Reply(tokenizer, max_tokens, stop_tokens=stop_tokens, prompt_tokens=length, arrived_at_s=arrived_at_s)
+    asked = ReplyOptions(**options)
+    reply = Reply(tokenizer, asked, length)
 
     def chunk_done(offset: int, length: int) -> None:
         mx.clear_cache()
@@ -303,10 +302,6 @@ def generate(
         if cancelled():
             raise _CancelledError
 
-    def choose(_: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-        logprobs = log_probabilities(logits[:, -1])
-        return sample(sampler, logprobs), logprobs
-
     with compile_mode(model):
         try:
             run.prefill(model, step_size=step_size, on_progress=chunk_done)
@@ -314,8 +309,9 @@ def generate(
             reply.cached_tokens = run.cached_tokens
             yield reply.end("cancelled")
             return
-        last, limit = mx.array(remaining[-1:]), reply.max_tokens
-        for token, logprobs, _ in decode(run, model, last, choose, max_tokens=limit, drafting=drafting):
+        more: dict[str, Any] = {"sampler": asked.sampler, "drafting": drafting, "dtype": mx.float32}
+        said = decode(run, model, remaining, asked.max_tokens, **more)
+        for token, logprobs, _ in said:
             reply.cached_tokens = run.cached_tokens
             piece = reply.add(token, logprobs, cancelled)
             if len(reply.tokens) == 1 and on_progress is not None:

@@ -90,6 +90,7 @@ class PlainRun:
     reason: str | None = None
     cuts: Sequence[int] = ()
     on_cut: Callable[[PlainRun, int], None] | None = None
+    owed_tokens = 0  # nothing is drafted
 
     def __post_init__(self) -> None:
         assert 0 <= self.cached_tokens < len(self.tokens), (self.cached_tokens, len(self.tokens))

@@ -25,7 +25,7 @@ from mlx_lm.generate import BatchGenerator
 
 from radixcache import PrefixCache
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Completion, LiveRun, Reply, feed, generate
+from runner.engine.replies import Completion, LiveRun, Reply, ReplyOptions, feed, generate
 from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
@@ -268,9 +268,8 @@ class BatchServer:
         (user,) = self._generator.insert_segments(
             [segments], [max_tokens], caches=[caches], all_tokens=[tokens[:cached_tokens]]
         )
-        reply = Reply(
-            self._loaded.tokenizer, max_tokens, stop_tokens=None, prompt_tokens=len(tokens), arrived_at_s=arrived_s
-        )
+        asked = ReplyOptions(max_tokens=max_tokens, arrived_at_s=arrived_s)
+        reply = Reply(self._loaded.tokenizer, asked, len(tokens))
         reply.cached_tokens = cached_tokens
         self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds])
 

@@ -1,15 +1,14 @@
 """ServedModel: a loaded model and the requests that it answers. Belongs to the generation thread.
 
-Requests run together in a ParallelGenerator, where each becomes a TokenSequence. Some must run alone, through a
-Session: quantized and exact caches, layers that sequences cannot share, images, and requests drawn for verification.
-Such a request waits for all running ones, and later ones wait for it, so it has the whole budget.
+Requests run together in a ParallelGenerator, where each becomes a TokenSequence. Some must run alone, in one that runs
+one request at a time, in a Session: quantized and exact caches, layers that sequences cannot share, images, and prompts
+that get log-probabilities. Such a request waits for all running ones, and later ones wait for it.
 
     submit   Request -> prompt tokens, on another thread, where clients take turns
     begin    in order of arrival of each client: sampler, stop words; Started; into the queue
     round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
-Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket; `_alone_steps`
-reads the flag itself.
+Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,14 +25,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from radixcache import PrefixCache, stream_generate
+from radixcache import PrefixCache
 from radixcache.chat import chat_tokens
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.chat_template import common_rendering
+from radixcache.decode import LogitsProcessor, Sampler
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Piece, Sampler, StopWords, greedy
-from runner.engine.sequence import LogitsProcessor, Ticket
+from runner.engine.replies import Piece
+from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.calls import reader_of
@@ -69,19 +68,12 @@ SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
 class _Prepared(NamedTuple):
-    """A request that is ready to run. `is_alone`: nothing runs beside it."""
+    """A request that is ready to run, with fields of ReplyOptions. `is_alone`: nothing runs beside it."""
 
     opened: OpenRequest
     prompt: RenderedPrompt
-    sampler: Sampler | None
-    logits_processors: Sequence[LogitsProcessor]
-    max_tokens: int
+    options: dict[str, Any]
     is_alone: bool
-    guide: Guide | None = None
-
-
-class _CancelledError(Exception):
-    pass
 
 
 class ServedModel:
@@ -112,10 +104,15 @@ class ServedModel:
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
         # None: the prompt has images, whose arrays belong to this thread.
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
-        self._generator = self._new_generator(cache) if is_parallel else None
-        self._together: dict[Ticket, OpenRequest] = {}
+        self._is_parallel = is_parallel
+        #: What runs requests together, and what runs one alone; made when the first request needs it.
+        self._generators: dict[bool, ParallelGenerator] = {}
+        if is_parallel:
+            self._generators[False] = self._new_generator(cache)
+        self._running: dict[Ticket, OpenRequest] = {}
+        self._runs_alone = False  # whether what runs, runs alone
         self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
-        self._alone: tuple[OpenRequest, Iterator[None]] | None = None
+        self._scoring: tuple[_Prepared, Iterator[None]] | None = None  # whose prompt gets log-probabilities
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
@@ -129,7 +126,7 @@ class ServedModel:
 
     @property
     def _is_free(self) -> bool:
-        return self._alone is None and not self._together
+        return self._scoring is None and not self._running
 
     @property
     def _is_waiting(self) -> bool:
@@ -167,10 +164,10 @@ class ServedModel:
             prepared.opened.end("cancelled")
         self._take_compiled()
         self._advance()
-        if self._alone is not None:
-            self._step_alone(*self._alone)
-        elif self._together:
-            self._round_together()
+        if self._scoring is not None:
+            self._score_more(*self._scoring)
+        elif self._running:
+            self._run_round()
         for opened in [each for each in self._not_kept if each.is_over]:
             self._not_kept.remove(opened)
             self.cache.clear(opened.request.namespace)
@@ -211,7 +208,7 @@ class ServedModel:
             tokens = self.prompt(request).tokens
         except (ApiError, ValueError):
             return  # the template wants another conversation
-        if self._generator is not None:
+        if self._is_parallel:
             models = [self.model, *([] if self.draft_model is None else [self.draft_model])]
             with PrefixCache(caches=lambda: fresh_caches(models)) as cache, self._new_generator(cache) as generator:
                 generator.submit(tokens, max_tokens=REHEARSED_TOKENS, cuts_characters=False)
@@ -219,23 +216,22 @@ class ServedModel:
 
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
-        left = [*self._together.values(), *(each.opened for each in self._queue)]
+        left = [*self._running.values(), *(each.opened for each in self._queue)]
         left += [prepared.opened for prepared, _ in self._compiling.values()]
         left += [opened for opened, _ in self._rendering]
         self._grammars.close()
-        if self._alone is not None:
-            opened, steps = self._alone
-            steps.close()  # type: ignore[attr-defined]
-            left.insert(0, opened)
-        if self._generator is not None:
-            self._generator.close()
+        if self._scoring is not None:
+            left.insert(0, self._scoring[0].opened)
+        for generator in self._generators.values():
+            generator.close()
         for opened in left:
             opened.end("cancelled")
         self._rendering.clear()
         self._queue.clear()
         self._compiling.clear()
-        self._together.clear()
-        self.model = self.draft_model = self._generator = self._alone = None
+        self._running.clear()
+        self._generators.clear()
+        self.model = self.draft_model = self._scoring = None
 
     def submit(self, opened: OpenRequest) -> None:
         """Accept a request. It begins when its prompt and those of its client's earlier requests are made."""
@@ -288,13 +284,23 @@ class ServedModel:
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
         reader = reader_of(request, tokenizer, prompt, self._breaks)
-        sampler = sampler_of(request, tokenizer, self._vocabulary_length)
-        processors = processors_of(request, self._vocabulary_length)
+        reply_options = {
+            "max_tokens": max_tokens,
+            "sampler": sampler_of(request, tokenizer, self._vocabulary_length),
+            "logits_processors": processors_of(request, self._vocabulary_length),
+            "has_logprobs": request.has_logprobs,
+            "stop_words": request.stop_words,
+            "cuts_characters": False,
+            "reserve": RESERVE_TOKENS,
+            "prediction": prompt.prediction,
+            "num_draft_tokens": request.num_draft_tokens,
+            "arrived_at_s": opened.arrived_s,
+        }
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
             raise ApiError(400, f"{found}; at most {MAX_SCORED_TOKENS} get log-probabilities.", param="echo")
-        is_alone = self._generator is None or has_images or request.scores_prompt
-        prepared = _Prepared(opened, prompt, sampler, processors, max_tokens, is_alone)
+        is_alone = not self._is_parallel or has_images or request.scores_prompt
+        prepared = _Prepared(opened, prompt, reply_options, is_alone)
         started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
             self._accept(prepared, started)
@@ -321,7 +327,8 @@ class ServedModel:
                 prepared.opened.end("cancelled")
             elif future in done:
                 try:
-                    self._accept(prepared._replace(guide=future.result()), started)
+                    prepared.options["guidance"] = future.result()
+                    self._accept(prepared, started)
                 except Exception as error:
                     prepared.opened.fail_with(error)
             else:
@@ -329,15 +336,15 @@ class ServedModel:
             del self._compiling[future]
 
     def _advance(self) -> None:
-        while self._queue and self._alone is None:
+        while self._queue and self._scoring is None:
             prepared = self._queue[0]
-            if self._generator is not None and not prepared.is_alone:
-                self._start_together(prepared, self._generator)
-            elif self._is_free:
-                self._alone = prepared.opened, self._alone_steps(prepared)
-            else:
+            if (prepared.is_alone or self._runs_alone) and not self._is_free:
                 return
             self._queue.popleft()
+            if prepared.opened.request.scores_prompt:
+                self._scoring = prepared, self._score(prepared.opened, prepared.prompt.tokens)
+            else:
+                self._start(prepared)
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
@@ -394,7 +401,7 @@ class ServedModel:
         data = token_bytes(self.tokenizer, id) if request.has_logprobs else b""
         opened.add(Token(text, id, logprob, top, reason, stop_word, data))
 
-    def _new_generator(self, cache: PrefixCache) -> ParallelGenerator:
+    def _new_generator(self, cache: PrefixCache, *, is_alone: bool = False) -> ParallelGenerator:
         options = self._options
         return ParallelGenerator(
             cache,
@@ -402,60 +409,55 @@ class ServedModel:
             self.tokenizer,
             capacity=CAPACITY_TOKENS,
             max_rows=options.decode_concurrency,
-            step_size=min(options.prefill_step_size, PARALLEL_STEP_SIZE),
-            context=options.context,
+            step_size=options.prefill_step_size if is_alone else min(options.prefill_step_size, PARALLEL_STEP_SIZE),
+            context=None if is_alone else options.context,
             speculate=options.drafts,
             draft_model=self.draft_model,
+            is_alone=is_alone,
         )
 
-    def _start_together(self, prepared: _Prepared, generator: ParallelGenerator) -> None:
-        opened, prompt = prepared.opened, prepared.prompt
+    def _start(self, prepared: _Prepared) -> None:
+        opened, prompt, is_alone = prepared.opened, prepared.prompt, prepared.is_alone
         try:
             self._foresee(opened, prompt)
-            ticket = generator.submit(
+            if is_alone not in self._generators:
+                self._generators[is_alone] = self._new_generator(self.cache, is_alone=is_alone)
+            ticket = self._generators[is_alone].submit(
                 prompt.tokens,
-                max_tokens=prepared.max_tokens,
                 marks=prompt.marks,
-                sampler=prepared.sampler,
-                logits_processors=prepared.logits_processors,
-                guidance=prepared.guide,
-                has_logprobs=opened.request.has_logprobs,
-                stop_words=opened.request.stop_words,
-                cuts_characters=False,
+                keys=prompt.keys,
+                embed=None if prompt.vision is None else embedder(self.model, prompt.tokens, prompt.vision),
                 namespace=opened.request.namespace,
-                reserve=RESERVE_TOKENS,
-                prediction=prompt.prediction,
-                num_draft_tokens=opened.request.num_draft_tokens,
                 on_progress=opened.progress,
-                arrived_at_s=opened.arrived_s,
+                **prepared.options,
             )
         except ValueError as error:
             opened.fail(400, str(error))
         except Exception as error:
             opened.fail_with(error)
         else:
-            self._together[ticket] = opened
+            self._running[ticket], self._runs_alone = opened, is_alone
 
-    def _round_together(self) -> None:
-        assert self._generator is not None
-        for ticket, opened in self._together.items():
+    def _run_round(self) -> None:
+        for ticket, opened in self._running.items():
             if opened.is_cancelled:
                 ticket.cancel()
+        generator = self._generators[self._runs_alone]
         try:
-            pieces = self._generator.round()
+            pieces = generator.round()
         except Exception as error:  # not of a single request: that would have ended alone
             logger.exception("a round of many requests failed; all of them end")
-            self._generator.close()
-            for opened in self._together.values():
+            generator.close()
+            for opened in self._running.values():
                 opened.fail_with(error)
-            self._together.clear()
-            self._generator = self._new_generator(self.cache)
+            self._running.clear()
+            self._generators[self._runs_alone] = self._new_generator(self.cache, is_alone=self._runs_alone)
             return
         for ticket, piece in pieces:
             self._hand_out(ticket, piece)
 
     def _hand_out(self, ticket: Ticket, piece: Piece) -> None:
-        opened, done = self._together[ticket], piece.completion
+        opened, done = self._running[ticket], piece.completion
         opened.record.matched_tokens, opened.record.reason = ticket.matched_tokens, ticket.reason
         opened.record.drafted = ticket.drafted
         if piece.token is not None and not opened.is_over:
@@ -469,75 +471,25 @@ class ServedModel:
                 opened.fail_with(error)
         if done is None:
             return
-        del self._together[ticket]
+        del self._running[ticket]
         opened.record.cached_tokens = done.cached_tokens
         if done.done_reason == "error":
             opened.fail_with(done.error)
         else:
             opened.end(done.done_reason, done.note, piece.text if piece.token is None else "")
 
-    def _step_alone(self, opened: OpenRequest, steps: Iterator[None]) -> None:
+    def _score_more(self, prepared: _Prepared, steps: Iterator[None]) -> None:
+        """Score a part of a prompt; behind the last one, its reply begins."""
         try:
-            if next(steps, opened) is None:
+            if next(steps, prepared) is None:
                 return
         except Exception as error:
-            opened.fail_with(error)
-        self._alone = None
-
-    def _alone_steps(self, prepared: _Prepared) -> Iterator[None]:
-        """Serve a request, one token between two yields. However it ends, its state is stored."""
-        opened, prompt = prepared.opened, prepared.prompt
-
-        def progress(done_tokens: int, prompt_tokens: int) -> None:
-            opened.progress(done_tokens, prompt_tokens)
-            if opened.is_cancelled:
-                raise _CancelledError
-
-        self._foresee(opened, prompt)
-        if opened.request.scores_prompt:
-            yield from self._score(opened, prompt.tokens)
-        sampler, processors = prepared.sampler, [*prepared.logits_processors]
-        if prepared.guide is not None:
-            guided = GuidedSampling(prepared.guide, sampler)
-            sampler, processors = guided.sample, [*processors, guided.process]
-        replies = stream_generate(
-            self.model,
-            self.tokenizer,
-            prompt.tokens,
-            prepared.max_tokens,
-            self.draft_model,
-            mx.default_stream(mx.default_device()),
-            cache=self.cache,
-            namespace=opened.request.namespace,
-            marks=prompt.marks,
-            keys=prompt.keys,
-            embed=None if prompt.vision is None else embedder(self.model, prompt.tokens, prompt.vision),
-            sampler=sampler,
-            logits_processors=processors,
-            prefill_step_size=self._options.prefill_step_size,
-            prompt_progress_callback=progress,
-            num_draft_tokens=opened.request.num_draft_tokens,
-            speculate=self._options.drafts if prompt.vision is None else None,
-            prediction=prompt.prediction,
-        )
-        outcome: FinishReason | None = None
-        stop_words = StopWords(opened.request.stop_words)
-        with closing(replies):
-            try:
-                for each in replies:
-                    opened.record.cached_tokens, opened.record.drafted = each.cached_tokens, each.drafted
-                    is_last = each.finish_reason is not None or opened.is_cancelled
-                    text, stop_word = stop_words.add(each.text, is_last=is_last)
-                    outcome = each.finish_reason if stop_word is None else "stop"
-                    # Reading it waits for the next forward pass.
-                    logprob = each.logprobs[each.token].item() if opened.request.has_logprobs else 0.0
-                    self._add_token(opened, text, each.token, logprob, each.logprobs, outcome, stop_word)
-                    if outcome is not None or is_last:
-                        break
-                    yield
-            except _CancelledError:
-                pass
-        opened.end(outcome or "cancelled")
+            prepared.opened.fail_with(error)
+        self._scoring = None
+        if prepared.opened.is_cancelled:
+            prepared.opened.end("cancelled")
+        elif not prepared.opened.is_over:
+            self._start(prepared)
 
     def _score(self, opened: OpenRequest, tokens: list[int]) -> Iterator[None]:
         """Put a prompt's tokens with their log-probabilities, evaluated without the cache, a chunk between two yields.
@@ -631,24 +583,6 @@ def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsPr
     args = SimpleNamespace(logits=request)
     processors: Sequence[LogitsProcessor] = mlx_lm_border.make_logits_processors(args)
     return processors
-
-
-class GuidedSampling:
-    """A Guide for mlx-lm's loops, which want a logits processor and a sampler. The two share the token before."""
-
-    def __init__(self, guide: Guide, sampler: Sampler | None) -> None:
-        self._guide, self._sampler = guide, greedy if sampler is None else sampler
-        self._sampled: mx.array | None = None
-
-    def process(self, _tokens: mx.array, logits: mx.array) -> mx.array:
-        mx.async_eval(logits)  # the forward pass runs while the mask is made
-        before: Any = None if self._sampled is None else self._sampled.item()
-        allowed = self._guide(before)
-        return logits if allowed is None else mx.where(mx.array(allowed[: logits.shape[-1]]), logits, -mx.inf)
-
-    def sample(self, logprobs: mx.array) -> mx.array:
-        self._sampled = self._sampler(logprobs)
-        return self._sampled
 
 
 class SeededSampler:

@@ -136,12 +136,12 @@ def test_what_a_rare_look_finds_is_proposed_behind_the_next_token() -> None:
     source = Counting(range(1000, 1100))
     drafting = Drafting([source], DraftPace(fast), [0])
     for token in range(1, 200):  # nothing is known of these
-        assert not drafting.is_likely()
+        assert not drafting.candidate().tokens
         drafting.said([token])
     assert IDLE_TOKENS < source.asked < 50
     drafted = 0
     for token in range(1000, 1020):
-        if drafting.is_likely():  # as one user's reply is decoded: asked before the token is read
+        if drafting.candidate().tokens:  # as one user's reply is decoded: asked before the token is read
             drafting.said([token])
             proposal = drafting.propose()
             assert proposal is not None
@@ -363,11 +363,3 @@ def test_all_rows_pay_for_the_widest() -> None:
     alone = pace.length([long], rows=16)[0]
     assert alone < 8  # fifteen rows would pay for the proposal of one
     assert pace.length([short], rows=16) == [0]
-
-
-def test_fewer_are_proposed_where_the_next_pass_evaluates_accepted_tokens_again() -> None:
-    pace = DraftPace(lambda rows, tokens_in_pass: 1 + tokens_in_pass / 2)
-    certain, doubtful = (Proposal((1, 2, 3), (chance,) * 3, "tree", 3) for chance in (1.0, 0.5))
-    for proposal, counts in ((certain, (3, 3)), (doubtful, (1, 0))):
-        again = [pace.length([proposal], evaluates_again=its)[0] for its in (False, True)]
-        assert again == [*counts]

@@ -113,12 +113,15 @@ class DraftedMachine(SaidMachine):
         chosen: list[int] = []
         text = [*prompt, *reply]
 
-        def choose(tokens: Any, logits: mx.array) -> tuple[mx.array, mx.array]:
-            assert mx.array(tokens).tolist() == [text[len(prompt) + len(chosen) - 1]]
+        def expected(history: mx.array, logits: mx.array) -> mx.array:
+            assert history.tolist() == text[: len(prompt) + len(chosen)]
+            return logits
+
+        def choose(_: mx.array) -> mx.array:
             if failing == "sampler" and len(chosen) == at:
                 raise SamplerError
             chosen.append(reply[len(chosen)])
-            return mx.array(chosen[-1:]), logits[:, -1]
+            return mx.array(chosen[-1:])
 
         drafts = Drafting([Guess(reply, sorted(wrong), most)], DraftPace(lambda rows, width: 1 + width / 100))
         found: list[int] = []
@@ -126,7 +129,8 @@ class DraftedMachine(SaidMachine):
             with self.cache.begin(prompt, namespace=namespace) as session:
                 spells(session.caches, prompt[: session.cached_tokens], self.model.kinds)
                 session.prefill(self.model)
-                stream = decode(session, self.model, prompt[-1:], choose, max_tokens=len(reply), drafting=drafts)
+                more: dict[str, Any] = {"sampler": choose, "processors": [expected], "drafting": drafts}
+                stream = decode(session, self.model, session.prompt, len(reply), **more)
                 for token, _, _ in stream:
                     found.append(token)
                     if failing == "layer" and len(found) > at:

@@ -1,0 +1,204 @@
+"""Solo: the methods of a Group that decoding calls, for one row at a time, which is a Session.
+
+For exact and quantized caches, layers that cannot be in a batch, embeddings in place of tokens, and stream_generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from radixcache.errors import SessionClosedError, ShiftError, refuse_copy
+from radixcache.layers.trials import BothModels
+from radixcache.sessions.session import Session
+from radixcache.tokens import Keys
+
+#: From an offset of the prompt to embeddings (T, D) of all tokens from there on.
+Embed = Callable[[int], mx.array]
+
+
+class Solo:
+    """A seat of one row at a time, which PrefixCache.alone() makes.
+
+    Args:
+        begin: opens the session of a row that is admitted, as PrefixCache.begin does; None: rows are only passed in.
+        layers: how many caches a session has.
+        namespace, priority: as for PrefixCache.begin_many.
+    """
+
+    def __init__(
+        self, begin: Callable[..., Session] | None = None, layers: int = 0, *, namespace: str = "", priority: int = 0
+    ) -> None:
+        self._begin, self._layers, self._namespace, self._priority = begin, layers, namespace, priority
+        self._row: Session | None = None
+        self._embed: Embed | None = None
+        self._fed: Callable[..., Any] | None = None
+        self._chunks: Iterator[int] | None = None
+        self.is_closed = False
+
+    __reduce_ex__ = refuse_copy
+
+    @property
+    def rows(self) -> list[Session]:
+        """The open row, if there is one."""
+        return [] if self._row is None or self._row.is_closed else [self._row]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the row's state was lost, because an evaluation failed."""
+        return self._row is not None and self._row.is_lost
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that the row holds."""
+        return sum(row.position for row in self.rows)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """False: the cache makes room for a session, and one request goes on beyond the budget."""
+        return False
+
+    def has_bytes_for(self, ends: Mapping[Any, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
+        """Whether a new row fits: only if there is none."""
+        return not ends
+
+    def refusal_of(self, tokens: int) -> None:
+        """None: `admit` refuses what has no memory."""
+
+    def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
+        """0: no row shares with another."""
+        return 0
+
+    def sharable_later(self, keys: Keys, row: Any, chunk_tokens: int) -> int:
+        """0: no row shares with another."""
+        return 0
+
+    def admit(
+        self,
+        tokens: Any,
+        keys: Any = None,
+        marks: Sequence[int] = (),
+        *,
+        namespace: str | None = None,
+        mark_tokens: int = 1,
+        reserve: int = 256,
+        embed: Embed | None = None,
+    ) -> Session:
+        """Begin a session on a prompt; arguments and errors are those of PrefixCache.begin.
+
+        Args:
+            mark_tokens: as in Group.admit; here it does not count.
+            embed: from an offset of the prompt to its embeddings from there on; `keys` must differ where they do.
+        """
+        if self.is_closed or self._begin is None:
+            raise SessionClosedError("the seat is closed; make another one.")
+        namespace = self._namespace if namespace is None else namespace
+        self._row = self._begin(tokens, keys, namespace, marks, reserve, self._priority)
+        self._embed, self._fed, self._chunks = embed, None, None
+        return self._row
+
+    def _of(self, model: Any, row: Session) -> Any:
+        """The model, which gets the embeddings of the row's prompt beside its tokens, if there are any."""
+        if self._embed is None:
+            return model
+        if self._fed is None:
+            self._fed = fed_with(self._embed, row, model)
+        return self._fed
+
+    def prefill_many(
+        self, model: Any, rows: Sequence[Session], tokens: int | None = None, *, leaves_last: bool = True
+    ) -> Iterator[tuple[Session, mx.array]]:
+        """Evaluate one chunk of `tokens` of the prompt. Yields the row with logits (1, 1, V) if that was all of it.
+
+        The last token of a prompt is left to `step`, except where it is the first one.
+        """
+        (row,) = rows
+        if row.prompt_left > 1:
+            if self._chunks is None:
+                self._chunks = row.prefill_chunks(self._of(model, row), tokens)
+                next(self._chunks)  # where it begins
+            next(self._chunks, None)
+        elif row.position == 0:
+            yield row, self.step(model, rows, row.prompt[-1:])
+
+    def step(self, model: Any, rows: Sequence[Session], tokens: Any) -> mx.array:
+        """Evaluate the row's next token (1,), which need not be evaluated yet; logits (1, 1, V), not evaluated."""
+        return rows[0].step(self._of(model, rows[0]), tokens)
+
+    def drafts_together(self, model: Any) -> bool:
+        """False: there is one row."""
+        return False
+
+    def check_drafts(
+        self,
+        model: Any,
+        rows: Sequence[Session],
+        tokens: Sequence[Sequence[int]],
+        accept: Callable[[mx.array], list[int]],
+    ) -> list[int]:
+        """As `Group.check_drafts`: rejected tokens are taken back, also if `accept` raises and the session closes."""
+        (session,), (its,) = rows, tokens
+        start, owed = session.position, [*map(int, session.owed)]
+        text = [*owed, *its]
+        logits = session.step(self._of(model, session), text, drafted=len(its) - 1)
+        (count,) = accept(logits[:, len(owed) :])
+        end = len(owed) + count
+        session.extend(its[1:count])
+        session.rewind(start + end, least=start)
+        session.extend(text[session.known_tokens - start : end])
+        return [count]
+
+    def with_draft_model(self, model: Any, draft_model: Any) -> BothModels:
+        """As `Group.with_draft_model`."""
+        return BothModels(model, draft_model, self._layers)
+
+    def draft(
+        self, both: BothModels, rows: Sequence[Session], tokens: Sequence[int], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """As `Group.draft`, behind all tokens that the row owes."""
+        (session,) = rows
+        given = mx.array([[*map(int, session.owed), *tokens]])
+        with session.scratch(both.first) as caches:
+            said, chances = both.drafted(given, count, lambda ids: both.draft_model(ids, cache=caches))
+        return [*zip(said, chances, strict=True)]
+
+    def remove(self, model: Any, row: Session, begin: int, end: int) -> None:
+        """ShiftError: a session has no context shift."""
+        raise ShiftError("a request that runs alone cannot drop the beginning of its context.")
+
+    def close(self) -> None:
+        """Store what the row evaluated, and take no more rows."""
+        self.close_after(None)
+
+    def close_after(self, error: BaseException | None) -> None:
+        """As `close`, after an error: if an evaluation raised it, nothing is stored."""
+        self.is_closed = True
+        for row in self.rows:
+            row.__exit__(None if error is None else type(error), error, None)
+
+
+def fed_with(embed: Embed, session: Session, model: Any) -> Callable[..., Any]:
+    """The model, called with the embeddings of a session's prompt, and behind it as usual.
+
+    A cold run that verifies the session, and a session that starts over, begin at offset 0.
+    """
+    first, rows = session.position, embed(session.position)
+    others, others_position = None, 0
+
+    def fed(tokens: mx.array, cache: list[Any]) -> Any:
+        nonlocal first, rows, others, others_position
+        count = tokens.shape[1]
+        if cache is session.caches:
+            position = session.position
+        else:
+            position = others_position if cache is others else 0
+            others, others_position = cache, position + count
+        if position >= len(session.prompt):
+            return model(tokens, cache=cache)
+        if position < first:
+            first, rows = position, embed(position)
+        return model(tokens, cache=cache, input_embeddings=rows[None, position - first : position - first + count])
+
+    return fed
