@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from itertools import count
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
-from radixcache import CacheBusyError, DiskStore, Group, PrefixCache, Row, Session, SnapshotError
+from radixcache import CacheBusyError, DiskStore, Group, Ledger, PrefixCache, Row, Session, SnapshotError
 from radixcache.errors import ShiftError
 from radixcache.layers.trials import GRID_STEPS, PICKED_TOLERANCE, STORED_TOLERANCES, TOLERANCES, has_experts
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH
@@ -85,6 +85,8 @@ LENGTHS = (1, 2, 3, 7, W - 1, W, W + 1, W + 2, 24, 2 * W - 1, 2 * W, 2 * W + 1, 
 TEXT, NUMBER, FLAG = st.integers(0, len(BRANCHES)), st.integers(0, 7), st.booleans()
 LENGTH, DRAFTED = st.sampled_from(LENGTHS), st.sampled_from([0, 1, 2, 3, 6])
 MOSTLY, RARELY = st.sampled_from([True, True, True, False]), st.sampled_from([False, False, False, True])
+#: Tokens that the budget has room for during a call; None: the budget is that of the walk.
+ROOM = st.sampled_from([None, None, 0, 1, 4, 16])
 #: Which rows; mostly all of them.
 MASK = st.sampled_from([31, 31, 31, 1, 2, 3, 5, 6, 30])
 
@@ -198,7 +200,8 @@ class Combinations(RuleBasedStateMachine):
             self.store = DiskStore(self.folder, budget_bytes=1 << 30, write_on=write_on, min_free_bytes=0)
         names = ("stored_bits", "live_slots", "step_size", "policy", "verify", "exact", "checkpoint_interval")
         more = {name: options[name] for name in names} | {"kv_bits": self.kv_bits, "store": self.store}
-        self.cache = PrefixCache(self.model, budget_bytes=self.budget_bytes, **more)
+        self.ledger = Ledger(self.budget_bytes)
+        self.cache = PrefixCache(self.model, budget_bytes=self.ledger, **more)
 
     def prompt(self, text: int, length: int, number: int) -> dict[str, Any]:
         """A prompt, with arguments that begin() and admit() take."""
@@ -218,6 +221,15 @@ class Combinations(RuleBasedStateMachine):
         errors = np.abs(found - wanted).max(axis=-1) / np.abs(wanted).max(axis=-1)
         assert (errors < self.tolerance).all(), (self.kind, start, errors.tolist())
 
+    @contextmanager
+    def pressed(self, room: int | None) -> Iterator[None]:
+        """The budget has room for so many tokens beyond what is held; None: for as many as the walk's options say."""
+        if room is not None and self.options["budget"] != "none":
+            few_bytes = room * conversation_bytes(self.kind) // 60
+            self.ledger.budget_bytes = min(held_bytes(self.cache.stats) + few_bytes, self.budget_bytes)
+        yield
+        self.ledger.budget_bytes = self.budget_bytes
+
     def run(self, session: Session, call: Callable[[], object]) -> None:
         """Call something in the session's thread."""
         if self.sessions[session]:
@@ -227,12 +239,15 @@ class Combinations(RuleBasedStateMachine):
 
     # Sessions
 
-    @action(2, text=TEXT, length=LENGTH, number=NUMBER, is_foreign=FLAG, prefills=MOSTLY, reserve=FLAG)
-    def begin(self, text: int, length: int, number: int, is_foreign: bool, prefills: bool, reserve: bool) -> None:
+    @action(2, text=TEXT, length=LENGTH, number=NUMBER, is_foreign=FLAG, prefills=MOSTLY, reserve=FLAG, room=ROOM)
+    def begin(
+        self, text: int, length: int, number: int, is_foreign: bool, prefills: bool, reserve: bool, room: int | None
+    ) -> None:
         begin = partial(self.cache.begin, **self.prompt(text, length, number), reserve=256 * reserve)
         is_foreign = is_foreign and self.options["threads"] and self.kind != ONE_THREAD
         try:
-            session = self.thread.submit(begin).result() if is_foreign else begin()
+            with self.pressed(room):
+                session = self.thread.submit(begin).result() if is_foreign else begin()
         except CacheBusyError:
             assert len(self.sessions) == self.options["live_slots"]
             return
@@ -269,8 +284,8 @@ class Combinations(RuleBasedStateMachine):
         if fed:
             self.run(session, step)
 
-    @action(2, has_sessions, number=NUMBER, back=st.integers(0, 60), is_least=RARELY)
-    def rewind(self, number: int, back: int, is_least: bool) -> None:
+    @action(2, has_sessions, number=NUMBER, back=st.integers(0, 60), is_least=RARELY, room=ROOM)
+    def rewind(self, number: int, back: int, is_least: bool, room: int | None) -> None:
         session = one(self.sessions, number)
         before, offset = session.position, max(0, session.position - back)
 
@@ -282,7 +297,8 @@ class Combinations(RuleBasedStateMachine):
                 assert is_least
                 assert session.position == before
 
-        self.run(session, rewind)
+        with self.pressed(room):
+            self.run(session, rewind)
 
     @action(1, has_sessions, number=NUMBER, is_left=RARELY)
     def end(self, number: int, is_left: bool) -> None:
@@ -405,7 +421,7 @@ class Combinations(RuleBasedStateMachine):
         self.cache.check()
         self.cache.flush()
         held = held_bytes(self.cache.stats)
-        assert held <= self.budget_bytes
+        assert held <= self.ledger.budget_bytes
         assert abs(active_bytes() - self.other_bytes - held) <= 0.01 * held + 4096, held
         self.cache.close()
         if self.store is not None:
