@@ -49,7 +49,6 @@ from radixcache.settings import SUFFIX_INDEX_BYTES
 from radixcache.speculate.drafting import Drafting, PromptSource, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import SuffixIndex
-from runner.commands.simulate import DRAFT_TOKEN_COST
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel, load_model
 from runner.models.tiny import tiny_model
@@ -183,7 +182,7 @@ def _recorded(
 
 def _counted(name: str, loaded: LoadedModel, path: Path | None) -> dict[str, Any]:
     say(f"{name}, counted")
-    count = DraftCount("tree", DRAFT_TOKEN_COST)
+    count = DraftCount("tree")
     for _, prompt, reply in recorded_turns(
         builtin_conversations() if path is None else read_conversations(path).conversations, loaded.tokenizer
     ):

@@ -24,7 +24,6 @@ from runner.commands.doctor import doctor
 from runner.commands.explain import explain
 from runner.commands.inputs import CONVERSATIONS, TRACES
 from runner.commands.launch import launch
-from runner.commands.mrc import mrc
 from runner.commands.outputs import EXIT_INTERRUPTED, EXIT_USAGE, Outputs, UsageError, discard_stdout, require, say
 from runner.commands.replay import replay
 from runner.commands.serve import serve
@@ -144,7 +143,7 @@ def radixcache(
     require(not verbose, "--verbose goes with --version.")
 
 
-for command in (simulate, mrc, advise):
+for command in (simulate, advise):
     app.command(epilog=TRACES)(command)
 for command in (tree, explain, replay):
     app.command(epilog=CONVERSATIONS)(command)

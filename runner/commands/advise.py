@@ -1,9 +1,7 @@
 """`radixcache advise`: what a prefix cache saves on a trace, how many bytes that takes, and which policy is best."""
 
 import os
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from typer import Option
@@ -11,19 +9,8 @@ from typer import Option
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import require
-from runner.commands.simulate import (
-    DISK_MIB_PER_S,
-    DRAFT_TOKEN_COST,
-    PREFILL_TOKENS_PER_S,
-    DiskMibPerS,
-    DraftTokenCost,
-    Speculate,
-    count_drafts,
-    disk_plan,
-    run_grid,
-)
-from runner.files import read_json
-from runner.text import GIB, MIB
+from runner.commands.simulate import count_drafts, run_grid
+from runner.text import GIB, picture_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +29,9 @@ INTERRUPTED = "Interrupted: policies were not compared. These are the figures of
 
 
 class Comparison(NamedTuple):
-    """Policies at one budget: rows on the whole trace, or None; estimates from samples; `stop` interrupted it."""
+    """Policies at one budget: hits by policy on the whole trace, or None; samples; `stop` interrupted it."""
 
-    rows: list[dict[str, Any]] | None
+    token_hit_ratios: dict[str, float] | None
     notes: "Sequence[str]" = ()
     estimates: "Sequence[Estimate]" = ()
     with_disk: "DiskAdvice | None" = None
@@ -55,88 +42,54 @@ class Comparison(NamedTuple):
 def advise(
     context: typer.Context,
     options: TraceOptions,
-    budget_gib: Annotated[float | None, Option(help="Your budget in GiB; needs bytes per token.")] = None,
-    capacity_blocks: Annotated[int | None, Option(help="Your budget in blocks.")] = None,
-    prefill_tokens_per_s: Annotated[
-        float | None, Option(help="Your model's prefill speed, to show time saved.")
-    ] = None,
-    disk_gib: Annotated[
-        float | None, Option(help="Disk below memory, in GiB.  [default: ten times the budget, or room for all]")
-    ] = None,
-    disk_mib_per_s: DiskMibPerS = DISK_MIB_PER_S,
-    speculate: Speculate = False,
-    draft_token_cost: DraftTokenCost = DRAFT_TOKEN_COST,
-    simulation: Annotated[Path | None, Option(help="File of `simulate --json`, instead of simulating.")] = None,
-    jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; up to 4 for long traces]")] = None,
     full: Annotated[bool, Option("--full", help="Simulate every policy, and the optimum, on the whole trace.")] = False,
-    sample: Annotated[float, Option(metavar="RATE", help="Share of the blocks to follow; 1 is exact.")] = 1.0,
-    json_file: Annotated[Path | None, Option("--json", help="Write the figures to this JSON file.")] = None,
-    html_file: Annotated[Path | None, Option("--html", help="Write the report to this HTML file.")] = None,
 ) -> None:
     """Recommend a budget and a policy for a trace.
 
     Shows how much prefill a cache can save, which budgets are worth having, the best policy at your budget, and a line
-    of Python to paste.
+    of Python to paste. --json and --plot have the hits of LRU at every capacity.
     """
-    require(0 < sample <= 1, f"--sample is {sample:g}; wanted more than 0 and at most 1.")
-    require(
-        budget_gib is None or capacity_blocks is None,
-        "--budget-gib and --capacity-blocks exclude each other. Leave one out.",
-    )
-    outputs.require_positive(budget_gib=budget_gib, capacity_blocks=capacity_blocks, disk_gib=disk_gib)
-    outputs.require_positive(disk_mib_per_s=disk_mib_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
-    require(
-        disk_gib is None or (simulation is None and (budget_gib or capacity_blocks) is not None),
-        "--disk-gib needs --budget-gib or --capacity-blocks, and excludes --simulation.",
-    )
-    outputs.require_counts(jobs=jobs)
-    results = outputs.Outputs({"--json": json_file, "--html": html_file}, [*options.inputs, simulation])
+    results, capacities = options.checked_outputs(), options.capacities()
+    require(len(capacities) < 2, "advise takes one budget; radixcache simulate takes several.")
+    own_blocks, own_bytes = capacities[0] if capacities else (None, None)
+    require(options.disk_gib is None or bool(capacities), "--disk-gib needs --budget-gib or --capacity-blocks.")
     # Without bytes per token, capacities are in blocks.
     sizes = options.model_bytes if options.model_bytes is not None and options.model_bytes.token_bytes > 0 else None
-    require(
-        budget_gib is None or sizes is not None,
-        "--budget-gib needs bytes per token; give --bytes-per-token, or --model-config of a model with attention.",
-    )
-    speeds = (disk_mib_per_s * MIB, prefill_tokens_per_s or PREFILL_TOKENS_PER_S)
-    disk = disk_plan("--disk-gib", disk_gib, *speeds, sizes)
-    compared = Comparison(None if simulation is None else _read_rows(simulation))
+    wanted = "--budget-gib needs bytes per token; give --bytes-per-token, or --model-config of a model with attention."
+    require(own_bytes is None or sizes is not None, wanted)
+    disk = options.disk_plan("--disk-gib", options.disk_gib)
+    compared = Comparison(None)
 
     from runner.files import json_bytes
-    from runner.simulate.advice import advice_document, advice_html, advice_of, best_policy, lru_report, policy_text
+    from runner.simulate.advice import advice_document, advice_of, best_policy, lru_report, policy_text
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
     with outputs.usage_errors(ValueError):
-        curve = lru_curve(trace, sample_rate=sample, seed=options.seed)
+        curve = lru_curve(trace)
     advice = advice_of(
         trace,
         curve,
         token_bytes=None if sizes is None else sizes.token_bytes,
         checkpoint_bytes=0 if options.model_bytes is None else options.model_bytes.checkpoint_bytes,
-        budget_bytes=None if budget_gib is None else budget_gib * GIB,
-        budget_blocks=capacity_blocks,
-        prefill_tokens_per_s=prefill_tokens_per_s,
+        budget_bytes=own_bytes,
+        budget_blocks=own_blocks,
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
     )
     own_blocks = None if advice.own is None else advice.own.capacity_blocks
     require(
         own_blocks is None or own_blocks > 0,
-        f"--budget-gib is {budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
+        f"--budget-gib is {options.budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
-    drafting = count_drafts(options, draft_token_cost) if speculate else None
+    drafting = count_drafts(options) if options.speculate else None
     results.show(*lru_report(advice))  # at once: comparing policies takes a while
-    if compared.rows is None and own_blocks is not None:
+    if own_blocks is not None:
         if disk is None and advice.disk_bytes:
-            disk = disk_plan("--disk-gib", advice.disk_bytes / GIB, *speeds, sizes)
-        compared = _compare(trace, curve, own_blocks, sizes, disk, jobs, full=full, seed=options.seed)
+            disk = options.disk_plan("--disk-gib", advice.disk_bytes / GIB)
+        compared = _compare(trace, curve, own_blocks, sizes, disk, options.jobs, full=full, seed=options.seed)
     best = None
-    if compared.rows is not None:
-        try:
-            best = best_policy(compared.rows, trace=trace.name, capacity_blocks=own_blocks)
-        except (KeyError, TypeError, ValueError) as error:
-            raise outputs.UsageError(
-                f"{simulation}: a row is wrong ({error!r}); wanted rows of radixcache simulate --json."
-            ) from error
-        require(best is not None, f"{simulation}: no row of trace {trace.name!r} with a capacity in blocks.")
+    if own_blocks is not None and compared.token_hit_ratios is not None:
+        best = best_policy(compared.token_hit_ratios, own_blocks)
     results.show(policy_text(advice, best, compared.notes))
     if drafting is not None:
         results.show(*drafting[0])
@@ -149,15 +102,12 @@ def advise(
             {**document, **({} if drafting is None else drafting[1]), "source": trace.source, **outputs.about(context)}
         ),
     )
-
-    def page() -> bytes:
-        # A trace without reuse has all marks at 0, where a logarithmic axis has none.
+    if options.plot_file is not None:
+        form = picture_format(options.plot_file)
         marked = [*advice.budgets[:3], *([advice.own] if advice.own else [])]
+        # A trace without reuse has all marks at 0, where a logarithmic axis has none.
         marks = {each.name: each.capacity_blocks for each in marked if each.capacity_blocks}
-        picture = curve_picture(curve, trace, advice.block_bytes, marks=marks, file_format="svg")
-        return advice_html(advice, picture, best, compared.notes).encode("utf-8", "backslashreplace")
-
-    results.write("--html", page)
+        results.write("--plot", lambda: curve_picture(curve, trace, advice.block_bytes, marks=marks, file_format=form))
     if compared.stop is not None:
         outputs.say("interrupted: policies were not compared.")
         raise compared.stop
@@ -181,13 +131,11 @@ def _compare(
     from runner.simulate.grid import SimulationJob
 
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
-    # Without checkpoints the curve gives LRU's share exactly.
-    knows_lru = not has_checkpoints and curve.sample_rate == 1
-    lru = {"trace": trace.name, "policy": "lru", "capacity_blocks": capacity_blocks}
-    lru["token_hit_ratio"] = curve.token_hit_ratio_at(capacity_blocks)
-    is_all = curve.infinite_token_hit_ratio - curve.token_hit_ratio_at(capacity_blocks) < advice.LEVEL
+    knows_lru = not has_checkpoints  # then the curve gives LRU's share exactly
+    lru = curve.token_hit_ratio_at(capacity_blocks)
+    is_all = curve.infinite_token_hit_ratio - lru < advice.LEVEL
     if not full and is_all and knows_lru:
-        return Comparison([lru], ["All that can be saved fits this budget: no policy saves more than LRU."])
+        return Comparison({"lru": lru}, ["All that can be saved fits this budget: no policy saves more than LRU."])
     is_long = trace.block_refs > advice.WHOLE_REFS
     jobs = jobs or (min(MOST_JOBS, os.cpu_count() or 1) if is_long else 1)
     names = sorted(POLICIES.keys() - {advice.BY_CHANCE})
@@ -221,17 +169,8 @@ def _compare(
         # Policies that finished say nothing about those that did not.
         return Comparison(None, [*notes, INTERRUPTED], estimates, stop=stop)
     beside = found.pop() if disk is not None and with_disk is None else None
-    rows = [*([] if "lru" in names else [lru]), *map(asdict, found)]
+    ratios = {"lru": lru} | {row.policy: row.token_hit_ratio for row in found}
     if beside is not None and beside.disk is not None:
-        alone = next(row["token_hit_ratio"] for row in rows if row["policy"] == "lru")
         plan, written_bytes = beside.disk.plan, beside.disk.written_bytes
-        with_disk = advice.DiskAdvice(plan, alone, beside.token_hit_ratio, written_bytes, is_estimate=False)
-    return Comparison(rows, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    document = read_json(path, "rows of radixcache simulate", outputs.UsageError)
-    rows: list[dict[str, Any]] | None = document.get("rows") if isinstance(document, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise outputs.UsageError(f"{path}: has no list of rows; wanted a file of radixcache simulate --json.")
-    return rows
+        with_disk = advice.DiskAdvice(plan, ratios["lru"], beside.token_hit_ratio, written_bytes, is_estimate=False)
+    return Comparison(ratios, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)

@@ -28,7 +28,7 @@ PACKAGE = "radixcache"
 #: What each extra is for; an extra without an entry is not reported.
 USES = {
     "redis": "prefixes that machines share (--redis)",
-    "plot": "pictures (--plot, advise --html)",
+    "plot": "pictures (--plot)",
     "ray": "replicas and simulations on a cluster (--replicas, --ray)",
     "cuda": "NVIDIA GPUs",
 }

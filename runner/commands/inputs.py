@@ -1,4 +1,7 @@
-"""What commands read: conversations, models and traces, and the options that all commands over traces share.
+"""What commands read: conversations, models and traces, and the options that several commands share.
+
+Each shared option has its name, type and help text here, once. A command takes the options of a dataclass with
+`with_options`.
 
 Everything that is wrong with an input becomes a UsageError, which is one line.
 """
@@ -14,18 +17,31 @@ from functools import cache, cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 from typer import Argument, Option
 
-from runner.commands.outputs import require, require_counts, say, usage_errors
-from runner.text import plural
+from runner.commands.outputs import (
+    MOST,
+    UNLIMITED_BYTES,
+    Outputs,
+    bytes_of,
+    require,
+    require_counts,
+    require_policy,
+    require_positive,
+    say,
+    usage_errors,
+)
+from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
+    from radixcache.stores.block_store import WriteOn
     from runner.models.footprint import ModelBytes
     from runner.models.load import LoadedModel, ModelOutline
     from runner.script.conversation import Conversation
     from runner.script.schedule import ScheduledRequest
+    from runner.simulate.rows import DiskPlan
     from runner.traces.trace import Trace
 
 # Input formats for --help. click keeps the line breaks after \b.
@@ -51,7 +67,14 @@ Files of Mooncake, Bailian, AIPerf and Dynamo, sessions of coding agents, files 
 radixcache synth, and conversations (with --model) work too. A folder means all files below it; - is stdin.
 """
 
+#: What `simulate` and `advise` read without further word: a common NVMe disk, and a laptop with 8 billion parameters.
+DISK_MIB_PER_S, PREFILL_TOKENS_PER_S = 2000.0, 1000.0
 SkipBad = Annotated[bool, Option("--skip-bad", help="Skip and count records that cannot be read or do not fit.")]
+Seed = Annotated[int, Option(help="Seed of all that is drawn; equal seeds and options give equal results.")]
+JsonFile = Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")]
+PlotFile = Annotated[Path | None, Option("--plot", help="Draw the figures (.png, .svg or .pdf).")]
+StoredBits = Annotated[int | None, Option(help="Bits of keys and values that are not live: 8 or 4.")]
+MODEL = Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format or a hub id; traces need only a tokenizer.")
 
 
 def given_files(paths: Sequence[Path]) -> list[Path]:
@@ -85,15 +108,6 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool, *, is_short: bool 
     return result.conversations
 
 
-def scheduled_requests(
-    conversations: Sequence[Conversation], *, users: int | None, seed: int, max_requests: int | None
-) -> list[ScheduledRequest]:
-    from runner.script.schedule import schedule
-
-    with usage_errors(ValueError):
-        return schedule(conversations, users=users, seed=seed, max_requests=max_requests)
-
-
 def load_model(spec: str) -> LoadedModel:
     from runner.models.load import ModelError, load_model
 
@@ -109,6 +123,35 @@ def load_outline(spec: str) -> ModelOutline:
         if not is_downloaded(spec):
             say(f"note: the tokenizer of {spec} is not on this machine; it is downloaded now. --model tiny needs none.")
         return load_outline(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions:
+    """The options of all commands over conversations; a field is an option."""
+
+    model: Annotated[str, MODEL] = "demo"
+    policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru"
+    budget_mib: Annotated[
+        float | None, Option(help="Budget of a cache, in MiB.  [default: no limit; replay: 32, in full 128]")
+    ] = None
+    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None
+    requests: Annotated[int | None, Option(help="Serve at most N requests.  [default: all; replay: 24]")] = None
+    seed: Seed = 0
+    skip_bad: SkipBad = False
+
+    def budget_bytes(self, default_mib: float | None = None) -> int:
+        """The budget; without --budget-mib and a default, one that never evicts. UsageError: an option is wrong."""
+        require_counts(users=self.users, requests=self.requests)
+        require_policy(self.policy)
+        budget_mib = default_mib if self.budget_mib is None else self.budget_mib
+        return UNLIMITED_BYTES if budget_mib is None else bytes_of(budget_mib)
+
+    def schedule(self, conversations: Sequence[Conversation], most: int | None = None) -> list[ScheduledRequest]:
+        """The requests in the order in which they are served; at most this many without --requests."""
+        from runner.script.schedule import schedule
+
+        with usage_errors(ValueError):
+            return schedule(conversations, users=self.users, seed=self.seed, max_requests=self.requests or most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +195,34 @@ class SizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(SizeOptions):
-    """The options of all commands over traces."""
+    """The options of `simulate` and `advise`."""
 
     trace: Annotated[list[Path], Argument(help="Trace files or folders; several make one trace.", show_default=False)]
+    capacity_blocks: Annotated[
+        str | None, Option(help="Capacities in blocks: simulate takes several, separated by commas.")
+    ] = None
+    budget_gib: Annotated[str | None, Option(help="The same in GiB; needs the bytes of a model.")] = None
+    disk_gib: Annotated[
+        float | None,
+        Option(help="Disk below memory, in GiB.  [default: none; advise: ten times the budget, or room for all]"),
+    ] = None
+    disk_mib_per_s: Annotated[float, Option(help="Read speed of the disk, in MiB/s.")] = DISK_MIB_PER_S
+    prefill_tokens_per_s: Annotated[
+        float | None,
+        Option(
+            help=f"Prefill speed: a slower disk is not read; advise shows seconds.  [default: {PREFILL_TOKENS_PER_S:g}]"
+        ),
+    ] = None
+    speculate: Annotated[
+        bool, Option("--speculate", help="Count what drafting saves on the replies of conversations; needs --model.")
+    ] = False
+    jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; advise: up to 4 for a long trace]")] = None
+    json_file: JsonFile = None
+    plot_file: PlotFile = None
     skip_bad: SkipBad = False
-    seed: Annotated[int, Option(help="Seed of samples, and of arrival times that are not recorded.")] = 0
+    seed: Seed = 0
     sessions_per_hour: Annotated[float, Option(help="Sessions that begin per hour, if times are not recorded.")] = 30.0
-    model: Annotated[str | None, Option(help="Tokenizer for conversations: demo, tiny, a folder or hub id.")] = None
+    model: Annotated[str | None, MODEL] = None
     block_tokens: Annotated[
         int | None, Option(help="Tokens per block.  [default: 64; 512 in Mooncake's files, 16 in Bailian's]")
     ] = None
@@ -172,15 +236,15 @@ class TraceOptions(SizeOptions):
         given = [*self.trace, self.model_config, None if self.model is None else Path(self.model)]
         return [path for path in given if path is not None]
 
-    def read(self, *paths: Path) -> Trace:
-        """Read these paths, or all, as one trace; say on stderr what is left out or made up."""
+    def read(self) -> Trace:
+        """Read all files as one trace; say on stderr what is left out or made up."""
         from runner.traces.trace import Pace
         from runner.traces.trace_reader import read_trace
 
         require_counts(block_tokens=self.block_tokens)
         with usage_errors(ValueError):
             trace = read_trace(
-                *given_files(paths or self.trace),
+                *given_files(self.trace),
                 skip_bad=self.skip_bad,
                 seed=self.seed,
                 pace=Pace(sessions_per_hour=self.sessions_per_hour),
@@ -196,6 +260,46 @@ class TraceOptions(SizeOptions):
             say("note: some or all arrival times are synthetic.")
         return trace
 
+    def checked_outputs(self) -> Outputs:
+        """The files of --json and --plot. UsageError: one cannot be written, or an option is wrong."""
+        require_counts(jobs=self.jobs)
+        require_positive(disk_gib=self.disk_gib, disk_mib_per_s=self.disk_mib_per_s)
+        require_positive(prefill_tokens_per_s=self.prefill_tokens_per_s)
+        return Outputs({"--json": self.json_file, "--plot": self.plot_file}, self.inputs)
+
+    @property
+    def prefill_speed(self) -> float:
+        return self.prefill_tokens_per_s or PREFILL_TOKENS_PER_S
+
+    def disk_plan(
+        self, option: str, gib: float | None, read_bytes_per_s: float | None = None, write_on: WriteOn = "eviction"
+    ) -> DiskPlan | None:
+        """The tier of this size that `option` names, read at --disk-mib-per-s or the given speed; None: no size."""
+        from runner.simulate.rows import DiskPlan
+
+        if gib is None:
+            return None
+        require(self.model_bytes is not None, f"{option} needs --model-config or --bytes-per-token.")
+        speed = read_bytes_per_s or self.disk_mib_per_s * MIB
+        return DiskPlan(max(1, int(gib * GIB)), speed, self.prefill_speed, write_on)
+
+    def capacities(self) -> list[tuple[int | None, int | None]]:
+        """Pairs of blocks and bytes, one of them None; empty without a capacity and a budget."""
+        has_one = self.capacity_blocks is None or self.budget_gib is None
+        require(has_one, "--capacity-blocks and --budget-gib exclude each other. Leave one out.")
+        sizes = self.model_bytes
+        if self.capacity_blocks is not None:
+            blocks = _numbers(self.capacity_blocks, "--capacity-blocks")
+            are_whole, has_size = all(each == int(each) for each in blocks), sizes is None or sizes.token_bytes > 0
+            require(are_whole, f"--capacity-blocks is {self.capacity_blocks}; wanted whole numbers.")
+            require(has_size, f"{sizes}: a block takes 0 bytes; give --budget-gib.")
+            return [(int(each), None) for each in dict.fromkeys(blocks)]
+        if self.budget_gib is None:
+            return []
+        require(sizes is not None, "--budget-gib needs --model-config or --bytes-per-token.")
+        budgets = [max(1, int(each * GIB)) for each in _numbers(self.budget_gib, "--budget-gib")]
+        return [(None, each) for each in dict.fromkeys(budgets)]
+
     @cached_property
     def model_bytes(self) -> ModelBytes | None:
         """The model's bytes, if the user gave them or a configuration."""
@@ -208,12 +312,26 @@ class TraceOptions(SizeOptions):
         return None if self.model is None else load_outline(self.model).tokenizer
 
 
+def _numbers(listed: str, option: str) -> list[float]:
+    numbers = []
+    for text in listed.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        require(0 < value <= MOST, f"{option} has {text.strip()!r}; wanted numbers above 0, at most {MOST:g}.")
+        numbers.append(value)
+    return numbers
+
+
 Command = Callable[..., None]
 
 
 def with_options(kind: type[Any], *, come_first: bool = False) -> Callable[[Command], Command]:
     """Turn `command(options, ...)` into a command with an option for each annotated field of a dataclass."""
-    fields = signature(kind, eval_str=True).parameters.values()
+    # By class: a dataclass may have its fields from another module.
+    kinds = get_type_hints(kind, include_extras=True)
+    fields = [each.replace(annotation=kinds[each.name]) for each in signature(kind).parameters.values()]
     shared = [each for each in fields if get_origin(each.annotation) is Annotated]
 
     def decorate(command: Command) -> Command:

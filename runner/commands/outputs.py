@@ -46,8 +46,6 @@ MOST = 1e15
 MOST_COLUMNS = 10_000
 #: Width of tables in a file or a pipe.
 PIPE_COLUMNS = 120
-#: The endings that an option accepts. Both options draw with matplotlib.
-ENDINGS = {"--plot": PICTURE_ENDINGS, "--html": (".html", ".htm")}
 #: The format of a tree by the ending of its file.
 VIEW_ENDINGS = {".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
 #: Line-drawing characters of trees, for terminals without them.
@@ -167,16 +165,17 @@ class Outputs:
         for (one, path), (other, same) in combinations(self._files.items(), 2):
             require(not _is_one_file(path, same), f"{one} and {other} are both {path}; wanted a file for each.")
         for option, path in self._files.items():
-            endings = ENDINGS.get(option, ())
-            missing = f'{option} draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
-            require(not endings or can_draw(), missing)
+            is_picture = option == "--plot"
+            missing = '--plot draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
+            require(not is_picture or can_draw(), missing)
             if path == STDOUT:
                 continue
             for given in inputs:
                 if given is not None and _holds(given, path):
                     raise UsageError(f"{option} {path} is also an input, and would be overwritten. Name another file.")
-            if path.suffix and endings:
-                require(path.suffix.lower() in endings, f"{option} {path}: wanted {', '.join(endings)}.")
+            if path.suffix and is_picture:
+                wanted = f"--plot {path}: wanted {', '.join(PICTURE_ENDINGS)}."
+                require(path.suffix.lower() in PICTURE_ENDINGS, wanted)
             try:
                 require_writable(path)
             except OSError as error:

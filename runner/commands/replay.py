@@ -13,9 +13,16 @@ from typer import Option
 import runner
 from radixcache.settings import STORED_BITS
 from runner.commands import outputs
-from runner.commands.inputs import SkipBad, load_model, read_chosen, scheduled_requests, with_options
+from runner.commands.inputs import (
+    ConversationOptions,
+    JsonFile,
+    PlotFile,
+    StoredBits,
+    load_model,
+    read_chosen,
+    with_options,
+)
 from runner.commands.outputs import require
-from runner.commands.simulate import DRAFT_TOKEN_COST
 from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
 from runner.text import GIB, MIB, plural
 
@@ -26,38 +33,32 @@ if TYPE_CHECKING:
 
 # The short replay: its budget has room for the state of all its conversations once, and not for a copy of each.
 SHORT_MAX_TOKENS, SHORT_BUDGET_MIB = 4, 32
-MAX_TOKENS, BUDGET_MIB = 8, 128
+MAX_TOKENS, BUDGET_MIB, REQUESTS = 8, 128, 24
 Speculate = Literal["tree", "prompt"]
 NAMED_DIFFERENCES = 10  # how many differing answers are named one by one
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayArguments:
+class ReplayArguments(ConversationOptions):
     """The options of the command; a field is an option."""
 
     cache: Annotated[str, Option(help="Caches to compare, in this order, separated by commas.")] = ",".join(CACHE_NAMES)
     conversations: Annotated[list[Path] | None, Option(help="Conversations; repeatable.  [default: built-in]")] = None
-    skip_bad: SkipBad = False
-    model: Annotated[str, Option(help="demo, tiny, tiny:KIND, a folder in mlx-lm's format or a hub id.")] = "demo"
-    policy: Annotated[str, Option(help="Policy of the radix cache: a name, or my.module:Class.")] = "lru"
     full: Annotated[bool, Option("--full", help="Replay all built-in conversations.")] = False
-    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None
-    seed: Annotated[int, Option(help="Seed of the schedule; equal seeds give equal requests.")] = 0
-    requests: Annotated[int, Option(help="Replay at most N requests.")] = 24
-    budget_mib: Annotated[float | None, Option(help="Budget of each cache, in MiB.  [default: 32; 128 in full]")] = None
     max_tokens: Annotated[int | None, Option(help="Tokens per reply.  [default: 4; 8 in full]")] = None
     recorded: Annotated[bool, Option("--recorded", help="Generate 1 token, then feed the recorded reply.")] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
     parallel: Annotated[int | None, Option(help="Serve N users together; --cache radix, mlx-lm or both.")] = None
     exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size, for equal bits.")] = False
-    stored_bits: Annotated[int | None, Option(help="Bits of radix's keys and values that are not live: 8 or 4.")] = None
+    stored_bits: StoredBits = None
     speculate: Annotated[Speculate | None, Option(help="Draft radix's replies from the tree or the prompt.")] = None
     disk: Annotated[Path | None, Option(help="Folder where radix keeps state, also for later replays.")] = None
     disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
-    json_file: Annotated[Path | None, Option("--json", help="Write all figures to this JSON file.")] = None
-    plot_file: Annotated[Path | None, Option("--plot", help="Draw TTFT and bytes (.png, .svg or .pdf).")] = None
-    dump_tree: Annotated[bool, Option("--dump-tree", help="Print the radix cache's tree at the end.")] = False
-    tree_file: Annotated[Path | None, Option("--tree", help="Write radix's tree (.html, .svg, .txt or .json).")] = None
+    json_file: JsonFile = None
+    plot_file: PlotFile = None
+    tree_file: Annotated[
+        Path | None, Option("--tree", help="Write radix's tree (.html, .svg, .txt or .json); - prints it.")
+    ] = None
 
     @property
     def is_short(self) -> bool:
@@ -88,11 +89,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     results.show(*([report.table()] if report.runs else []), report.sentence())
     shown, drafting = _drafting(script) if options.recorded and broken_off is None else ([], {})
     results.show(*shown)
-    for run in report.runs if options.dump_tree else ():
-        if run.view is not None:
-            results.show(f"\n{run.cache}:")
-            results.print_tree(run.view)
-    chosen = {"users": options.users, "requests": options.requests, "parallel": options.parallel}
+    chosen = {"users": options.users, "requests": options.requests or REQUESTS, "parallel": options.parallel}
     about = {
         "model": loaded.name,
         "seed": options.seed,
@@ -129,11 +126,10 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
             from runner.engine.engine import PARALLEL_STEP_SIZE
 
             step_size = PARALLEL_STEP_SIZE  # one request at a time delays nobody, so its chunks may be larger
-    outputs.require_policy(options.policy)
     max_tokens, budget_mib = (SHORT_MAX_TOKENS, SHORT_BUDGET_MIB) if options.is_short else (MAX_TOKENS, BUDGET_MIB)
     max_tokens = max_tokens if options.max_tokens is None else options.max_tokens
-    outputs.require_counts(users=options.users, requests=options.requests, max_tokens=max_tokens, step_size=step_size)
-    budget_bytes = outputs.bytes_of(budget_mib if options.budget_mib is None else options.budget_mib)
+    outputs.require_counts(max_tokens=max_tokens, step_size=step_size)
+    budget_bytes = options.budget_bytes(budget_mib)
     disk, is_alone, has_radix = options.disk, options.parallel is None, "radix" in caches
     require(disk is None or is_alone, "--disk works with one request at a time. Leave --disk or --parallel out.")
     require(disk is None or has_radix, "--disk is for the radix cache; add radix to --cache.")
@@ -147,9 +143,8 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     require(speculate is None or has_radix, f"{drafted} is for the radix cache; add radix to --cache.")
     is_plain = not options.exact and not options.recorded
     require(speculate is None or is_plain, f"{drafted} works neither with --exact nor with --recorded. Leave one out.")
-    only_radix = "shows the radix cache; add radix to --cache."
-    require(options.tree_file is None or has_radix, f"--tree {options.tree_file} {only_radix}")
-    require(not options.dump_tree or has_radix, f"--dump-tree {only_radix}")
+    shows = f"--tree {options.tree_file} shows the radix cache; add radix to --cache."
+    require(options.tree_file is None or has_radix, shows)
     return caches, ReplayOptions(
         budget_bytes=budget_bytes,
         policy=options.policy,
@@ -159,7 +154,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         exact=options.exact,
         stored_bits=options.stored_bits,
         speculate=speculate,
-        keep_view=options.dump_tree or options.tree_file is not None,
+        keep_view=options.tree_file is not None,
         disk=None if disk is None else str(disk),
         disk_bytes=int(options.disk_gib * GIB),
     )
@@ -181,9 +176,7 @@ def _prepare(options: ReplayArguments, settings: ReplayOptions) -> "tuple[Loaded
         loaded = load_model(options.model)
         from runner.script.script import Script, ScriptError
 
-        scheduled = scheduled_requests(
-            conversations, users=options.users, seed=options.seed, max_requests=options.requests
-        )
+        scheduled = options.schedule(conversations, REQUESTS)
         with outputs.usage_errors(ScriptError):
             script = Script(
                 loaded, scheduled, max_tokens=settings.max_tokens, recorded=settings.recorded, skip_bad=options.skip_bad
@@ -248,7 +241,7 @@ def _drafting(script: "Script") -> tuple[list[Any], dict[str, Any]]:
     """What drafting would save on the recorded replies: what to show, and the same as JSON."""
     from runner.simulate.drafts import SPECULATE, DraftCount, drafting_report
 
-    counts = [DraftCount(name, DRAFT_TOKEN_COST) for name in SPECULATE]
+    counts = [DraftCount(name) for name in SPECULATE]
     for index in range(len(script)):
         request = script[index]
         for count in counts:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +11,11 @@ from typer import Argument, Option
 
 from runner.commands import outputs
 from runner.commands.inputs import (
+    ConversationOptions,
     SizeOptions,
-    SkipBad,
     given_files,
     load_outline,
     read_chosen,
-    scheduled_requests,
     with_options,
 )
 from runner.commands.outputs import require
@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 SAVED = re.compile(rb'\s*\{\s*"format":\s*"radixcache-tree"')
 
 
-@with_options(SizeOptions)
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(SizeOptions, ConversationOptions):
+    """What the tree is made from."""
+
+
+@with_options(TreeOptions)
 def tree(
     context: typer.Context,
-    options: SizeOptions,
+    options: TreeOptions,
     inputs: Annotated[
         list[Path] | None,
         Argument(
@@ -45,13 +50,6 @@ def tree(
         str, Option("--format", help=f"Format to print: {', '.join(outputs.VIEW_ENDINGS.values())}.")
     ] = "text",
     max_nodes: Annotated[int | None, Option(help="Most nodes to show.  [default: 200; 50,000 in .html]")] = None,
-    model: Annotated[str, Option(help="Tokenizer and sizes: demo, tiny, tiny:KIND, a folder or hub id.")] = "demo",
-    budget_mib: Annotated[float | None, Option(help="Budget of the cache, in MiB.  [default: no limit]")] = None,
-    policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru",
-    users: Annotated[int | None, Option(help="Use only the first N users.  [default: all]")] = None,
-    seed: Annotated[int, Option(help="Seed of the schedule; equal seeds give equal requests.")] = 0,
-    requests: Annotated[int | None, Option(help="Serve at most N requests.  [default: all]")] = None,
-    skip_bad: SkipBad = False,
 ) -> None:
     """Show the prefix tree of conversations.
 
@@ -62,8 +60,8 @@ def tree(
         format_name in outputs.VIEW_ENDINGS.values(),
         f"--format is {format_name!r}; wanted {', '.join(outputs.VIEW_ENDINGS.values())}.",
     )
-    outputs.require_counts(max_nodes=max_nodes, requests=requests, users=users)
-    budget_bytes = outputs.UNLIMITED_BYTES if budget_mib is None else outputs.bytes_of(budget_mib)
+    outputs.require_counts(max_nodes=max_nodes)
+    budget_bytes = options.budget_bytes()
     if out is not None and out != outputs.STDOUT:
         ending = outputs.require_view_file(out)
         require(
@@ -71,13 +69,12 @@ def tree(
             f"--format {format_name} does not match --out {out}. Leave --format out.",
         )
         format_name = ending
-    results = outputs.Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(model)])
+    results = outputs.Outputs({"--out": out}, [*(inputs or []), options.model_config, Path(options.model)])
     view, note = _saved_tree(inputs or []), ""
     if view is None:
         sizes = options.load()
-        outputs.require_policy(policy)
-        conversations = read_chosen(inputs, skip_bad)
-        outline, lines = load_outline(model), ProgressLines(has_bar=False)
+        conversations = read_chosen(inputs, options.skip_bad)
+        outline, lines = load_outline(options.model), ProgressLines(has_bar=False)
 
         from runner.models.footprint import ModelConfigError
         from runner.models.sizes import model_bytes
@@ -88,25 +85,28 @@ def tree(
             try:
                 sizes = model_bytes(outline.config, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
             except ModelConfigError as error:
-                raise outputs.UsageError(f"{model}: {error} Give --model-config or --bytes-per-token.") from error
-        scheduled = scheduled_requests(conversations, users=users, seed=seed, max_requests=requests)
+                raise outputs.UsageError(
+                    f"{options.model}: {error} Give --model-config or --bytes-per-token."
+                ) from error
+        scheduled = options.schedule(conversations)
         with outputs.usage_errors(ScriptError, ValueError):
             cache, skipped = grow_tree(
                 scheduled,
                 outline.tokenizer,
                 sizes,
                 budget_bytes=budget_bytes,
-                policy=policy,
-                skip_bad=skip_bad,
+                policy=options.policy,
+                skip_bad=options.skip_bad,
                 on_progress=lambda done: lines.tell(lambda: f"{done:,} of {len(scheduled):,} requests"),
             )
         if skipped:
             outputs.say(f"note: {plural(len(skipped), 'request')} skipped, the first: {skipped[0]}")
         view, note = cache.view(tokenizer=outline.tokenizer), f"{plural(cache.stats.requests, 'request')} read; "
-        if budget_mib is None:
+        if options.budget_mib is None:
             note += "without --budget-mib nothing was evicted."
         else:
-            note += f"{plural(cache.stats.evictions, 'eviction')} by {policy} under a budget of {budget_mib:g} MiB."
+            evicted = f"{plural(cache.stats.evictions, 'eviction')} by {options.policy}"
+            note += f"{evicted} under a budget of {options.budget_mib:g} MiB."
     if out is None or out == outputs.STDOUT:
         results.print_tree(view, format_name, max_nodes)
     else:

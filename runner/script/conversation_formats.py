@@ -177,7 +177,7 @@ def _unknown(record: Record) -> InputError:
     if isinstance(value, dict):
         found = f"no known form of conversation (keys: {shortened(', '.join(value), 80) or 'none'})"
         if value.get("format") == FORMAT or "hash_ids" in value or {"block_size", "requests"} <= value.keys():
-            wanted = "Use it with radixcache simulate, mrc or advise."
+            wanted = "Use it with radixcache simulate or advise."
             return InputError(f"{where}: is a trace of block hashes, not conversations. {wanted}")
         if what := lengths_alone(value):
             return InputError(f"{where}: is {what}: lengths without text; wanted conversations.")

@@ -1,6 +1,6 @@
 """Advice on a trace: the most that a prefix cache saves, the bytes for it, and the best policy.
 
-`advice_of` needs only the LRU curve; `best_policy` compares policies by rows of a simulation. Shares are of prompt
+`advice_of` needs only the LRU curve; `best_policy` compares policies by what simulations found. Shares are of prompt
 tokens.
 
   AD1  An unknown figure is None, and the text names what it needs: a model for bytes, a speed for seconds.
@@ -14,7 +14,6 @@ This file never imports MLX.
 from __future__ import annotations
 
 import hashlib
-import html
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
-from runner.simulate.curve import CURVE_COUNTS, Curve
+from runner.simulate.curve import CURVE_COUNTS, Curve, curve_rows
 from runner.simulate.rows import Column, DiskPlan, SimulationRow, cells
 from runner.text import GIB, MIB, figures_table, plural
 from runner.traces.trace import Trace, TurnInference
@@ -178,7 +177,7 @@ class BestPolicy:
     policy: str
     capacity_blocks: int
     token_hit_ratio: float
-    gain: float | None
+    gain: float
     bound: tuple[str, float] | None
 
 
@@ -246,30 +245,17 @@ def advice_of(
     return Advice(trace, curve, block_bytes, tuple(budgets), own, checkpoint_bytes, prefill_tokens_per_s)
 
 
-def best_policy(
-    rows: Sequence[Mapping[str, Any]], *, trace: str | None = None, capacity_blocks: int | None = None
-) -> BestPolicy | None:
-    """The best online policy among the rows of a trace, as `simulate --json` writes them; None: no row fits.
-
-    Policies are compared at the largest simulated capacity within the user's `capacity_blocks`, else at the smallest.
-    LRU is the best unless another policy is ahead by LEVEL.
-    """
-    rows = [row for row in rows if trace in (None, row["trace"]) and row["token_hit_ratio"] is not None]
-    capacities = sorted({row["capacity_blocks"] for row in rows if row["capacity_blocks"] is not None})
-    if not capacities:
-        return None
-    within = [capacity for capacity in capacities if capacity_blocks is None or capacity <= capacity_blocks]
-    capacity = within[-1] if within else capacities[0]
-    ratios = {row["policy"]: float(row["token_hit_ratio"]) for row in rows if row["capacity_blocks"] == capacity}
-    online = {policy: ratio for policy, ratio in ratios.items() if policy not in BOUNDS and policy != BY_CHANCE}
-    if not online:
-        return None
+def best_policy(token_hit_ratios: Mapping[str, float], capacity_blocks: int) -> BestPolicy:
+    """The best online policy at a capacity: LRU unless another policy is ahead by LEVEL."""
+    online = {
+        policy: ratio for policy, ratio in token_hit_ratios.items() if policy not in BOUNDS and policy != BY_CHANCE
+    }
     policy = max(online, key=online.__getitem__)
-    if "lru" in online and online["lru"] > online[policy] - LEVEL:
+    if online["lru"] > online[policy] - LEVEL:
         policy = "lru"
-    gain = online[policy] - online["lru"] if "lru" in online else None
-    bound = max(((name, ratios[name]) for name in BOUNDS if name in ratios), key=lambda each: each[1], default=None)
-    return BestPolicy(policy, capacity, online[policy], gain, bound)
+    bounds = [(name, token_hit_ratios[name]) for name in BOUNDS if name in token_hit_ratios]
+    bound = max(bounds, key=lambda each: each[1], default=None)
+    return BestPolicy(policy, capacity_blocks, online[policy], online[policy] - online["lru"], bound)
 
 
 def lru_report(advice: Advice) -> tuple[str, Table, str]:
@@ -308,11 +294,13 @@ def advice_document(
         "checkpoint_bytes": advice.checkpoint_bytes,
         "prompt_tokens": curve.prompt_tokens,
         "is_timing_synthetic": trace.is_timing_synthetic,
-        "sample_rate": curve.sample_rate,
         "savable_token_ratio": curve.infinite_token_hit_ratio,
         "savable_block_ratio": curve.infinite_block_hit_ratio,
         "prefill_s": advice.prefill_s,
         "budgets": [asdict(budget) for budget in advice.all_budgets],
+        "block_refs": curve.block_refs,
+        "unique_blocks": curve.unique_blocks,
+        "curve": curve_rows(curve),
         "best_policy": None if best is None else asdict(best),
         "samples": [asdict(each) for each in estimates],
         "with_disk": None if with_disk is None else asdict(with_disk),
@@ -320,34 +308,6 @@ def advice_document(
         "paste": paste_line(advice, best),
         "interrupted": interrupted,
     }
-
-
-_STYLE = (
-    ":root{color-scheme:light dark}"
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{display:block;overflow-x:auto;border-collapse:collapse;margin:1rem 0}"
-    "th,td{border:1px solid #8888;padding:.3rem .5rem;text-align:right}"
-    "th:first-child,td:first-child{text-align:left}svg,img{max-width:100%;height:auto}"
-)
-
-
-def advice_html(advice: Advice, picture_svg: bytes, best: BestPolicy | None = None, notes: Sequence[str] = ()) -> str:
-    """The advice, and the picture of the curve, as one HTML page that loads nothing: no script, no link."""
-    header, *rows = zip(*_budget_cells(advice), strict=True)
-    table = "".join(
-        f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
-        for tag, texts in [("th", header), *(("td", row) for row in rows)]
-    )
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in [*_savable(advice), *_remarks(advice, best, notes)])
-    paragraphs += f"<pre>{html.escape(paste_line(advice, best))}</pre>"
-    # Without the XML prolog, which a page must not contain.
-    svg = picture_svg[picture_svg.index(b"<svg") :].decode()
-    title = html.escape(f"Prefix cache for {advice.trace.name}")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style></head>'
-        f"<body><h1>{title}</h1><table>{table}</table>{paragraphs}{svg}</body></html>\n"
-    )
 
 
 def _savable(advice: Advice) -> list[str]:
@@ -400,13 +360,6 @@ def _remarks(advice: Advice, best: BestPolicy | None, notes: Sequence[str]) -> l
             f"The model resumes only at checkpoints of {advice.checkpoint_bytes:,} bytes each. These budgets leave"
             " checkpoints out; radixcache simulate counts them."
         )
-    if advice.curve.sample_rate < 1:
-        error = advice.curve.block_error_at(advice.curve.knee_blocks())
-        spread = f"{error:.4f}" if error is not None and error == error else "unknown"
-        remarks.append(
-            f"Estimated from {advice.curve.sample_rate:.1%} of the blocks; the standard error of the block hit ratio at"
-            f" the knee is {spread}."
-        )
     return [*remarks, CURVE_COUNTS]
 
 
@@ -414,7 +367,7 @@ def _best_sentence(best: BestPolicy) -> str:
     sentence = (
         f"Best policy at {best.capacity_blocks:,} blocks: {best.policy}, {best.token_hit_ratio:.1%} of prefill saved"
     )
-    if best.gain is not None and best.policy != "lru":
+    if best.policy != "lru":
         sentence += f", {100 * best.gain:.1f} points more than lru"
     if best.bound is not None:
         name, ratio = best.bound

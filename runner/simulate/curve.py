@@ -1,4 +1,4 @@
-"""LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances, exact or sampled.
+"""LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances.
 
 LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
 uses its blocks deepest first, so a prefix is newer than its continuations. When a request arrives, a block is a hit in
@@ -15,33 +15,23 @@ With `previous[y]` the place of the use before use y of the same block, or -1, a
 A wavelet matrix counts the last term for all (S, q) in one sweep over the bits. O(n log n) time in NumPy and O(n)
 memory for n block references.
 
-Sampling is SHARDS (Waldspurger et al., FAST 2015): keep the blocks whose hash is below a rate R, measure distances
-among them, divide by R. The difference between the sampled and the expected number of references counts as distance 0
-(their "adj"). The spread over disjoint parts of the sample gives the standard error. This file never imports MLX.
+This file never imports MLX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import cycle
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
 
-from runner.simulate.rows import RATIO_LABEL, Column, cells
-from runner.text import GIB, figures_table, new_figure, picture_bytes
+from runner.simulate.rows import RATIO_LABEL
+from runner.text import GIB, new_figure, picture_bytes
 from runner.traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-#: Disjoint parts of a sample, for its standard error.
-PARTS = 8
-#: With fewer references in a part the error is unknown.
-_LEAST_PART_REFS = 50
 _NEVER = np.iinfo(np.int64).max
 #: Most points of a curve in JSON and pictures.
 MOST_POINTS = 400
@@ -74,27 +64,20 @@ class Curve:
 
     Attributes:
         block_hit_ratio, token_hit_ratio: block hits / block references; tokens of the blocks hit / prompt tokens.
-        block_error: standard error of `block_hit_ratio`; None: the curve is exact.
-        sample_rate: share of the blocks that were followed.
     """
 
     capacity_blocks: Ints
     block_hit_ratio: Floats
     token_hit_ratio: Floats
-    block_error: Floats | None
     block_refs: int
     unique_blocks: int
     prompt_tokens: int
-    sample_rate: float = 1.0
 
     def block_hit_ratio_at(self, capacity_blocks: float) -> float:
         return _step(self.capacity_blocks, self.block_hit_ratio, capacity_blocks)
 
     def token_hit_ratio_at(self, capacity_blocks: float) -> float:
         return _step(self.capacity_blocks, self.token_hit_ratio, capacity_blocks)
-
-    def block_error_at(self, capacity_blocks: float) -> float | None:
-        return None if self.block_error is None else _step(self.capacity_blocks, self.block_error, capacity_blocks)
 
     @property
     def infinite_block_hit_ratio(self) -> float:
@@ -121,34 +104,15 @@ class Curve:
         return int(self.capacity_blocks[int(np.argmax(above))])
 
 
-@dataclass(frozen=True, slots=True)
-class CurveRow:
-    """A curve at one capacity; `block_error` is NaN if the sample is too small."""
-
-    capacity_blocks: int
-    capacity_bytes: int | None
-    block_hit_ratio: float
-    token_hit_ratio: float
-    block_error: float | None
-
-
-def lru_curve(trace: Trace, *, sample_rate: float = 1.0, seed: int = 0) -> Curve:
-    """The curve of a trace, from a share of its blocks that `seed` picks; 1 is exact.
-
-    ValueError: the trace or the sample is empty, or `sample_rate` is not in (0, 1].
-    """
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate is {sample_rate:g}; wanted more than 0 and at most 1.")
+def lru_curve(trace: Trace) -> Curve:
+    """The curve of a trace. ValueError: the trace is empty."""
     references = references_of(trace)
     if not len(references):
         raise ValueError(f"{trace.source}: no requests; wanted at least one.")
     unique, prompt_tokens = int(references.blocks.max()) + 1, int(references.tokens.sum())
-    if sample_rate < 1:
-        found = _sampled(references, sample_rate, _hashed(references.blocks, seed), unique)
-    else:
-        capacities, blocks, tokens = _steps(needed_blocks(references), references.tokens)
-        found = capacities, blocks / len(references), tokens / prompt_tokens, None
-    return Curve(*found, len(references), unique, prompt_tokens, sample_rate)
+    capacities, blocks, tokens = _steps(needed_blocks(references), references.tokens)
+    ratios = blocks / len(references), tokens / prompt_tokens
+    return Curve(capacities, *ratios, len(references), unique, prompt_tokens)
 
 
 def references_of(trace: Trace) -> References:
@@ -182,45 +146,6 @@ def needed_blocks(references: References) -> Ints:
     run = np.cumsum(is_head) - 1
     needs[seen] = head_needs[run] + np.arange(len(seen)) - heads[run]
     return needs
-
-
-def _sampled(
-    references: References, rate: float, hashes: Floats, unique: int
-) -> tuple[Ints, Floats, Floats, Floats | None]:
-    """Capacities, block and token hit ratios, and errors, from the blocks whose hash is below `rate`."""
-    if not (hashes < rate).any():
-        raise ValueError(f"a sample of {rate:g} has none of the {unique:,} blocks; wanted a larger sample.")
-    capacities, block_ratios, token_ratios = _estimate(references, hashes < rate, rate)
-    errors = np.full(len(capacities), np.nan)
-    parts = [(hashes >= rate * part / PARTS) & (hashes < rate * (part + 1) / PARTS) for part in range(PARTS)]
-    if min(int(part.sum()) for part in parts) >= _LEAST_PART_REFS:
-        curves = [_estimate(references, part, rate / PARTS) for part in parts]
-        ratios = np.stack([_steps_at(curve[0], curve[1], capacities) for curve in curves])
-        errors = ratios.std(axis=0, ddof=1) / np.sqrt(PARTS)
-    return capacities, block_ratios, token_ratios, errors
-
-
-def _estimate(references: References, chosen: npt.NDArray[np.bool_], rate: float) -> tuple[Ints, Floats, Floats]:
-    """Capacities and ratios from the references of some blocks, which are `rate` of all blocks."""
-    before = np.concatenate(([0], np.cumsum(chosen)))
-    sample = References(
-        references.blocks[chosen],
-        references.tokens[chosen],
-        before[references.first[chosen]],
-        before[references.last[chosen]],
-    )
-    needs = needed_blocks(sample)
-    reused = needs != _NEVER
-    needs[reused] = np.maximum(1, np.rint(needs[reused] / rate)).astype(np.int64)
-    # The curve's first step is at capacity 1, however few blocks the sample has.
-    capacities, blocks, tokens = _steps(np.append(needs, 1), np.append(sample.tokens, 0))
-    blocks = blocks - 1
-    # Missing or surplus references of the sample count as hits at any capacity, like those of the hottest blocks.
-    expected_refs = rate * len(references)
-    expected_tokens = rate * float(references.tokens.sum())
-    block_ratio = (blocks + (expected_refs - len(sample))) / expected_refs
-    token_ratio = (tokens + (expected_tokens - float(sample.tokens.sum()))) / expected_tokens
-    return capacities, np.clip(block_ratio, 0, 1), np.clip(token_ratio, 0, 1)
 
 
 def _steps(needs: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
@@ -274,92 +199,30 @@ def _numbered(keys: Ints) -> Ints:
     return rank[inverse]
 
 
-def _hashed(blocks: Ints, seed: int) -> Floats:
-    """A number in [0, 1) for each block, by the finalizer of splitmix64."""
-    value = blocks.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)).astype(np.float64) / (1 << 53)
-
-
 def _step(capacities: Ints, ratios: Floats, capacity: float) -> float:
-    return float(_steps_at(capacities, ratios, [capacity])[0])
-
-
-def _steps_at(capacities: Ints, ratios: Floats, wanted: Ints | Sequence[float]) -> Floats:
-    index = np.searchsorted(capacities, wanted, side="right") - 1
-    return np.where(index >= 0, ratios[np.maximum(index, 0)], 0.0) if len(ratios) else np.zeros(len(wanted))
-
-
-def capacities_of(curve: Curve) -> list[int]:
-    """Round capacities, 1, 2 and 5 times the powers of ten, up to the first one with room for all blocks."""
-    capacities = [1]
-    for factor in cycle((2, 2.5, 2)):
-        if capacities[-1] >= curve.unique_blocks:
-            break
-        capacities.append(int(capacities[-1] * factor))
-    return capacities
+    index = int(np.searchsorted(capacities, capacity, side="right")) - 1
+    return float(ratios[index]) if index >= 0 else 0.0
 
 
 def points_of(curve: Curve) -> list[int]:
-    """Capacities for JSON and pictures: at most `MOST_POINTS` steps, the knee and the round ones."""
+    """Capacities for JSON and pictures: at most `MOST_POINTS` steps, the named budgets, one block and all blocks."""
     steps = curve.capacity_blocks
     if len(steps) > MOST_POINTS:
         wanted = np.geomspace(max(1, steps[0]), steps[-1], MOST_POINTS)
         steps = steps[np.unique(np.minimum(np.searchsorted(steps, wanted), len(steps) - 1))]
-    special = [curve.knee_blocks(), curve.capacity_for(0.9), curve.capacity_for(0.99), *capacities_of(curve)]
+    special = [1, curve.knee_blocks(), curve.capacity_for(0.9), curve.capacity_for(0.99), curve.unique_blocks]
     return sorted({int(step) for step in steps} | {capacity for capacity in special if capacity > 0})
 
 
-def _rows(curve: Curve, capacities: Sequence[int], block_bytes: int | None) -> list[CurveRow]:
+def curve_rows(curve: Curve) -> list[dict[str, float]]:
     return [
-        CurveRow(
-            capacity,
-            None if block_bytes is None else capacity * block_bytes,
-            curve.block_hit_ratio_at(capacity),
-            curve.token_hit_ratio_at(capacity),
-            curve.block_error_at(capacity),
-        )
-        for capacity in capacities
+        {
+            "capacity_blocks": capacity,
+            "block_hit_ratio": curve.block_hit_ratio_at(capacity),
+            "token_hit_ratio": curve.token_hit_ratio_at(capacity),
+        }
+        for capacity in points_of(curve)
     ]
-
-
-def curve_table(curve: Curve, trace: Trace, block_bytes: int | None) -> Table:
-    """The round capacities from the first hit on."""
-    columns = (
-        Column("capacity blocks", "capacity_blocks", ","),
-        Column("capacity tokens", lambda row: row.capacity_blocks * trace.block_tokens, ","),
-        Column("capacity GiB", "capacity_bytes", ",.2f", GIB, is_optional=True),
-        Column("block hit ratio", "block_hit_ratio", ".4f"),
-        Column("token hit ratio", "token_hit_ratio", ".4f"),
-        Column("standard error", "block_error", ".4f", is_optional=True),
-    )
-    least = int(curve.capacity_blocks[0]) if len(curve.capacity_blocks) else 1
-    rows = _rows(curve, [capacity for capacity in capacities_of(curve) if capacity >= least], block_bytes)
-    return figures_table(cells(columns, rows), names=())
-
-
-def curve_document(curve: Curve, trace: Trace, block_bytes: int | None) -> dict[str, Any]:
-    return {
-        "trace": trace.name,
-        "policy": "lru",
-        "requests": len(trace.requests),
-        "block_tokens": trace.block_tokens,
-        "block_bytes": block_bytes,
-        **{name: getattr(curve, name) for name in ("block_refs", "unique_blocks", "prompt_tokens")},
-        "is_timing_synthetic": trace.is_timing_synthetic,
-        "skipped": len(trace.skipped),
-        "sample_rate": curve.sample_rate,
-        "infinite_block_hit_ratio": curve.infinite_block_hit_ratio,
-        "infinite_token_hit_ratio": curve.infinite_token_hit_ratio,
-        "knee_blocks": curve.knee_blocks(),
-        "counts": CURVE_COUNTS,
-        "rows": [
-            {**asdict(row), "block_error": None if row.block_error != row.block_error else row.block_error}
-            for row in _rows(curve, points_of(curve), block_bytes)
-        ],
-    }
 
 
 def curve_picture(
@@ -368,15 +231,9 @@ def curve_picture(
     figure = new_figure(*FIGURE_INCHES)
     axes = figure.subplots()
     unit_blocks = 1.0 if block_bytes is None else GIB / block_bytes
-    rows = _rows(curve, points_of(curve), block_bytes)
-    positions = [row.capacity_blocks / unit_blocks for row in rows]
-    ratios = np.array([row.block_hit_ratio for row in rows])
-    axes.step(positions, ratios, where="post", color="#D55E00", label="LRU")
-    if curve.block_error is not None:
-        errors = np.array([row.block_error for row in rows], dtype=float)
-        axes.fill_between(
-            positions, ratios - errors, ratios + errors, step="post", color="#D55E00", alpha=0.2, label="standard error"
-        )
+    rows = curve_rows(curve)
+    positions, ratios = ([row[name] for row in rows] for name in ("capacity_blocks", "block_hit_ratio"))
+    axes.step([each / unit_blocks for each in positions], ratios, where="post", color="#D55E00", label="LRU")
     axes.axhline(curve.infinite_block_hit_ratio, color="black", linestyle=":", linewidth=1.2, label="infinite cache")
     for (name, capacity), color in zip(marks.items(), ("#0072B2", "#009E73", "#CC79A7", "#56B4E9"), strict=False):
         axes.axvline(capacity / unit_blocks, color=color, linestyle="--", linewidth=1, label=name)

@@ -2,7 +2,7 @@
 
 Each recorded reply is taken as what the model says. Requests come one after another, of one namespace; the first token
 of a reply comes from prefill, and is not counted. The sources, the votes and the rule of how many tokens to propose are
-those of the server (radixcache/speculate/). Only the time of a pass is assumed: each token more costs `token_cost` of a
+those of the server (radixcache/speculate/). Only the time of a pass is assumed: each token more costs `TOKEN_COST` of a
 pass over one token.
 """
 
@@ -33,6 +33,8 @@ from runner.text import figures_table
 
 #: What --speculate of the server can be, with the sources of each.
 SPECULATE = {"tree": ("tree", "prompt"), "prompt": ("prompt",)}
+#: What a proposed token is assumed to cost, as a share of a pass over one token.
+TOKEN_COST = 0.15
 NOTE = (
     "Drafting: the recorded replies are taken as what the model says, one request after another. Each proposed token is"
     " assumed to cost {:g} of a pass over one token. Speedup: decoding with drafts beside decoding without."
@@ -99,9 +101,9 @@ COLUMNS = (
 class DraftCount:
     """Counts what drafting from some sources gives on requests, in the order in which they are added."""
 
-    def __init__(self, speculate: str, token_cost: float) -> None:
-        self.row = DraftRow(speculate, token_cost)
-        self._pace = DraftPace(lambda rows, tokens_in_pass: 1 + token_cost * (tokens_in_pass - 1))
+    def __init__(self, speculate: str) -> None:
+        self.row = DraftRow(speculate, TOKEN_COST)
+        self._pace = DraftPace(lambda rows, tokens_in_pass: 1 + TOKEN_COST * (tokens_in_pass - 1))
         self._tree: RadixTree[None] = RadixTree()
         self._index = SuffixIndex(SUFFIX_INDEX_BYTES)
 

@@ -217,10 +217,7 @@ REPLICA_COLUMNS = (
 
 
 def rows_table(columns: Sequence[Column], rows: Sequence[ResultRow]) -> Table:
-    """A row per simulation, with the name of the trace if there are several."""
-    if len({row.trace for row in rows}) > 1:
-        columns = (Column("trace", "trace"), *columns)
-    return figures_table(cells(columns, rows), names=("trace", "policy", "router"))
+    return figures_table(cells(columns, rows), names=("policy", "router"))
 
 
 POLICY_COUNTS = (
@@ -272,9 +269,9 @@ def policy_notes(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> list
     return notes
 
 
-def replica_notes(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> list[str]:
-    infinite = {row.trace: row.infinite_token_hit_ratio for row in rows}
-    notes = [_trace_note(each, f"{each.prompt_tokens:,} prompt tokens", infinite.get(each.name)) for each in traces]
+def replica_notes(trace: Trace, rows: Sequence[ReplicaRow], speeds: Speeds) -> list[str]:
+    infinite = rows[0].infinite_token_hit_ratio if rows else None
+    notes = [_trace_note(trace, f"{trace.prompt_tokens:,} prompt tokens", infinite)]
     notes.append(
         f"Each replica serves one request at a time: {speeds.prefill_tokens_per_s:,.0f} tokens/s of prefill and"
         f" {speeds.decode_tokens_per_s:,.0f} tokens/s of decoding."
@@ -322,25 +319,19 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
 SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
-def policies_report(traces: Sequence[Trace], rows: Sequence[SimulationRow]) -> SimulationReport:
-    infinite = {trace.name: infinite_ratio(trace) for trace in traces}
-    shown = [*([rows_table(POLICY_COLUMNS, rows)] if rows else []), *policy_notes(traces, rows)]
-    return shown, _document(traces, rows, POLICY_COUNTS, infinite_block_hit_ratio=infinite)
+def policies_report(trace: Trace, rows: Sequence[SimulationRow]) -> SimulationReport:
+    shown = [*([rows_table(POLICY_COLUMNS, rows)] if rows else []), *policy_notes([trace], rows)]
+    return shown, _document(trace, rows, POLICY_COUNTS, infinite_block_hit_ratio={trace.name: infinite_ratio(trace)})
 
 
-def replicas_report(traces: Sequence[Trace], rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
-    shown = [*([rows_table(REPLICA_COLUMNS, rows)] if rows else []), *replica_notes(traces, rows, speeds)]
-    return shown, _document(traces, rows, REPLICA_COUNTS)
+def replicas_report(trace: Trace, rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
+    shown = [*([rows_table(REPLICA_COLUMNS, rows)] if rows else []), *replica_notes(trace, rows, speeds)]
+    return shown, _document(trace, rows, REPLICA_COUNTS)
 
 
-def _document(traces: Sequence[Trace], rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:
-    return {
-        "rows": [asdict(row) for row in rows],
-        **more,
-        "sources": [trace.source for trace in traces],
-        "skipped": [len(trace.skipped) for trace in traces],
-        "counts": counts,
-    }
+def _document(trace: Trace, rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:
+    shown = {"sources": [trace.source], "skipped": [len(trace.skipped)], "counts": counts}
+    return {"rows": [asdict(row) for row in rows], **more, **shown}
 
 
 PANEL_INCHES = (9.0, 5.0)

@@ -36,7 +36,15 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Synth(Pace):
-    """Parameters of the traffic; `radixcache synth --help` explains each."""
+    """Parameters of the traffic: means of geometric numbers, and medians of log-normal lengths.
+
+    Attributes:
+        applications, zipf: each has a system prompt; Zipf exponent of their shares, 0 for equal ones.
+        agent_share: share of the applications whose conversations use tools.
+        turns, tool_calls: user turns of a conversation; tool calls in an agent's turn.
+        branching: probability that a turn goes back to an earlier one.
+        context_tokens: most tokens of a prompt; a conversation ends before that.
+    """
 
     requests: int = 10_000
     block_tokens: int = 64

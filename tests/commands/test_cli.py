@@ -66,15 +66,13 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_replayed(command, talks, 
 
 def test_a_replay_prints_a_table_and_a_sentence_and_writes_what_was_asked_for(command, talks, tmp_path):
     json_file, plot_file = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = replay(talks, "--json", json_file, "--plot", plot_file, "--seed", 3, "--dump-tree")
+    arguments = replay(talks, "--json", json_file, "--plot", plot_file, "--seed", 3)
     code, stdout, stderr = command(*arguments)
     assert code == 0, stderr
     for cache in ("none", "single", "mlx-lm", "radix"):
         assert f"\n{cache} " in stdout
         assert cache in stderr, "a progress bar per run"
     assert "Every answer is the same as without a cache." in stdout
-    assert "radix:\n" in stdout
-    assert "policy lru, budget" in stdout
     document = json.loads(json_file.read_text())
     assert [run["cache"] for run in document["runs"]] == ["none", "single", "mlx-lm", "radix"]
     assert [run["answers_equal"] for run in document["runs"]] == [4, 4, 4, 4]
@@ -84,15 +82,17 @@ def test_a_replay_prints_a_table_and_a_sentence_and_writes_what_was_asked_for(co
     assert plot_file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_tree_goes_to_stdout_and_the_table_beside_it(command, talks):
+    code, stdout, stderr = command(*replay(talks, "--cache", "radix", "--tree", "-"))
+    assert (code, "policy lru, budget" in stdout, "\nradix " in stdout, "\nradix " in stderr) == (0, True, False, True)
+
+
 def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_other(command, talks, tmp_path):
     alone, together, plot, tree = (tmp_path / name for name in ("1.json", "2.json", "out.png", "tree.json"))
     assert command(*replay(talks, "--cache", "radix", "--json", alone))[0] == 0
-    code, stdout, stderr = command(
-        *replay(talks, "--parallel", 2, "--json", together, "--plot", plot, "--tree", tree, "--dump-tree")
-    )
+    code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", together, "--plot", plot, "--tree", tree))
     assert code == 0, stderr
     assert "2 users at a time got 16 tokens in " in stdout
-    assert "policy lru, budget" in stdout
     (serial,), (parallel, beside, _) = (json.loads(path.read_text())["runs"] for path in (alone, together))
     assert "One at a time, with " in stdout
     assert "Every answer is the same as without a cache." in stdout
@@ -231,9 +231,9 @@ def test_help_lists_the_options_of_a_command_and_those_that_it_shares(command):
     sizes = ["--model-config", "--bytes-per-checkpoint", "--kv-group-size"]
     traces = [*sizes, "--skip-bad", "--block-tokens"]
     for name, options in {
-        "replay": ["--cache", "--conversations", "--recorded", "--dump-tree", "--step-size", "--exact"],
+        "replay": ["--cache", "--conversations", "--recorded", "--tree", "--step-size", "--exact"],
         "tree": sizes,
-        **dict.fromkeys(("simulate", "mrc", "advise"), traces),
+        **dict.fromkeys(("simulate", "advise"), traces),
     }.items():
         code, stdout, _ = command(name, "--help")
         assert code == 0

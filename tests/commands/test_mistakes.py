@@ -14,31 +14,32 @@ Command = Callable[..., tuple[int, str, str]]
 
 #: A command and what its line says. TALKS: conversations of two users; TRACE: 300 requests; OWN: a recorded trace.
 MISTAKES = """
-mrc none.jsonl | none.jsonl: cannot be read (No such file or directory); wanted a trace.
-mrc TRACE --sample 0 | --sample is 0; wanted more than 0 and at most 1.
-mrc TRACE --sample 1e-9 | blocks; wanted a larger sample.
-mrc TRACE --json nowhere/x.json | nowhere/x.json: cannot be written
-mrc TRACE --block-tokens 64 | small.jsonl:1: hash_ids has
-mrc OWN --block-tokens 32 | names its own block length. Leave --block-tokens out
-mrc TRACE --plot x.bmp | --plot x.bmp: wanted .png, .svg, .pdf.
-mrc TRACE --model-config none.json | none.json: cannot be read
-mrc TRACE --model-config x --bytes-per-token 3 | exclude each other. Leave one out.
-mrc TRACE --bytes-per-token 0 | 0 bytes per token; wanted more than 0.
-mrc TRACE --bytes-per-token 0 --bytes-per-checkpoint 5 | a block takes 0 bytes; use radixcache simulate.
-mrc TRACE --bytes-per-token -1 | --bytes-per-token is -1.0; wanted 0 or more.
-mrc TRACE --bytes-per-checkpoint 5 | --bytes-per-checkpoint needs --bytes-per-token.
-mrc TRACE --kv-bits 4 | --kv-bits needs --model-config.
-advise TRACE --budget-gib 1 | --budget-gib needs bytes per token
+advise none.jsonl | none.jsonl: cannot be read (No such file or directory); wanted a trace.
+advise TRACE --json nowhere/x.json | nowhere/x.json: cannot be written
+advise TRACE --block-tokens 64 | small.jsonl:1: hash_ids has
+advise OWN --block-tokens 32 | names its own block length. Leave --block-tokens out
+advise TRACE --plot x.bmp | --plot x.bmp: wanted .png, .svg, .pdf.
+advise TRACE --model-config none.json | none.json: cannot be read
+advise TRACE --model-config x --bytes-per-token 3 | exclude each other. Leave one out.
+advise TRACE --bytes-per-token 0 | 0 bytes per token; wanted more than 0.
+advise TRACE --bytes-per-token -1 | --bytes-per-token is -1.0; wanted 0 or more.
+advise TRACE --bytes-per-checkpoint 5 | --bytes-per-checkpoint needs --bytes-per-token.
+advise TRACE --kv-bits 4 | --kv-bits needs --model-config.
+advise TRACE --budget-gib 1 | --budget-gib needs --model-config or --bytes-per-token.
+advise TRACE --budget-gib 1 --bytes-per-token 0 --bytes-per-checkpoint 5 | --budget-gib needs bytes per token
 advise TRACE --prefill-tokens-per-s 0 | --prefill-tokens-per-s is 0.0; wanted more than 0,
-advise TRACE --bytes-per-token 100 --budget-gib 1e-6 | --budget-gib is 1e-06; wanted at least a block of 51200 bytes.
-advise TRACE --bytes-per-token 1 --budget-gib 1e305 | --budget-gib is 1e+305; wanted
+advise TRACE --capacity-blocks 3,4 | advise takes one budget; radixcache simulate takes several.
+advise TRACE --capacity-blocks 3 --budget-gib 1 | exclude each other. Leave one out.
+advise TRACE --jobs 0 | --jobs is 0; wanted at least 1.
+advise TRACE --bytes-per-token 100 --budget-gib 1e-6 | --budget-gib is 1e-6; wanted at least a block of 51200 bytes.
+advise TRACE --bytes-per-token 1 --budget-gib 1e305 | --budget-gib has '1e305'; wanted numbers above 0
 advise TRACE --capacity-blocks 3 --disk-gib 1 | --disk-gib needs --model-config or
-advise TRACE --bytes-per-token 2048 --disk-gib 1 | --disk-gib needs --budget-gib or --capacity-blocks, and
+advise TRACE --bytes-per-token 2048 --disk-gib 1 | --disk-gib needs --budget-gib or --capacity-blocks.
 advise TRACE --capacity-blocks 3 --disk-mib-per-s 0 | --disk-mib-per-s is 0.0; wanted more than 0, at most 1e+15.
-advise TRACE --html x.pdf | --html x.pdf: wanted .html, .htm.
 synth nowhere/x.jsonl | nowhere/x.jsonl: cannot be written
 synth x.jsonl --requests 0 | requests is 0; wanted 1 or more.
-synth x.jsonl --user-tokens inf | user_tokens is inf; wanted 1 to 1e+09.
+synth x.jsonl --agent-share 2 | agent_share is 2; wanted 0 to 1.
+synth x.jsonl --zipf 1 | --zipf
 simulate TRACE | give --capacity-blocks or --budget-gib
 simulate TRACE --capacity-blocks 0 | --capacity-blocks has '0'; wanted numbers above 0
 simulate TRACE --capacity-blocks 1.5 | wanted whole numbers
@@ -46,7 +47,6 @@ simulate TRACE --budget-gib 1 | --budget-gib needs --model-config or --bytes-per
 simulate TRACE --budget-gib 1e305 --bytes-per-token 1 | --budget-gib has '1e305'; wanted numbers above 0
 simulate TRACE FIVE --policy nothing | policy 'nothing' is not known
 simulate TRACE FIVE --bytes-per-token 0 --bytes-per-checkpoint 5 | a block takes 0 bytes
-simulate TRACE FIVE --separate TRACE | --separate: a path was given twice
 simulate TRACE FIVE --jobs 0 | --jobs is 0; wanted at least 1
 simulate TRACE SIZED --disk-gib nan | --disk-gib is nan; wanted more than 0,
 simulate TRACE SIZED --disk-mib-per-s -1 | --disk-mib-per-s is -1.0; wanted more than 0,
@@ -83,7 +83,6 @@ replay --conversations /nowhere/talk.jsonl | /nowhere/talk.jsonl: cannot be read
 replay TALKS --json /nowhere/out.json | /nowhere/out.json: cannot be written (No such file or directory)
 replay TALKS --plot / | /: cannot be written (is a folder
 replay TALKS --plot x.gif | --plot x.gif: wanted .png, .svg, .pdf.
-replay TALKS --cache none --dump-tree | --dump-tree shows the radix cache; add radix to --cache
 replay TALKS --seed soon | '--seed'
 replay TALKS --no-such-option | --no-such-option
 replay TALKS surplus | surplus

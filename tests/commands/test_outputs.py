@@ -38,9 +38,7 @@ def trace(tmp_path: Path) -> Path:
 # No input is overwritten
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "ending"), [("mrc", "--json", "jsonl"), ("mrc", "--plot", "svg"), ("advise", "--html", "html")]
-)
+@pytest.mark.parametrize(("name", "option", "ending"), [("advise", "--json", "jsonl"), ("simulate", "--plot", "svg")])
 def test_an_output_is_not_an_input(command: Command, tmp_path: Path, name: str, option: str, ending: str) -> None:
     path, link, hard = (tmp_path / f"{each}.{ending}" for each in ("t", "link", "hard"))
     path.write_text("not even a trace\n")
@@ -61,12 +59,11 @@ def test_so_it_is_with_every_other_input(command: Command, tmp_path: Path, trace
         path.write_text("{}")
     for arguments in (
         ("simulate", trace, "--capacity-blocks", 5, "--model-config", config, "--json", config),
-        ("mrc", folder, "--json", inside),
+        ("advise", folder, "--json", inside),
         ("tree", saved, "--out", saved),
         ("tree", talks, "--model", tmp_path, "--out", config),
         ("explain", talks, "--json", talks),
         ("replay", "--conversations", talks, "--json", talks),
-        ("advise", trace, "--simulation", saved, "--json", saved),
     ):
         before = {path: path.read_bytes() for path in (config, inside, saved, talks, trace)}
         code, out, err = command(*arguments)
@@ -77,20 +74,21 @@ def test_so_it_is_with_every_other_input(command: Command, tmp_path: Path, trace
 
 def test_two_outputs_on_one_path_are_refused_except_for_a_device(command: Command, trace: Path, tmp_path: Path) -> None:
     both = tmp_path / "out"
-    code, out, err = command("mrc", trace, "--json", both, "--plot", tmp_path / "." / "out")
+    code, out, err = command("advise", trace, "--json", both, "--plot", tmp_path / "." / "out")
     assert (code, out) == (2, "")
     assert err == f"error: --json and --plot are both {both}; wanted a file for each.\n"
     assert not both.exists()
-    assert command("mrc", trace, "--json", "/dev/null", "--plot", "/dev/null")[0] == 0
+    assert command("advise", trace, "--json", "/dev/null", "--plot", "/dev/null")[0] == 0
 
 
-def test_synth_does_not_write_over_a_file_unless_it_is_told_to(command: Command, tmp_path: Path) -> None:
+def test_synth_does_not_write_over_a_file(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("everything")
     code, out, err = command("synth", path, "--requests", 5)
-    assert (code, out, err) == (2, "", f"error: {path}: exists already; --force overwrites it.\n")
+    assert (code, out, err) == (2, "", f"error: {path}: exists already. Remove it, or name another file.\n")
     assert path.read_text() == "everything"
-    assert command("synth", path, "--requests", 5, "--force")[0] == 0
+    path.unlink()
+    assert command("synth", path, "--requests", 5)[0] == 0
     assert path.read_bytes().startswith(b'{"format":"radixcache-trace"')
 
 
@@ -113,8 +111,7 @@ def test_the_library_and_the_commands_work_without_matplotlib(trace: Path) -> No
     "arguments",
     [
         ("simulate", "TRACE", "--capacity-blocks", 5, "--plot", "x.svg"),
-        ("mrc", "TRACE", "--plot", "-"),
-        ("advise", "TRACE", "--html", "x.html"),
+        ("advise", "TRACE", "--plot", "-"),
         ("replay", "--model", "tiny", "--plot", "x.png"),
     ],
 )
@@ -123,7 +120,7 @@ def test_a_picture_without_matplotlib_is_one_line_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = command(*(trace if argument == "TRACE" else argument for argument in arguments))
-    message = f'{arguments[-2]} draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
+    message = '--plot draws with matplotlib, which is not installed: pip install "radixcache[plot]".'
     assert (code, out, err) == (2, "", f"error: {message}\n")
 
 
@@ -133,13 +130,13 @@ def test_a_picture_without_matplotlib_is_one_line_before_anything_runs(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_does_not_stop_the_other_outputs(command: Command, trace: Path, tmp_path: Path) -> None:
     plot = tmp_path / "x.svg"
-    code, out, err = command("mrc", trace, "--json", "/dev/full", "--plot", plot)
+    code, out, err = command("advise", trace, "--json", "/dev/full", "--plot", plot)
     assert code == 2
-    assert "A cache without limit" in out
+    assert "A prefix cache can save" in out
     assert "error: /dev/full: cannot be written (No space left on device).\n" in err
     assert plot.read_bytes().lstrip().startswith(b"<?xml")
     with open("/dev/full", "wb") as full:
-        arguments = ["mrc", str(trace), "--json", str(tmp_path / "x.json")]
+        arguments = ["advise", str(trace), "--json", str(tmp_path / "x.json")]
         done = subprocess.run([*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, timeout=120)
     assert done.returncode == 2
     assert b"error: the output: cannot be written (No space left on device).\n" in done.stderr
@@ -151,16 +148,16 @@ def test_a_dash_is_stdout_and_what_is_for_people_goes_to_stderr(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        main(["mrc", str(trace), "--json", "-"])
+        main(["advise", str(trace), "--json", "-"])
     done = capfdbinary.readouterr()
     assert (stopped.value.code, json.loads(done.out)["trace"]) == (0, "t")
-    assert b"A cache without limit" in done.err
+    assert b"A prefix cache can save" in done.err
     assert not (tmp_path / "-").exists()
 
 
 def test_a_dash_is_stdin(command: Command, trace: Path, talks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, path, found in (
-        (("mrc", "-"), trace, "stdin: 60 requests"),
+        (("advise", "-"), trace, "stdin: 60 requests"),
         (("tree", "-", "--model", "tiny"), talks, "tokens"),
     ):
         inputs._from_stdin.cache_clear()
@@ -192,11 +189,11 @@ def test_a_name_that_is_no_utf_8_is_a_name(command: Command, trace: Path, tmp_pa
     except OSError:
         pytest.skip("this file system takes no such names")
     out = tmp_path / "out.json"
-    code, shown, _ = command("mrc", name, "--json", out, "--plot", tmp_path / "out.svg")
+    code, shown, _ = command("advise", name, "--json", out, "--plot", tmp_path / "out.svg")
     assert code == 0
     assert "caf\\udce9: 60 requests" in shown
     assert json.loads(out.read_bytes())["trace"] == "caf\\udce9"
-    code, _, err = command("mrc", name + "x")
+    code, _, err = command("advise", name + "x")
     assert (code, err.count("\n")) == (2, 1)
 
 
@@ -231,7 +228,7 @@ def test_tables_over_traces_fit_60_columns(
     command: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, sizes: str
 ) -> None:
     monkeypatch.setattr(outputs, "PIPE_COLUMNS", 60)
-    for arguments in ("simulate --capacity-blocks 50,20000 --policy lru,belady", "mrc --sample 0.9", "advise"):
+    for arguments in ("simulate --capacity-blocks 50,20000 --policy lru,belady", "advise"):
         name, *options = f"{arguments} {sizes}".split()
         code, out, _ = command(name, trace, *options)
         assert (code, "─" * 30 in out) == (0, True), out
@@ -316,13 +313,13 @@ def test_an_interrupt_is_said(command: Command, trace: Path, tmp_path: Path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr("runner.simulate.grid.run_locally", interrupted)
-    json_file, html_file = tmp_path / "a.json", tmp_path / "a.html"
-    code, out, err = command("advise", trace, "--capacity-blocks", 100, "--json", json_file, "--html", html_file)
+    json_file = tmp_path / "a.json"
+    code, out, err = command("advise", trace, "--capacity-blocks", 100, "--json", json_file)
     assert code == 130
     assert err.splitlines()[-1] == "interrupted: policies were not compared."
     assert "LRU budget for" in out, "what LRU saves was printed before"
     assert json.loads(json_file.read_text())["interrupted"] is True
-    assert "Interrupted: policies were not compared." in html_file.read_text()
+    assert "Interrupted: policies were not compared." in out
 
 
 def test_long_traces_are_sampled(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.commands.inputs import read_chosen, scheduled_requests
+from runner.commands.inputs import ConversationOptions, read_chosen
 from runner.models.load import load_model
 from runner.replay import ReplayOptions, caches
 from runner.replay.replayer import Replay
@@ -60,7 +60,7 @@ def killed(conversation: Path, disk: Path, kind: str, kv_bits: int, dies_at: flo
 def served(conversation: Path, kind: str, requests: list[int], disk: Path | None = None) -> list[RequestRow]:
     """The same replay in this process, of these requests."""
     loaded = load_model(f"tiny:{kind}")
-    scheduled = scheduled_requests(read_chosen([conversation], skip_bad=False), users=None, seed=0, max_requests=None)
+    scheduled = ConversationOptions().schedule(read_chosen([conversation], skip_bad=False))
     script = Script(loaded, [scheduled[index] for index in requests], max_tokens=1, recorded=True)
     options = ReplayOptions(
         128 << 20, max_tokens=1, recorded=True, step_size=256, disk=disk and str(disk), disk_bytes=1 << 30

@@ -228,7 +228,7 @@ BAD_RECORDS = [
         "turn_history is dict {'actions': 3}; wanted lists of actions and",
     ),
     *(
-        (trace, "is a trace of block hashes, not conversations. Use it with radixcache simulate, mrc or advise.")
+        (trace, "is a trace of block hashes, not conversations. Use it with radixcache simulate or advise.")
         for trace in ({"format": "radixcache-trace"}, {"hash_ids": [1]}, {"block_size": 64, "requests": []})
     ),
 ]

@@ -173,19 +173,6 @@ def test_the_command_writes_a_row_per_policy_and_capacity(command: Command, trac
     assert [row["capacity_bytes"] for row in rows_in(json_file)] == [1 << 29, 1 << 31]
 
 
-def test_separate_traces_of_one_name_are_told_apart(command: Command, trace_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "[bold]").mkdir()
-    other = tmp_path / "[bold]" / trace_file.name
-    other.write_bytes(trace_file.read_bytes())
-    json_file = tmp_path / "rows.json"
-    arguments = ("simulate", trace_file, other, "--separate", "--policy", "lru", "--capacity-blocks", "3,9,3")
-    code, out, _ = command(*arguments, "--json", json_file)
-    assert (code, "[bold]" in out) == (0, True)
-    names = [str(trace_file), str(other)]
-    found = [(row["trace"], row["capacity_blocks"]) for row in rows_in(json_file)]
-    assert found == [(name, blocks) for name in names for blocks in (3, 9)]
-
-
 def test_all_names_every_policy_and_the_bounds(command: Command, trace_file: Path, tmp_path: Path) -> None:
     json_file = tmp_path / "rows.json"
     every = ("simulate", trace_file, "--policy", "all", "--capacity-blocks", "3", "--json", json_file)

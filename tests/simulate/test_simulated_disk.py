@@ -172,7 +172,7 @@ def test_the_command_says_what_comes_from_a_disk(command: Command, trace_file: P
 
 
 def test_advise_says_what_a_disk_brings(command: Command, trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    json_file, html_file = trace_file.with_name("advice.json"), trace_file.with_name("advice.html")
+    json_file = trace_file.with_name("advice.json")
     advised = ("advise", trace_file, *SIZES, "--json", json_file)
 
     def with_disk() -> dict[str, Any]:
@@ -183,8 +183,8 @@ def test_advise_says_what_a_disk_brings(command: Command, trace_file: Path, monk
         "With a disk of 2.00 GiB, lru saves 40.0% of prefill instead of 13.3%, and writes 0.01 GiB to the disk. This"
         " assumes a disk that reads 2,000 MiB/s and a model that prefills 1,000 tokens/s."
     )
-    code, out, _ = command(*advised, "--disk-gib", "2", "--html", html_file)
-    assert (code, sentence in out, sentence in html_file.read_text(encoding="utf-8")) == (0, True, True)
+    code, out, _ = command(*advised, "--disk-gib", "2")
+    assert (code, sentence in out) == (0, True)
     found = with_disk()
     assert (found["alone"], found["token_hit_ratio"], found["is_estimate"]) == (2 / 15, 6 / 15, False)
     assert command(*advised)[0] == 0
