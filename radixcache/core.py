@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from radixcache.adapters.contract import Checkpoint
 from radixcache.errors import CacheClosedError, RequestTooLargeError, SessionClosedError
-from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.layout import NATIVE_ERRORS, Layout
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
@@ -309,6 +309,7 @@ class Core:
         """The check of a restored session, if it is drawn for verification."""
         if not plan.resume or not self._verifier.is_drawn():
             return None
+        assert isinstance(self.layout, Layout)  # caches of sizes are not verified
         return Check(self._verifier, self.layout, request.prompt, live.caches, plan.resume)
 
     def draw_row(self) -> Verifier | None:

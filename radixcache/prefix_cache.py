@@ -28,7 +28,7 @@ from radixcache.core import Core
 from radixcache.errors import CacheClosedError, NoRoomError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout, Layout
 from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
 from radixcache.ledger import Ledger
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    layout: Layout,
+    layout: AnyLayout,
     budget_bytes: int | Ledger | None,
     policy: str | EvictionPolicy,
     cost: CostModel | None,

@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache, dynamic_roll
 
-from radixcache.adapters.point import copied
+from radixcache.adapters.point import untouched
 from radixcache.adapters.registry import adapter_for, leaves, with_leaves
 from radixcache.adapters.span import SpanSnapshot, owned
 from radixcache.errors import UnsupportedCacheError
@@ -238,16 +238,11 @@ class Batch:
         """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
         columns = self.columns
         ahead, lengths, stops = Batch(columns, self.caches[first:], self.rows), columns.lengths, columns.stops
-        # Tails only need their columns. A second handle on each array of the rest keeps it from being written in place.
-        points = [leaf for leaf in ahead.leaves if not isinstance(leaf, TailLayer)]
-        held = [copied(vars(leaf), mx.array) for leaf in points]
-        try:
-            yield ahead
-        finally:
-            columns.lengths, columns.stops = lengths, stops
-            for leaf, before in zip(points, held, strict=True):
-                leaf.__dict__.clear()
-                leaf.__dict__.update(before)
+        with untouched([leaf for leaf in ahead.leaves if not isinstance(leaf, TailLayer)]):
+            try:
+                yield ahead
+            finally:
+                columns.lengths, columns.stops = lengths, stops
 
     def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
         """A batch of one row with other tails: these keys and values of each leaf side by side, evaluated."""

@@ -44,7 +44,6 @@ from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.sharing import Sharing
 from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
-from radixcache.layers.sizes import SizedLayout
 from radixcache.layers.trials import BothModels
 from radixcache.lock import FORKED
 from radixcache.paging.resume import OwnState, PrefixRequest
@@ -790,9 +789,7 @@ def open_group(
             f"begin_many() on an exact cache: rows that decode together do not give the bits of one row, and their "
             f"prefill does not use chunks of {core.settings.step_size} tokens. Use begin(), or exact=False."
         )
-    if isinstance(core.layout, SizedLayout):
-        raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")
-    if core.layout.is_quantized:
+    if room.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
     Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch
     group = Group(room, namespace, priority, segment_bytes, chats)

@@ -24,6 +24,7 @@ from radixcache.errors import CacheFullError, RequestTooLargeError, refuse_copy
 from radixcache.groups.attention import Pair
 from radixcache.groups.batch import Batch
 from radixcache.groups.tails import TailLayer
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.pager import Pager
@@ -222,7 +223,10 @@ class Room:
 
     def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
         self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
-        self.layout = layout = core.layout
+        layout = core.layout
+        if not isinstance(layout, Layout):
+            raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")
+        self.layout = layout
         self.capacity = capacity
         self.rows: dict[int, Row] = {}  # by id, in order of admission
         self.booking: Booking

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from radixcache.errors import RequestTooLargeError
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout
 from radixcache.paging.live_path import Slots
 from radixcache.tree.state_tree import StateTree
 
@@ -42,7 +42,7 @@ class Fit(NamedTuple):
 class ByteBudget:
     """What one cache may hold, beside the other caches on its ledger."""
 
-    def __init__(self, layout: Layout, states: StateTree, slots: Slots, most_bytes: int | None) -> None:
+    def __init__(self, layout: AnyLayout, states: StateTree, slots: Slots, most_bytes: int | None) -> None:
         """`most_bytes`: of the live state of one request."""
         self._layout, self._states, self._slots = layout, states, slots
         self._account, self._ledger = states.account, states.account.ledger

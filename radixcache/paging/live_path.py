@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from radixcache.errors import CacheBusyError
-from radixcache.layers.layout import NATIVE_ERRORS, Layout
+from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.tokens import TokenIds
@@ -66,7 +66,7 @@ class LivePath:
         seats: sessions that were begun here.
     """
 
-    def __init__(self, layout: Layout, states: StateTree, slot: int = 0) -> None:
+    def __init__(self, layout: AnyLayout, states: StateTree, slot: int = 0) -> None:
         self._layout, self._states, self.slot = layout, states, slot
         self.caches: list[Any] = layout.fresh()
         self.tip: StateNode | None = None
@@ -281,7 +281,7 @@ class LivePath:
 class Slots:
     """The live paths of one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, pins: Pins, count: int) -> None:
+    def __init__(self, layout: AnyLayout, states: StateTree, pins: Pins, count: int) -> None:
         self._layout, self._states, self._pins = layout, states, pins
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 

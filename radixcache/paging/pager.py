@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.errors import SnapshotError
-from radixcache.layers.layout import NATIVE_ERRORS, Layout, LiveStateError
+from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
 from radixcache.paging.resume import OwnState, ResumePlan
@@ -37,7 +37,7 @@ CUT_TOKENS = 2048
 class Pager:
     """Page-in and page-out for one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
+    def __init__(self, layout: AnyLayout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
         self._layout, self._states, self._slots = layout, states, slots
         self._evictor, self._budget = evictor, evictor.budget
 

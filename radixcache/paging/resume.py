@@ -33,7 +33,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.live_path import LivePath
 from radixcache.settings import Settings
@@ -109,7 +109,7 @@ class ResumePlan(NamedTuple):
 
 
 def plan_resume(
-    layout: Layout,
+    layout: AnyLayout,
     match: Match[NodeState],
     limit: int,
     live: LivePath | None,
@@ -146,7 +146,7 @@ def plan_resume(
 
 
 def _deepest(
-    layout: Layout, path: Sequence[StateNode], stored: Sequence[Spans], limit: int, grid: int
+    layout: AnyLayout, path: Sequence[StateNode], stored: Sequence[Spans], limit: int, grid: int
 ) -> tuple[int, StateNode | None]:
     """The deepest offset at which the tree has the state of all point layers, and the node with a checkpoint there."""
     if not layout.has_states:
@@ -161,7 +161,7 @@ def _deepest(
 
 
 def deepest_whole(
-    layout: Layout,
+    layout: AnyLayout,
     stored: Sequence[Spans],
     limit: int,
     held: Mapping[Window, Sequence[Range]] | None = None,
@@ -187,7 +187,7 @@ def deepest_whole(
     return 0
 
 
-def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
+def _whole(layout: AnyLayout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
     """For each window the ranges of offsets, first to last, at which all that it reads is there, in order.
 
     Offset 0, at which it reads nothing, is not among them.
@@ -203,7 +203,7 @@ def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequen
     return found
 
 
-def stored_from(layout: Layout, plan: ResumePlan, window: Window) -> int:
+def stored_from(layout: AnyLayout, plan: ResumePlan, window: Window) -> int:
     """The token from which on the tree has, without a gap, what a window reads in front of where a plan resumes."""
     first = plan.resume
     for node in reversed(plan.path):
@@ -344,7 +344,7 @@ class OwnState:
         pending: the token from which on copies out of windows wait for more tokens; None: none wait.
     """
 
-    def __init__(self, layout: Layout, booking: Booking, prompt_tokens: int = 0) -> None:
+    def __init__(self, layout: AnyLayout, booking: Booking, prompt_tokens: int = 0) -> None:
         self._layout = layout
         self._booking = booking
         self._booked_bytes = 0

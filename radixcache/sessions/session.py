@@ -20,7 +20,7 @@ import numpy as np
 from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core
 from radixcache.errors import SessionClosedError, refuse_copy
-from radixcache.layers.layout import is_evaluation_failure
+from radixcache.layers.layout import Layout, is_evaluation_failure
 from radixcache.lock import FORKED
 from radixcache.paging.live_path import LivePath
 from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, ShortReason, checkpoint_stops, stops_on_grid
@@ -271,6 +271,7 @@ class Session(Progress):
     def scratch(self, first: int) -> Iterator[list[Any]]:
         """The caches from layer `first` on, for forward passes of the block that leave nothing behind."""
         self._require_open()
+        assert isinstance(self._layout, Layout)
         try:
             with self._layout.scratch(self.caches, first) as caches:
                 yield caches

@@ -33,7 +33,7 @@ from typing import Any
 from policies import CostModel, EvictionPolicy
 from radixcache.adapters.contract import SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.counters import Tally
-from radixcache.layers.layout import NATIVE_ERRORS, Layout
+from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
 from radixcache.tree.entries import Entries, NodeState, StateNode, Use
@@ -52,7 +52,7 @@ class StateTree:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: AnyLayout,
         policy: EvictionPolicy,
         account: Account,
         cost: CostModel,
