@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +33,7 @@ from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
 from radixcache.ledger import Ledger
 from radixcache.lock import FORKED
-from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, view_of
+from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
 from radixcache.observe.hints import Edge, edges_of
 from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
@@ -77,17 +77,6 @@ from radixcache.tree.state_tree import StateTree
 from radixcache.verify import Mismatch
 
 
-class Parts(NamedTuple):
-    """What one cache is made of: Core, and the parts that are handed to the rooms that work on them."""
-
-    core: Core
-    states: StateTree
-    pins: Pins
-    quarantine: Quarantine
-    evictor: Evictor
-    pager: Pager
-
-
 def assemble(
     layout: AnyLayout,
     budget_bytes: int | Ledger | None,
@@ -99,7 +88,7 @@ def assemble(
     *,
     clock: Clock = "requests",
     disk: Disk | None = None,
-) -> tuple[Parts, About]:
+) -> tuple[Core, About]:
     """Build a cache from arguments as PrefixCache takes them; it closes a trace that is given as a path."""
     source = "given"
     if budget_bytes is None:
@@ -124,14 +113,14 @@ def assemble(
     slots = Slots(layout, states, pins, settings.live_slots)
     checkpoint_budget_bytes = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
     budget = ByteBudget(layout, states, slots, settings.max_request_bytes)
-    evictor = Evictor(states, slots, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
+    evictor = Evictor(states, slots, pins, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
     pager = Pager(layout, states, evictor, slots)
     if disk is not None:
         tier = Tier(disk, layout, states, evictor, slots, pager)
     owns_trace = not isinstance(trace, TraceWriter)
     core = Core(settings, states, slots, pins, quarantine, evictor, pager, tier, writer, owns_trace)
     about = About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer, ChatLog())
-    return Parts(core, states, pins, quarantine, evictor, pager), about
+    return core, about
 
 
 class PrefixCache:
@@ -222,19 +211,19 @@ class PrefixCache:
         settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
         settings = replace(settings, suffix_index_bytes=suffix_index_bytes)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size, stored_bits)
-        self._parts: Parts | None
         disk = None
         if store is not None:
             leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
             own, *finer = state_identities(leaves, model, identity, exact=exact, stored_bits=stored_bits)
             disk = Disk(joined(store), own, step_size if exact else 0, takes=store_if, finer=finer)
-        self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
+        self._open: Core | None
+        self._open, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
     def __repr__(self) -> str:
-        parts = self._parts
-        if parts is None or parts.core.lock.is_foreign:
+        core = self._open
+        if core is None or core.lock.is_foreign:
             return "<PrefixCache closed>"
-        return f"<PrefixCache {in_a_line(parts.core, parts.states, self._about)}>"
+        return f"<PrefixCache {in_a_line(core, self._about)}>"
 
     __reduce_ex__ = refuse_copy
 
@@ -250,11 +239,11 @@ class PrefixCache:
         Waits until the store has written everything. A second call does nothing. After it, other calls raise
         CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
-        parts, self._parts = self._parts, None
+        core, self._open = self._open, None
         self._about.chats.clear()
-        if parts is not None and not parts.core.lock.is_foreign:  # The process that it was forked from has the state.
-            parts.core.close()
-            parts.core.flush()
+        if core is not None and not core.lock.is_foreign:  # The process that it was forked from has the state.
+            core.close()
+            core.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the store has written everything; return False if that takes longer than `timeout_s`."""
@@ -333,7 +322,7 @@ class PrefixCache:
             predicted = token_ids(prediction, core.settings.vocab_size, "prediction")
             sources.append(PredictionSource(predicted[:most]))
         if speculate == "tree":
-            sources.append(core.tree_source(namespace))
+            sources.append(core.said.source(namespace))
         if speculate is not None:
             sources.append(PromptSource(prompt))
         return Drafting(sources, core.draft_pace, prompt)
@@ -363,9 +352,8 @@ class PrefixCache:
             RequestTooLargeError: no memory for a prompt, as in begin().
         """
         require_namespace(namespace)
-        core, states, _, _, evictor, pager = self._open
         capacity, priority = require_group(capacity, priority, prompts)
-        room = Room(core, states, evictor, pager, capacity)
+        room = Room(self._core, capacity)
         return open_group(room, prompts, namespace, priority, segment_bytes, self._about.chats)
 
     def alone(self, *, namespace: str = "", priority: int = 0) -> Solo:
@@ -430,11 +418,11 @@ class PrefixCache:
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
         require_pin(name, ttl_requests, ttl_s)
-        core, pins = self._core, self._open.pins
+        core, pins = self._core, self._core.pins
         with core.lock:
-            core.tidy_unpinned()
+            core.evictor.tidy_unpinned()
             pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
-            core.enforce_budget()
+            core.evictor.enforce_budget()
             return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
@@ -443,20 +431,20 @@ class PrefixCache:
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-        core, pins = self._core, self._open.pins
+        core, pins = self._core, self._core.pins
         with core.lock:
             if prompt_keys is not None:
                 pins.remove(prompt_keys, namespace)
             elif name is not None:
                 pins.remove_named(name, namespace)
-            core.enforce_budget()
+            core.evictor.enforce_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""
         require_namespace(namespace)
         with self._core.lock:
-            self._core.tidy_unpinned()
-            return self._open.pins.named(namespace)
+            self._core.evictor.tidy_unpinned()
+            return self._core.pins.named(namespace)
 
     def warm(
         self,
@@ -487,7 +475,7 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         require_pin(name, ttl_requests, ttl_s)
         is_pinned = (name, ttl_requests, ttl_s) != (None, None, None)
-        core, pins, length = self._core, self._open.pins, len(prompt)
+        core, pins, length = self._core, self._core.pins, len(prompt)
         chunks = pins.whole_chunks(prompt_keys)
 
         def pin_if_there() -> bool:
@@ -496,7 +484,7 @@ class PrefixCache:
                 return False
             if is_pinned:
                 pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
-            core.tidy_unpinned()
+            core.evictor.tidy_unpinned()
             return True
 
         with core.lock:
@@ -538,10 +526,10 @@ class PrefixCache:
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
-        core, evictor = self._core, self._open.evictor
+        core = self._core
         with core.lock:
-            core.tidy_unpinned()
-            return evictor.make_room(nbytes)
+            core.evictor.tidy_unpinned()
+            return core.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
@@ -551,9 +539,9 @@ class PrefixCache:
         """
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         require_namespace(namespace or "")
+        evictor = self._core.evictor
         with self._core.lock:
-            self._core.tidy_unpinned()
-            evictor = self._open.evictor
+            evictor.tidy_unpinned()
             shrink = evictor.shrink_to if namespace is None else partial(evictor.shrink_namespace, namespace)
             freed = shrink(target_bytes)
             self._core.layout.release()
@@ -570,13 +558,13 @@ class PrefixCache:
     def mismatches(self) -> tuple[Mismatch, ...]:
         """The last mismatches that verification found, of all namespaces, oldest first."""
         with self._core.lock:
-            return self._core.mismatches()
+            return tuple(self._core.verifier.mismatches)
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
         require_namespace(namespace or "")
         with self._core.lock:
-            self._open.quarantine.clear(namespace)
+            self._core.quarantine.clear(namespace)
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None, chat: Chat | None = None) -> Explanation:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
@@ -589,7 +577,7 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         if chat is not None and self._about.tokenizer is None:
             raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
-        found = explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
+        found = explanation_of(self._core, prompt, prompt_keys, namespace, self._about)
         if chat is None or found.fork is None:
             return found
         nearest = self._about.chats.first_change(self._about.tokenizer, prompt_keys, chat, found.fork.start, namespace)
@@ -599,12 +587,12 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """What the cache has done and holds, as a frozen CacheStats."""
         with self._core.lock:
-            return CacheStats(budget_source=self._about.budget_source, **self._core.counters())
+            return stats_of(self._core, self._about)
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
         """All metrics at one moment; with a namespace, only sums over the nodes and pins of that namespace."""
         require_namespace(namespace or "")
-        return snapshot_of(self._core, self._open.states, self._open.pins, namespace, self._about)
+        return snapshot_of(self._core, namespace, self._about)
 
     def check(self) -> None:
         """Assert all invariants; AssertionError names the first that does not hold."""
@@ -630,25 +618,20 @@ class PrefixCache:
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
         """A plain description of the tree, from which `render` makes text and pictures; with the same arguments."""
         require_namespace(namespace or "")
-        core, states, pins, *_ = self._open
         about = self._about if tokenizer is None else self._about._replace(tokenizer=tokenizer)
-        return view_of(states, pins, core.settings.live_slots, namespace, about)
+        return view_of(self._core, namespace, about)
 
     def edges(self) -> list[Edge]:
         """The stored prefixes: the edges of all trees, parents before children."""
-        return edges_of(self._core.lock, self._open.states.tree)
-
-    @property
-    def _open(self) -> Parts:
-        if self._parts is None:
-            raise CacheClosedError
-        if self._parts.core.lock.is_foreign:
-            raise CacheClosedError(FORKED)
-        return self._parts
+        return edges_of(self._core.lock, self._core.states.tree)
 
     @property
     def _core(self) -> Core:
-        return self._open.core
+        if self._open is None:
+            raise CacheClosedError
+        if self._open.lock.is_foreign:
+            raise CacheClosedError(FORKED)
+        return self._open
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
         require_namespace(namespace)

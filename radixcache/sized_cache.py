@@ -50,7 +50,7 @@ def sized_cache(
     cache = PrefixCache.__new__(PrefixCache)
     own = Settings(clock=clock, on_event=on_event, **settings)
     unit: Clock = "requests" if clock is None else "ms"
-    cache._parts, cache._about = assemble(
+    cache._open, cache._about = assemble(
         layout, budget_bytes, policy, cost, own, trace, tokenizer, clock=unit, disk=disk
     )
     return cache
@@ -62,14 +62,14 @@ def serve_spans(cache: PrefixCache, prompt: TokenIds, keys: Keys, turn: int | No
     Slots, tree and policy work as in begin(), prefill() and close(). There is no Session, which follows forward passes,
     and the arguments are not checked.
     """
-    core, _, _, _, evictor, _ = cache._open
+    core = cache._core
     count = len(keys)
     with core.lock:
         request = PrefixRequest(prompt, keys, "", core.next_use(0, turn, kind))
         live, plan = core.open(request, None)
-        evictor.make_room()
+        core.evictor.make_room()
         # A live cache makes room for the whole prompt at once; policies that age depend on that order.
-        evictor.make_room((count - plan.matched) * core.layout.token_bytes)
+        core.evictor.make_room((count - plan.matched) * core.layout.token_bytes)
         live.caches[0].advance(count - plan.resume)
         core.commit(live, request, keys, count, OwnState(core.layout, live.booking))
         core.end_session(live, request, keys, plan.resume, 0)
@@ -78,9 +78,9 @@ def serve_spans(cache: PrefixCache, prompt: TokenIds, keys: Keys, turn: int | No
 
 def stored_keys(cache: PrefixCache, keys: Keys) -> int:
     """How many of a prompt's keys, from the first on, the cache has; does not count as a use."""
-    return cache._open.states.match(keys, "").offset
+    return cache._core.states.match(keys, "").offset
 
 
 def last_key(cache: PrefixCache, entry: Entry) -> int | None:
     """The last key on the edge that a policy's entry stands for; None: the entry is gone."""
-    return cache._open.states.last_key(entry)
+    return cache._core.states.last_key(entry)

@@ -508,7 +508,7 @@ class Group:
                     self._room.booking.book_live(self.nbytes)
                     if self._core.budget.over_bytes():
                         self._passes.settle()
-                    self._core.enforce_budget()
+                    self._core.evictor.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """Let rows neither store nor share state of these keys from `start` on: it was found wrong."""
@@ -543,9 +543,11 @@ class Group:
         """Let the suffix index have what rows said, now and then."""
         core = self._core
         for row in rows:
-            if core.has_said_more(row.known, row.clean_tokens):
+            if core.said.has_more(row.known, row.clean_tokens):
                 with self._lock:
-                    core.say(row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True)
+                    core.said.add(
+                        row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True
+                    )
 
     def _way(self, model: Any) -> WayTrial:
         own = self._core.settings.model
@@ -636,7 +638,7 @@ class Group:
             finally:
                 self._core.close_booking(self._room.booking)
                 self._layout.release()
-                self._core.enforce_budget()
+                self._core.evictor.enforce_budget()
 
     def _close(self, rows: Sequence[Row]) -> None:
         try:
@@ -750,7 +752,7 @@ class Group:
         """Copy the last tokens out of windows before the windows are cut."""
         points, start, end = self._room.points_of(row), row.position - count, row.position
         is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
-        self._core.copy_windows(row.own, points, start, end, is_last=is_last)
+        self._core.pager.copy_windows(row.own, points, start, end, is_last=is_last)
         if not self._layout.has_states:
             self._take_checkpoints(row, count)
 
@@ -760,7 +762,7 @@ class Group:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
                 if is_here and self._room.has_room_for_checkpoint(row, at):
-                    self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
+                    self._core.pager.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
 
     def _close_unattended(self) -> None:
         try:

@@ -26,12 +26,9 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.tails import TailLayer
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.pager import Pager
 from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason, checkpoint_stops, distant_marks
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree
 from radixcache.verify import Mismatch
 
 #: Keys and values of the tokens [start, start + T).
@@ -221,8 +218,8 @@ class OverBudgetError(Exception):
 class Room:
     """The open rows of one group, with their tokens and bytes; `capacity` is in tokens of all rows together."""
 
-    def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
-        self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
+    def __init__(self, core: Core, capacity: int) -> None:
+        self.core, self.states, self.evictor, self.pager = core, core.states, core.evictor, core.pager
         layout = core.layout
         if not isinstance(layout, Layout):
             raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")

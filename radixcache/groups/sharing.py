@@ -22,7 +22,7 @@ from radixcache.groups.batch import Batch
 from radixcache.groups.row import Room, Row
 from radixcache.groups.tails import Columns
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
-from radixcache.paging.resume import ResumePlan, deepest_whole
+from radixcache.paging.resume import ResumePlan
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.entries import StateNode
 
@@ -55,7 +55,7 @@ class Sharing:
         plan = self._stand(row)
         self._states.touch(row.path(), plan.source, request.use)
         core.count_request(request, plan, "begin_many")
-        core.tidy_unpinned()
+        core.evictor.tidy_unpinned()
         if self._layout.has_points:
             for other in self._room.rows_of(request.namespace):
                 # A checkpoint where the two part cannot be made later.
@@ -211,7 +211,7 @@ class Sharing:
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
         keys = self._core.unquarantined(row.clean_keys(), row.request.namespace)
-        self._core.say(row.known, keys, row.matched_tokens, row.request.namespace)
+        self._core.said.add(row.known, keys, row.matched_tokens, row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
@@ -238,12 +238,8 @@ class Sharing:
         is_there = row.lost is None and row.batch.rows[row.at] is row
         if is_there and row.position == limit:
             return limit
-        own = max((each.offset for each in row.own.checkpoints if each.offset <= limit), default=0)
-        if self._layout.has_states:
-            return own
-        stored = [*self._states.windows.stored(row.path()), *row.own.windows]
         held = self._layout.held(self._room.points_of(row)) if is_there else {}
-        return max(own, deepest_whole(self._layout, stored, limit, held))
+        return self._pager.reach(row.path(), row.own, limit, held)[0]
 
     def _offer_from_others(self, row: Row) -> None:
         """Give the tree what the best other row has of a row's prompt and the tree lacks."""
@@ -316,7 +312,7 @@ class Sharing:
             if self._takes_checkpoint(row, end):
                 # Behind the match, a node has the windows of another prompt.
                 path = [each for each in match.path if each.end <= start]
-                core.capture(row.own, path, self._room.points_of(row), end)
+                core.pager.capture(row.own, path, self._room.points_of(row), end)
                 leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)

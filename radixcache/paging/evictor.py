@@ -33,6 +33,7 @@ from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
 from radixcache.lock import Lock
 from radixcache.paging.budget import ByteBudget
 from radixcache.paging.live_path import LivePath, Slots
+from radixcache.paging.pins import Pins
 from radixcache.tree.entries import StateNode
 from radixcache.tree.state_tree import StateTree
 
@@ -47,10 +48,17 @@ class Evictor:
     """
 
     def __init__(
-        self, states: StateTree, slots: Slots, budget: ByteBudget, checkpoint_budget_bytes: int, trim_tokens: int
+        self,
+        states: StateTree,
+        slots: Slots,
+        pins: Pins,
+        budget: ByteBudget,
+        checkpoint_budget_bytes: int,
+        trim_tokens: int,
     ) -> None:
         self.budget, self._over_bytes = budget, budget.over_bytes
         self._states, self._account, self._layout, self._slots = states, states.account, states.layout, slots
+        self._pins = pins
         self._ledger = states.account.ledger
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self._trim_tokens = trim_tokens
@@ -59,6 +67,20 @@ class Evictor:
         #: Nodes that are being paged in: their snapshots stay, even if they are duplicates.
         self.spared: Sequence[StateNode] = ()
         self.evictions = self.evicted_bytes = 0
+
+    def enforce_budget(self, *, thins: bool = True) -> None:
+        """Drop what pins no longer hold, and enforce the checkpoint cap (unless told not to) and the budget."""
+        self.tidy_unpinned()
+        if thins and self._account.checkpoint_bytes:
+            self.thin_checkpoints()
+        self.make_room()
+
+    def tidy_unpinned(self) -> None:
+        """End pins whose seconds are over, and join or drop nodes whose pins have ended."""
+        self._pins.end_expired()
+        for node in self._pins.take_unpinned():
+            if node.payload is not None:
+                self.tidy(node)
 
     def make_room(self, need_bytes: int = 0) -> bool:
         """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""

@@ -145,10 +145,12 @@ class LivePath:
             end = node.end
         return min(end, limit)
 
-    def measure(self, replaced: Sequence[Any] = ()) -> None:
-        """Book the bytes of the buffers, and of caches that were put in the place of ours."""
-        nbytes = self._layout.live_nbytes(self.caches)
-        self.booking.book_live(nbytes + self._layout.live_nbytes(replaced) if replaced else nbytes)
+    def measure(self, caches: Sequence[Any] = ()) -> None:
+        """Book the bytes of the buffers, and of those of a session's caches that are in the place of ours."""
+        nbytes, ours = self._layout.live_nbytes(self.caches), set(map(id, self.caches))
+        if replaced := [cache for cache in caches if id(cache) not in ours]:
+            nbytes += self._layout.live_nbytes(replaced)
+        self.booking.book_live(nbytes)
 
     def leave(self, end: int) -> list[StateNode]:
         """Prepare to overwrite the buffers beyond `end`; returns the nodes to page out, which are LEAVING until then.
@@ -330,6 +332,10 @@ class Slots:
     def spare_nbytes(self) -> int:
         """Bytes of all live buffers that the live state does not need."""
         return sum(self._layout.spare_nbytes(path.caches) for path in self.paths)
+
+    def figures(self) -> list[tuple[bool, int, int]]:
+        """For each slot whether a session is open on it, its offset in tokens, and its bytes; takes no lock."""
+        return [(path.is_open, path.offset, path.booking.live_bytes) for path in self.paths]
 
     def lose(self, live: LivePath) -> None:
         """Drop the state of a slot whose buffers cannot be trusted, and nodes that were only there."""

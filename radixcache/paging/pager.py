@@ -14,15 +14,15 @@ out of their rows' tails themselves and call `put`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from radixcache.adapters.contract import Checkpoint, Spans
-from radixcache.errors import SnapshotError
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window
+from radixcache.errors import SessionClosedError, SnapshotError
 from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
 from radixcache.paging.evictor import Evictor
 from radixcache.paging.live_path import LivePath, Slots
-from radixcache.paging.resume import OwnState, ResumePlan
+from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, deepest_whole
 from radixcache.tokens import Keys
 from radixcache.tree.entries import StateNode, Use
 from radixcache.tree.state_tree import StateTree
@@ -30,6 +30,8 @@ from radixcache.tree.state_tree import StateTree
 A = ParamSpec("A")
 R = TypeVar("R")
 
+#: Windows are copied out at least this many tokens at a time, unless they are about to be lost.
+LEAST_TOKENS = 64
 #: Tokens that are copied at a time from the buffers of one slot to those of another.
 CUT_TOKENS = 2048
 
@@ -90,7 +92,9 @@ class Pager:
             self._evictor.empty_slot(source, self._budget.over_bytes)
 
     def retreat(self, live: LivePath, end: int) -> None:
-        """Leave the live nodes beyond `end`: make room, and page out what is nowhere else."""
+        """Leave the live nodes beyond `end`, about to be overwritten: make room, and page out what is nowhere else."""
+        if end >= live.offset:
+            return
         leaving = live.leave(end)
         self._evictor.make_room()
         for node in leaving:
@@ -110,6 +114,174 @@ class Pager:
         if plan.resume and self._layout.has_points:
             self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
+
+    def grow(self, live: LivePath, need_tokens: int) -> None:
+        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing.
+
+        RequestTooLargeError: there is no memory for so many tokens.
+        """
+        self._budget.fits(self._layout.request_bytes(need_tokens), live.booking.live_bytes, "request").require()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = self._generous(capacity, need_tokens + 256)
+        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
+        self._layout.reserve(live.caches, wanted, wait=False)
+        live.measure()
+
+    def after_forward(
+        self, live: LivePath, caches: Sequence[Any], request: PrefixRequest, own: OwnState, wait: bool
+    ) -> None:
+        """Learn from the buffers that a forward pass may have changed, book them and enforce the budget."""
+        if not live.is_open:
+            raise SessionClosedError("the cache was closed during the forward pass.")
+        self._layout.learn(caches)
+        self._fit_capacity(live, len(request.prompt), request.reserve, wait)
+        live.measure(caches)
+        self.thin(own)
+
+    def _fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
+        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
+        live.measure()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = prompt_tokens + reserve_tokens
+        if capacity >= wanted:
+            return
+        wanted = self._generous(capacity, wanted)
+        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
+            wanted = max(prompt_tokens + 1, capacity)
+        if wait:
+            self.allocating(self._layout.reserve, live.caches, wanted)
+        else:
+            self._layout.reserve(live.caches, wanted, wait=False)
+        live.measure()
+
+    def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
+        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
+        try:
+            return make(*args, **options)
+        except NATIVE_ERRORS:
+            self._evictor.halve()
+            self._layout.release()
+            return make(*args, **options)
+
+    # Going back
+
+    def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
+        """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
+        target, checkpoint = self.reach(live.nodes(), own, limit, None)
+        self.go_back(live, own, target, checkpoint)
+        return target
+
+    def reach(
+        self, path: Sequence[StateNode], own: OwnState, limit: int, held: Mapping[Window, Sequence[Range]] | None
+    ) -> tuple[int, Checkpoint | None]:
+        """The deepest offset at or below `limit` with all state of point layers, and the checkpoint that has it.
+
+        `held`: what the live windows of the request hold; None: they may be wrong, and only a checkpoint is certain.
+        """
+        layout, windows, grid_tokens = self._layout, self._states.windows, self._states.grid_tokens
+        if held is not None and not layout.has_states:
+            stored = [*windows.stored(path), *own.windows]
+            return deepest_whole(layout, stored, limit, held, grid=grid_tokens), None
+        found = [*own.checkpoints, *(node.payload.checkpoint for node in path if node.payload.checkpoint is not None)]
+        near = (each for each in found if each.offset <= limit)
+        whole = (each for each in near if not windows.lacking(path, each.offset, own.windows))
+        checkpoint = max(whole, key=lambda each: each.offset, default=None)
+        return (0 if checkpoint is None else checkpoint.offset), checkpoint
+
+    def go_back(self, live: LivePath, own: OwnState, target: int, checkpoint: Checkpoint | None) -> None:
+        """Move live caches back to an offset; all state of their point layers there is in the checkpoint or stored.
+
+        Without a checkpoint, windows also take what the live caches hold.
+        """
+        # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
+        stored = [*self._states.windows.stored(live.nodes()), *own.windows]
+        if checkpoint is None and target:
+            held = self.captured(live.caches, live.nodes(), target, own.windows)
+            stored += [] if held is None else [held]
+        self.retreat(live, target)
+        self._layout.rewind_spans(live.caches, target)
+        self._layout.restore_points(live.caches, checkpoint, target, stored)
+        own.cut(0, target)
+        live.measure()
+        self._evictor.enforce_budget()
+
+    def empty(self, live: LivePath) -> None:
+        """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
+        nodes = live.nodes()
+        try:
+            self.retreat(live, 0)
+        except NATIVE_ERRORS:
+            self._slots.lose(live)
+        live.empty()
+        self._states.coalesce_all(nodes)
+
+    def cut_off(self, node: StateNode, start: int) -> list[StateNode]:
+        """Remove a node from `start` on, and all below it, which is wrong; returns the path that is left."""
+        if node.start < start:
+            try:
+                self._states.split(node, start)
+            except NATIVE_ERRORS:
+                self._layout.release()  # No memory even for the split: all of the node goes.
+        rest = [] if node.parent is None else node.parent.path()
+        for path in self._slots.remove_branch(node, was_wrong=True):
+            if not path.is_open:
+                self._evictor.empty_slot(path, self._budget.over_bytes)
+        return rest
+
+    # What a request takes on its way
+
+    def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
+        """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
+
+        Unless it is the last call for now, few tokens wait for more. Beside recurrent layers nothing is copied:
+        requests resume only at checkpoints there, which copy what they need.
+        """
+        if self._layout.has_states:
+            return
+        start, windows = start if own.pending is None else own.pending, self._layout.windows
+        if not is_last and end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
+            own.pending = start
+            return
+        own.pending = None
+        need = sum(self._layout.window_bytes(window) for window in windows) * (end - start)
+        room = self._evictor.checkpoint_budget_bytes - self._states.account.checkpoint_bytes
+        if need and need <= room and not self._budget.over_bytes(need):
+            wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
+            try:
+                found = self._layout.capture(caches, start, end, wanted)
+            except NATIVE_ERRORS:
+                self._layout.release()  # The copy was optional.
+                return
+            self._states.copied_window_bytes += found.nbytes
+            own.add_windows(found, is_spare=True)
+
+    def take_checkpoint(
+        self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
+    ) -> None:
+        """Take a request's checkpoint where its caches stand; `path`: what the tree has in front of its own state."""
+        self.capture(own, path, caches, offset)
+        own.add_checkpoint(self.allocating(self._layout.checkpoint, caches, offset, kind))
+        self.thin(own)
+
+    def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
+        """Copy what windows need at an offset and neither the path nor the request has yet."""
+        found = self.captured(caches, path, offset, own.windows)
+        if found is not None:
+            own.add_windows(found)
+
+    def thin(self, own: OwnState) -> None:
+        """Bring checkpoints under their cap and the cache under its budget, at the cost of a request's own state.
+
+        Own checkpoints that are not worth their bytes go before anything that the tree has stored.
+        """
+        while self._budget.over_bytes() and own.give_up(only_dear=True):
+            pass
+        self._evictor.thin_checkpoints()
+        fits = self._evictor.make_room()
+        while not fits or self._states.account.checkpoint_bytes > self._evictor.checkpoint_budget_bytes:
+            if not own.give_up():
+                return
+            fits = self._budget.over_bytes() == 0
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:
         """Take a checkpoint at the live offset if there is none: it cannot be made once the caches have moved on."""
@@ -138,39 +310,6 @@ class Pager:
         windows = self.allocating(self._layout.capture, caches, start, offset, lacking)
         self._states.copied_window_bytes += windows.nbytes
         return windows
-
-    def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing."""
-        capacity = self._layout.span_capacity(live.caches)
-        wanted = self._generous(capacity, need_tokens + 256)
-        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
-        self._layout.reserve(live.caches, wanted, wait=False)
-        live.measure()
-
-    def fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
-        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
-        live.measure()
-        capacity = self._layout.span_capacity(live.caches)
-        wanted = prompt_tokens + reserve_tokens
-        if capacity >= wanted:
-            return
-        wanted = self._generous(capacity, wanted)
-        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
-            wanted = max(prompt_tokens + 1, capacity)
-        if wait:
-            self.allocating(self._layout.reserve, live.caches, wanted)
-        else:
-            self._layout.reserve(live.caches, wanted, wait=False)
-        live.measure()
-
-    def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
-        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
-        try:
-            return make(*args, **options)
-        except NATIVE_ERRORS:
-            self._evictor.halve()
-            self._layout.release()
-            return make(*args, **options)
 
     # Storing
 

@@ -123,7 +123,7 @@ class Progress:
         """Copy the point state at `position`, unless an exact cache would not resume there."""
         if not self._is_exact or self.position == self._grid_end:
             with self._core.lock:
-                self._core.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
+                self._core.pager.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
 
     def _settle(self, known: int, broke_off: bool) -> tuple[int, int]:
         """Move the live caches to the end of what is stored, at most `known`; returns it and the evaluated offset.
@@ -144,7 +144,7 @@ class Progress:
             if end > 0 and self._layout.can_rewind(caches, target, end):
                 self._layout.rewind(caches, target, end)
             else:
-                end = self._core.fall_back(self._live, self._own, end)
+                end = self._core.pager.fall_back(self._live, self._own, end)
         self._layout.own(self._live.caches, was_empty=self._was_empty)
         return end, target
 
@@ -155,7 +155,7 @@ class Progress:
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock, self._noting_refusal():
                 # Room for these tokens and more; copies the buffers once, without waiting for it.
-                self._core.grow(self._live, self.position + count)
+                self._core.pager.grow(self._live, self.position + count)
                 self._span_capacity = self._layout.span_capacity(self.caches)
         try:
             logits: mx.array = model(array, cache=self.caches)
@@ -212,7 +212,8 @@ class Progress:
             if self._has_replaced_caches():
                 raise SnapshotError("the caller has replaced caches of the session, whose state cannot be restored.")
             limit = min(on_grid, high if is_intact else self.position)
-            reached, checkpoint = core.reach(live, self._own, limit, is_intact=is_intact)
+            held = layout.held(live.caches) if is_intact else None
+            reached, checkpoint = core.pager.reach(live.nodes(), self._own, limit, held)
             is_undone = last is not None and reached < last.offset <= target
             target = last.offset if last is not None and is_undone else reached
         if target < least:
@@ -221,13 +222,13 @@ class Progress:
             return target
         try:
             if in_place:
-                core.leave_beyond(live, target)
+                core.pager.retreat(live, target)
                 layout.rewind(caches, high, target)
             elif last is not None and is_undone:
                 intact = layout.roll_back(caches, last.held)
                 assert intact, last.offset
             else:
-                core.go_back(live, self._own, target, checkpoint)
+                core.pager.go_back(live, self._own, target, checkpoint)
             self._own.cut(0, target)
         except BaseException:
             self.is_lost = True
@@ -238,7 +239,7 @@ class Progress:
         self._was_empty |= target == 0
         self._recheck_at = self._recheck_at if in_place else -1
         self.position = target
-        core.measure(live, caches)
+        live.measure(caches)
         self._note_leaves()
         return target
 
@@ -254,12 +255,12 @@ class Progress:
         self._layout.evaluate(self.caches)
         with self._core.lock:
             self._layout.learn(self.caches)
-            self._core.copy_windows(self._own, self.caches, start, self.position, is_last=is_last)
+            self._core.pager.copy_windows(self._own, self.caches, start, self.position, is_last=is_last)
 
     def _measure(self, wait: bool) -> None:
         """Book the bytes of the live buffers and enforce the budget; `wait`: may evaluate."""
         with self._core.lock:
-            self._core.after_forward(self._live, self.caches, self._request, self._own, wait)
+            self._core.pager.after_forward(self._live, self.caches, self._request, self._own, wait)
         self._span_capacity = self._layout.span_capacity(self.caches)
         self._recheck_at = self._layout.capacity(self.caches)
         self._note_leaves()
@@ -301,7 +302,7 @@ class Progress:
         """Return to the last checkpoint at or below `limit`, or to 0."""
         with self._core.lock:
             limit = min(limit, self._grid_end) if self._is_exact else limit
-            self.position = self._core.fall_back(self._live, self._own, limit)
+            self.position = self._core.pager.fall_back(self._live, self._own, limit)
         self._grid_end = min(self._grid_end, self.position)
         self._was_empty |= self.position == 0
         self.caches = list(self._live.caches)
