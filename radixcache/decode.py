@@ -135,7 +135,7 @@ class Decoding:
 
     def most_drafted(self) -> int:
         """How many tokens may be proposed to it now: a pass says one more than are accepted."""
-        if self.drafting is None or not self.is_decoding or not self.row.may_draft:
+        if self.drafting is None or not self.row.may_draft:
             return 0
         return max(0, min(self.left - len(self.unread) - 1, MOST_PROPOSED))
 

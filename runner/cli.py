@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from functools import cache
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -94,7 +95,7 @@ def _handle_stop_signals() -> list[int]:
 def _exit_code(arguments: Sequence[str]) -> int:
     """Run a command; print a mistake of the user as one line."""
     try:
-        return app(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments) or 0
+        return _command().main(args=arguments, prog_name="radixcache", standalone_mode=False, obj=arguments) or 0
     except CommandLineError as error:
         describe = getattr(error, "format_message", error.__str__)
         return _complain(f"{describe()} See radixcache --help.")
@@ -105,6 +106,12 @@ def _exit_code(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         # Newer releases of typer turn Ctrl-C into the same exit code themselves.
         return EXIT_INTERRUPTED
+
+
+@cache
+def _command() -> Any:
+    """The commands as typer makes them of the functions, which takes a while."""
+    return typer.main.get_command(app)
 
 
 def _complain(message: str) -> int:

@@ -108,8 +108,8 @@ class Row:
 
     @property
     def may_draft(self) -> bool:
-        """Whether its next pass may check drafts: a row that owes tokens evaluates them first."""
-        return not self.owed_tokens
+        """Whether its next pass may check drafts: not before its prompt and the tokens that it owes are evaluated."""
+        return not self.prompt_left and not self.owed_tokens
 
     @property
     def clean_tokens(self) -> int:

@@ -776,8 +776,9 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
 
 def _fit(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
     """Whether arrays may be of one model. One side may have none yet, or fewer of the last token ids (1, T)."""
-    are_ids = len(ours) == len(theirs) == 3 and ours[-1] == theirs[-1] and mx.issubdtype(ours[-1], mx.integer)
-    return ours == theirs or ("none",) in (ours, theirs) or are_ids
+    if ours == theirs or ("none",) in (ours, theirs):
+        return True
+    return len(ours) == len(theirs) == 3 and ours[-1] == theirs[-1] and mx.issubdtype(ours[-1], mx.integer)
 
 
 def _evaluate_written(arrays: list[mx.array]) -> None:

@@ -118,13 +118,16 @@ class Session(Progress):
 
     @property
     def owed(self) -> TokenIds:
-        """Ids of all known tokens behind `position`. Waits for evaluation."""
-        return self._known.ids()[self.position :]
+        """Ids of the owed tokens. Waits for evaluation."""
+        return self._known.ids()[max(self.position, len(self.prompt)) :]
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next pass may check drafts; a draft model finds all owed tokens in the tail."""
-        return self.owed_tokens < TAIL_TOKENS
+        """Whether the next pass may check drafts: from the end of the prompt on, and behind few owed tokens.
+
+        A draft model finds all of these in the tail. Where layers cannot return to any offset, a prompt is never owed.
+        """
+        return self.owed_tokens < TAIL_TOKENS and self.prompt_left <= (not self._layout.has_points)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

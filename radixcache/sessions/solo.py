@@ -145,9 +145,9 @@ class Solo:
         logits = session.step(self._of(model, session), text, drafted=len(its) - 1)
         (count,) = accept(logits[:, len(owed) :])
         end = len(owed) + count
-        session.extend(its[1:count])
+        _extend(session, its[1:count])
         session.rewind(start + end, least=start)
-        session.extend(text[session.known_tokens - start : end])
+        _extend(session, text[session.known_tokens - start : end])
         return [count]
 
     def with_draft_model(self, model: Any, draft_model: Any) -> BothModels:
@@ -177,6 +177,11 @@ class Solo:
         self.is_closed = True
         for row in self.rows:
             row.__exit__(None if error is None else type(error), error, None)
+
+
+def _extend(session: Session, tokens: Sequence[int]) -> None:
+    if tokens:
+        session.extend(tokens)
 
 
 def fed_with(embed: Embed, session: Session, model: Any) -> Callable[..., Any]:

@@ -189,13 +189,13 @@ def test_with_a_draft_model_several_requests_run_together(
     with running(draft_model=f"tiny:{draft}", num_draft_tokens=2) as thread:
         asked = [Waiting(thread, prompt=prompt, max_tokens=12 + 4 * index) for index, prompt in enumerate(PROMPTS[:4])]
         none = Waiting(thread, prompt=PROMPTS[4], num_draft_tokens=0)
-        generator = thread.call(lambda models: models.loaded(ModelNames())._generator).result()
+        is_parallel = thread.call(lambda models: models.loaded(ModelNames())._is_parallel).result()
         for index, waiting in enumerate(asked):
             assert waiting.tokens == alone(tiny, PROMPTS[index], 12 + 4 * index)[0]
             assert waiting.record.drafted["draft"].proposed > 0
         assert none.tokens == alone(tiny, PROMPTS[4])[0]
         assert none.record.drafted == {}
-    assert generator is not None
+    assert is_parallel
     assert draft != "llama" or asked[0].record.rejected_tokens == 0  # a twin
 
 

@@ -254,10 +254,13 @@ def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_wh
         session.prefill(model)
         drafts = drafting(Guess(reply, wrong=100))
         stream: Any = decode(session, model, session.prompt, 12, drafting=drafts)
-        said = [next(stream) for _ in range(7)]  # of 4 and 1 tokens, and the first two of the next pass
-        assert [is_drafted for _, _, is_drafted in said] == [True] * 4 + [False] + [True] * 2
+        said = [is_drafted for _, _, is_drafted in (next(stream) for _ in range(7))]
+        if inside.layout(cache).has_points:
+            assert said == [False] + [True] * 4 + [False, True]  # of 1, 4 and 1 tokens, and the first of the next pass
+        else:
+            assert said == [True] * 4 + [False] + [True] * 2
         stream.close()
-        begun = 54 if inside.layout(cache).has_states else 57
+        begun = 55 if inside.layout(cache).has_states else 57
         assert (session.known_tokens, session.position) == (begun, begun)
     cache.check()
     assert inside.stored_tokens(cache, [*PROMPT, *reply]) == begun
@@ -295,7 +298,7 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
         found = replies(model, 14, cache, prompt, draft_model=draft, num_draft_tokens=3)
         cache.check()
         assert [each.token for each in found] == expected
-        assert sum(each.from_draft for each in found) >= (10 if seed == 0 else 0)
+        assert sum(each.from_draft for each in found) >= (9 if seed == 0 else 0)
         assert found[0].cached_tokens >= 40 * turn
         prompt = [*prompt, *expected, turn, 2]
 
