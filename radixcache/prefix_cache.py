@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 import psutil
 from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
@@ -25,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.core import Core
-from radixcache.errors import CacheClosedError, NoRoomError, refuse_copy
+from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
 from radixcache.layers.layout import AnyLayout, Layout
@@ -46,7 +44,7 @@ from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
 from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk, Tier
-from radixcache.sessions.session import Session, open_session
+from radixcache.sessions.session import Session, open_session, warm
 from radixcache.sessions.solo import Solo
 from radixcache.settings import (
     SUFFIX_INDEX_BYTES,
@@ -58,7 +56,7 @@ from radixcache.settings import (
     require_pin,
     require_use,
 )
-from radixcache.speculate.drafting import MOST_PREDICTED, Drafting, PredictionSource, PromptSource, Source
+from radixcache.speculate.drafting import Drafting, drafting_of
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
 from radixcache.tokens import (
@@ -68,7 +66,6 @@ from radixcache.tokens import (
     arguments_of,
     checked_prompt,
     require_namespace,
-    token_ids,
     vocabulary_size,
 )
 from radixcache.tree.entries import StateNode
@@ -206,16 +203,10 @@ class PrefixCache:
         require_caches(model, caches, kv_bits, kv_group_size, stored_bits, exact)
         require_about(tokenizer, cost)
         sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
-        vocab_size = vocabulary_size(model)
-        limits = (vocab_size, on_event, max_request_bytes)
-        settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
-        settings = replace(settings, suffix_index_bytes=suffix_index_bytes)
+        checks = (verify, verify_seed, exact, step_size, vocabulary_size(model), on_event, max_request_bytes)
+        settings = Settings(*sizes, *checks, suffix_index_bytes=suffix_index_bytes, seconds=seconds, model=model)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size, stored_bits)
-        disk = None
-        if store is not None:
-            leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
-            own, *finer = state_identities(leaves, model, identity, exact=exact, stored_bits=stored_bits)
-            disk = Disk(joined(store), own, step_size if exact else 0, takes=store_if, finer=finer)
+        disk = None if store is None else disk_of(store, layout, model, identity, settings, takes=store_if)
         self._open: Core | None
         self._open, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
@@ -310,22 +301,8 @@ class PrefixCache:
             ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
                 cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
         """
-        core = self._core
-        if speculate not in ("tree", "prompt", None):
-            raise ValueError(f'speculate is {speculate!r:.80}; wanted "tree", "prompt" or None.')
-        if core.settings.exact and (speculate is not None or prediction is not None):
-            name = "prediction" if speculate is None else "speculate"
-            raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
-        most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
-        sources: list[Source] = []
-        if prediction is not None and np.asarray(prediction, dtype=object).size:
-            predicted = token_ids(prediction, core.settings.vocab_size, "prediction")
-            sources.append(PredictionSource(predicted[:most]))
-        if speculate == "tree":
-            sources.append(core.said.source(namespace))
-        if speculate is not None:
-            sources.append(PromptSource(prompt))
-        return Drafting(sources, core.draft_pace, prompt)
+        core, said = self._core, partial(self._core.said.source, namespace)
+        return drafting_of(prompt, said, core.draft_pace, core.settings, speculate, prediction, max_tokens)
 
     def begin_many(
         self,
@@ -353,8 +330,7 @@ class PrefixCache:
         """
         require_namespace(namespace)
         capacity, priority = require_group(capacity, priority, prompts)
-        room = Room(self._core, capacity)
-        return open_group(room, prompts, namespace, priority, segment_bytes, self._about.chats)
+        return open_group(Room(self._core, capacity), prompts, namespace, priority, segment_bytes, self._about.chats)
 
     def alone(self, *, namespace: str = "", priority: int = 0) -> Solo:
         """A seat for one request at a time, in a session, with the methods of a Group that decoding calls.
@@ -372,9 +348,8 @@ class PrefixCache:
         are not those of a cold run.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        core = self._core
-        with core.lock:
-            return core.fetch(PrefixRequest(prompt, prompt_keys, namespace, core.next_use()))
+        with self._core.lock:
+            return self._core.fetch(PrefixRequest(prompt, prompt_keys, namespace, self._core.next_use()))
 
     def insert(
         self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
@@ -474,42 +449,10 @@ class PrefixCache:
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         require_pin(name, ttl_requests, ttl_s)
-        is_pinned = (name, ttl_requests, ttl_s) != (None, None, None)
-        core, pins, length = self._core, self._core.pins, len(prompt)
-        chunks = pins.whole_chunks(prompt_keys)
-
-        def pin_if_there() -> bool:
-            """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
-            if not core.is_resumable(prompt_keys, namespace):
-                return False
-            if is_pinned:
-                pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
-            core.evictor.tidy_unpinned()
-            return True
-
-        with core.lock:
-            pins.require_allowed(chunks, namespace)
-            if pin_if_there():
-                return 0
-            if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
-                pins.require_room(chunks, namespace, name, 0, requests=1)
-        # One more token, so that the whole prefix is prefilled.
-        longer, its_keys = (np.append(values, values[-1]) for values in (prompt, prompt_keys))
-        with self.begin(longer, its_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
-            run = model if draft_model is None else BothModels(model, draft_model, len(session.caches))
-            session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
-            with core.lock:
-                pins.require_allowed(chunks, namespace)
-                session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
-                if is_pinned:
-                    pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
-                session.close()
-                if not pin_if_there():
-                    raise NoRoomError(
-                        f"only {pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
-                        f"sessions and pins leave no room in the budget of {pins.budget_bytes} bytes."
-                    )
-        return length - session.cached_tokens
+        run = model if draft_model is None else BothModels(model, draft_model, len(self._core.layout.fresh()))
+        terms = name, ttl_requests, ttl_s
+        begin = partial(self.begin, namespace=namespace, marks=[*marks, len(prompt)], reserve=0, priority=priority)
+        return warm(self._core, begin, run, prompt, prompt_keys, namespace, terms, step_size, on_progress)
 
     def learn(self, model: Any, draft_model: Any = None) -> None:
         """Run a few passes of about 270 tokens in all, so that the first request is as fast as the next ones.
@@ -526,10 +469,9 @@ class PrefixCache:
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
-        core = self._core
-        with core.lock:
-            core.evictor.tidy_unpinned()
-            return core.evictor.make_room(nbytes)
+        with self._core.lock:
+            self._core.evictor.tidy_unpinned()
+            return self._core.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
@@ -539,11 +481,9 @@ class PrefixCache:
         """
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         require_namespace(namespace or "")
-        evictor = self._core.evictor
         with self._core.lock:
-            evictor.tidy_unpinned()
-            shrink = evictor.shrink_to if namespace is None else partial(evictor.shrink_namespace, namespace)
-            freed = shrink(target_bytes)
+            self._core.evictor.tidy_unpinned()
+            freed = self._core.evictor.shrink_to(target_bytes, namespace)
             self._core.layout.release()
             return freed
 
@@ -575,13 +515,7 @@ class PrefixCache:
         ValueError: `chat` without a tokenizer of the cache.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        if chat is not None and self._about.tokenizer is None:
-            raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
-        found = explanation_of(self._core, prompt, prompt_keys, namespace, self._about)
-        if chat is None or found.fork is None:
-            return found
-        nearest = self._about.chats.first_change(self._about.tokenizer, prompt_keys, chat, found.fork.start, namespace)
-        return found if nearest is None else replace(found, change=nearest[0])
+        return explanation_of(self._core, prompt, prompt_keys, namespace, self._about, chat)
 
     @property
     def stats(self) -> CacheStats:
@@ -636,6 +570,20 @@ class PrefixCache:
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
         require_namespace(namespace)
         return checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
+
+
+def disk_of(
+    store: Store | Sequence[Store],
+    layout: Layout,
+    model: Any,
+    identity: Identity | bytes | str | None,
+    settings: Settings,
+    takes: Callable[[str], bool] | None,
+) -> Disk:
+    """Stores as one, with the names of this cache's state in them."""
+    leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
+    own, *finer = state_identities(leaves, model, identity, exact=settings.exact, stored_bits=layout.stored_bits)
+    return Disk(joined(store), own, settings.step_size if settings.exact else 0, takes=takes, finer=finer)
 
 
 def default_budget_bytes(model: Any) -> tuple[int, str]:

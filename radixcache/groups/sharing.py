@@ -8,7 +8,7 @@ close      the tree gets all tokens of a row that are known, clean and not quara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -85,6 +85,22 @@ class Sharing:
         # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
         guarded = {id(node) for row in rows for node in row.path()}
         return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
+
+    def bytes_with(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str) -> int:
+        """Bytes beside the tree's of the open rows at their ends, and of a new row as in Group.has_bytes_for."""
+        room, shared = self._room, self.sharable_tokens(keys, namespace)
+        match = self._states.match(self._core.unquarantined(keys, namespace), namespace)
+        in_use = max((node.end for node in match.path if node.payload.readers), default=0)
+        tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
+        tails.append(end - shared if self.is_long(shared) else end)
+        furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
+        # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
+        nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
+        nbytes += room.bytes_of(1, more, more) if more else 0
+        nbytes += self.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
+        if self._layout.stored_bits:
+            nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
+        return nbytes
 
     def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
         """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""

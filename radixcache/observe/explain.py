@@ -17,7 +17,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from radixcache.chat_parts import Change, ChatLog
+from radixcache.chat_parts import Change, Chat, ChatLog
 from radixcache.core import Core
 from radixcache.observe.hints import Hint, both_words, variations
 from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
@@ -260,8 +260,12 @@ def snapshot_of(core: Core, namespace: str | None, about: About) -> StatsSnapsho
     return snapshot(view.nodes, **seen)
 
 
-def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, about: About) -> Explanation:
-    """What a request for a prompt would find, and why not more; changes nothing."""
+def explanation_of(
+    core: Core, prompt: TokenIds, keys: Keys, namespace: str, about: About, chat: Chat | None = None
+) -> Explanation:
+    """What a request for a prompt would find, and why not more; changes nothing. Of a chat, the part that differs."""
+    if chat is not None and about.tokenizer is None:
+        raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
     states = core.states
     with core.lock:
         history, cost, foresight = states.events.history, states.cost, foresee(core, keys, namespace)
@@ -284,7 +288,7 @@ def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, abo
         asked, cost_ = _shown(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
         return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
 
-    return Explanation(
+    found = Explanation(
         prompt_tokens=length,
         matched_tokens=plan.matched,
         resumable_tokens=plan.resume,
@@ -297,6 +301,10 @@ def explanation_of(core: Core, prompt: TokenIds, keys: Keys, namespace: str, abo
         tiers=store.tiers,
         path=path,
     )
+    if chat is None or found.fork is None:
+        return found
+    nearest = about.chats.first_change(about.tokenizer, keys, chat, found.fork.start, namespace)
+    return found if nearest is None else replace(found, change=nearest[0])
 
 
 def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: str) -> Iterator[Gap]:

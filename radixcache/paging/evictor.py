@@ -96,8 +96,13 @@ class Evictor:
         """Make room as `make_room` does, but evict nothing if the bytes cannot fit."""
         return self.budget.could_fit(need_bytes) and self.make_room(need_bytes)
 
-    def shrink_to(self, target_bytes: int) -> int:
-        """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed."""
+    def shrink_to(self, target_bytes: int, namespace: str | None = None) -> int:
+        """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed.
+
+        With a namespace, only its state counts and goes.
+        """
+        if namespace is not None:
+            return self._shrink_namespace(namespace, target_bytes)
         before = self._held_bytes()
         self._evict_while(lambda: max(0, self._held_bytes() - target_bytes))
         return before - self._held_bytes()
@@ -114,11 +119,8 @@ class Evictor:
             if node.payload is not None:
                 self.tidy(node)
 
-    def shrink_namespace(self, namespace: str, target_bytes: int) -> int:
-        """Evict until a namespace holds at most `target_bytes` or nothing evictable is left; returns the bytes freed.
-
-        Its leaves go in the order of their last use, whatever the policy, which orders all namespaces together.
-        """
+    def _shrink_namespace(self, namespace: str, target_bytes: int) -> int:
+        """Its leaves go in the order of their last use, whatever the policy, which orders all namespaces together."""
         before, excess_bytes = self._held_bytes(), self._namespace_bytes(namespace) - target_bytes
         leaves: list[tuple[int, int, int, StateNode]] = []
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from radixcache.adapters.contract import Checkpoint
 from radixcache.core import Core
-from radixcache.errors import SessionClosedError, refuse_copy
+from radixcache.errors import NoRoomError, SessionClosedError, refuse_copy
 from radixcache.layers.layout import Layout, is_evaluation_failure
 from radixcache.lock import FORKED
 from radixcache.paging.live_path import LivePath
@@ -492,3 +492,50 @@ def open_session(
             session.close()
         raise
     return session
+
+
+def warm(
+    core: Core,
+    begin: Callable[..., Session],
+    model: Any,
+    prompt: TokenIds,
+    keys: Keys,
+    namespace: str,
+    terms: tuple[str | None, int | None, float | None],
+    step_size: int | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> int:
+    """As PrefixCache.warm: `begin` opens a session on a prompt and its keys; `terms` are those of the pin."""
+    pins, length, is_pinned = core.pins, len(prompt), any(each is not None for each in terms)
+    chunks = pins.whole_chunks(keys)
+
+    def pin_if_there() -> bool:
+        """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
+        if not core.is_resumable(keys, namespace):
+            return False
+        if is_pinned:
+            pins.add(keys, namespace, *terms)
+        core.evictor.tidy_unpinned()
+        return True
+
+    with core.lock:
+        pins.require_allowed(chunks, namespace)
+        if pin_if_there():
+            return 0
+        if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
+            pins.require_room(chunks, namespace, terms[0], 0, requests=1)
+    # One more token, so that the whole prefix is prefilled.
+    with begin(*(np.append(values, values[-1]) for values in (prompt, keys))) as session:
+        session.prefill(model, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
+        with core.lock:
+            pins.require_allowed(chunks, namespace)
+            session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
+            if is_pinned:
+                pins.require_room(chunks, namespace, terms[0], session.checkpoint_bytes(len(chunks)))
+            session.close()
+            if not pin_if_there():
+                raise NoRoomError(
+                    f"only {pins.stored_tokens(keys, namespace)} of {length} tokens could be stored: open sessions and "
+                    f"pins leave no room in the budget of {pins.budget_bytes} bytes."
+                )
+    return length - session.cached_tokens

@@ -60,7 +60,7 @@ def served(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> None:
 def draw(cache: PrefixCache, *drawn: bool) -> None:
     """Draw the next requests so, and none behind them."""
     chosen = iter([0.0 if its else 1.0 for its in drawn])
-    inside.core(cache)._verifier._random.random = lambda: next(chosen, 1.0)
+    inside.core(cache).verifier._random.random = lambda: next(chosen, 1.0)
 
 
 def found_wrong(cache: PrefixCache, count: int = 1) -> bool:
