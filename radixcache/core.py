@@ -25,15 +25,15 @@ import mlx.core as mx
 from radixcache.errors import CacheClosedError, RequestTooLargeError
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import LivePath, Slots
-from radixcache.paging.pager import Pager
+from radixcache.paging.budget import Evictor
+from radixcache.paging.pager import OwnState, Pager
 from radixcache.paging.pins import Pins
 from radixcache.paging.resume import (
-    OwnState,
+    LivePath,
     PrefixRequest,
     ResumePlan,
     ShortReason,
+    Slots,
     Tails,
     floor,
     plan_resume,
@@ -44,9 +44,8 @@ from radixcache.speculate.drafting import FED_TOKENS, LOOK_TOKENS, TreeSource
 from radixcache.speculate.pace import DraftPace
 from radixcache.speculate.suffix_index import TAIL_TOKENS, SuffixIndex
 from radixcache.tokens import Keys, KnownTokens, Quarantine, TokenIds
-from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 from radixcache.verify import Check, Verifier
 
 #: Tokens of the passes of `learn`: the first one compiles and allocates, the second is measured, the last is a step.
@@ -176,7 +175,8 @@ class Core:
         """Start a tick, later than the last one, and return the use of state by the request that comes with it."""
         self.require_open()
         clock = self.settings.clock
-        self.pins.end_expired()
+        if self.pins.next_end_s is not None:
+            self.pins.end_expired()
         self._tick = max(self._tick + 1, 0 if clock is None else clock())
         self.states.events.tick = self._tick
         return Use(self._tick, priority, turn, kind)
@@ -351,7 +351,9 @@ class Core:
         counts["miss_tokens"] += len(request.prompt) - plan.resume
         if plan.reason is not None:
             self.short_reasons[plan.reason] += 1
-        self.pins.request_passed()
+        self.pins.requests += 1
+        if self.pins.next_end is not None:
+            self.pins.end_passed()
         if by == "fetch" and plan.resume:
             self.verifier.pass_over()
         detail = {"matched_tokens": plan.matched, "reason": plan.reason, "by": by}

@@ -27,7 +27,7 @@ from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.core import Core
 from radixcache.ledger import Ledger
 from radixcache.prefix_cache import PrefixCache
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
 PRIORITIES = {"assistant": 0, "user": 1, "system": 2}

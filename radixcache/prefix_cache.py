@@ -29,20 +29,17 @@ from radixcache.groups.row import Room
 from radixcache.layers.layout import AnyLayout, Layout
 from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
-from radixcache.ledger import Ledger
-from radixcache.lock import FORKED
+from radixcache.ledger import FORKED, Ledger
 from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
 from radixcache.observe.hints import Edge, edges_of
 from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
-from radixcache.paging.budget import ByteBudget
-from radixcache.paging.evictor import Evictor, guarded
-from radixcache.paging.live_path import Slots
+from radixcache.paging.budget import ByteBudget, Evictor, guarded
 from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
-from radixcache.paging.resume import PrefixRequest
+from radixcache.paging.resume import PrefixRequest, Slots
 from radixcache.paging.tier import Disk, Tier
 from radixcache.sessions.session import Session, open_session, warm
 from radixcache.sessions.solo import Solo
@@ -68,9 +65,8 @@ from radixcache.tokens import (
     require_namespace,
     vocabulary_size,
 )
-from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree
 from radixcache.verify import Mismatch
 
 
@@ -202,9 +198,9 @@ class PrefixCache:
     ) -> None:
         require_caches(model, caches, kv_bits, kv_group_size, stored_bits, exact)
         require_about(tokenizer, cost)
-        sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
-        checks = (verify, verify_seed, exact, step_size, vocabulary_size(model), on_event, max_request_bytes)
-        settings = Settings(*sizes, *checks, suffix_index_bytes=suffix_index_bytes, seconds=seconds, model=model)
+        sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots, verify, verify_seed, exact, step_size)
+        more = {"seconds": seconds, "suffix_index_bytes": suffix_index_bytes, "model": model}
+        settings = Settings(*sizes, vocabulary_size(model), on_event, max_request_bytes, **more)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size, stored_bits)
         disk = None if store is None else disk_of(store, layout, model, identity, settings, takes=store_if)
         self._open: Core | None
@@ -272,10 +268,10 @@ class PrefixCache:
             RequestTooLargeError: the device cannot hold the state of the prompt, or max_request_bytes is less.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        reserve = require_count("reserve", reserve, "tokens", least=0)
-        use = require_use(priority, turn, kind)
-        session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
-        self._about.chats.add_copy(prompt_keys, chat, namespace)
+        room, use = require_count("reserve", reserve, "tokens", least=0), require_use(priority, turn, kind)
+        session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), room, use)
+        if chat is not None:
+            self._about.chats.add_copy(prompt_keys, chat, namespace)
         return session
 
     def drafting(

@@ -9,7 +9,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.sizes import SizedLayout
 from radixcache.ledger import Ledger
 from radixcache.observe.trace import Clock, TraceFile
-from radixcache.paging.resume import OwnState, PrefixRequest
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk
 from radixcache.prefix_cache import PrefixCache, assemble
 from radixcache.settings import Settings, require_about
@@ -71,7 +72,7 @@ def serve_spans(cache: PrefixCache, prompt: TokenIds, keys: Keys, turn: int | No
         # A live cache makes room for the whole prompt at once; policies that age depend on that order.
         core.evictor.make_room((count - plan.matched) * core.layout.token_bytes)
         live.caches[0].advance(count - plan.resume)
-        core.commit(live, request, keys, count, OwnState(core.layout, live.booking))
+        core.commit(live, request, keys, count, OwnState(core.budget, live.booking))
         core.end_session(live, request, keys, plan.resume, 0)
     return plan.matched
 

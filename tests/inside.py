@@ -18,12 +18,12 @@ from radixcache import PrefixCache, Row, Session, prefix_cache
 from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.cells.table import CellTable
 from radixcache.groups import passes
-from radixcache.groups.tails import TailLayer
-from radixcache.paging.live_path import LivePath
-from radixcache.paging.resume import OwnState
+from radixcache.groups.batch import TailLayer
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import LivePath
 from radixcache.settings import Settings
 from radixcache.speculate.pace import DraftPace
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 from runner.models import demo as demo_model
 
 

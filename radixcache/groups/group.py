@@ -37,16 +37,16 @@ from radixcache.adapters.span import owned
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
 from radixcache.groups.attention import BLOCK_TOKENS
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import CASCADE_TOKENS, Batch
 from radixcache.groups.checks import RowChecks
 from radixcache.groups.passes import Accept, Passes, Removal, Way, WayTrial, way_of
 from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.sharing import Sharing
-from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
 from radixcache.layers.trials import BothModels
-from radixcache.lock import FORKED
-from radixcache.paging.resume import OwnState, PrefixRequest
+from radixcache.ledger import FORKED
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest
 from radixcache.settings import require_count
 from radixcache.tokens import Keys, TokenIds, checked_prompt, common_length, require_namespace, token_ids
 
@@ -488,7 +488,7 @@ class Group:
                 self._require_open()
                 room.require_row(len(prompt))
             row = Row(self._next_id, request, core.settings.vocab_size, WeakMethod(self.close_rows))
-            row.own = OwnState(self._layout, room.booking, len(prompt))
+            row.own = OwnState(core.budget, room.booking, len(prompt))
             self._progress.run(lambda: self._sharing.restore(row))
             row.own.start = row.position
             self._next_id += 1
@@ -498,7 +498,8 @@ class Group:
             self._progress.checks.draw(row)
             room.rows[row.id] = row
             room.book()
-        self._chats.add_copy(prompt_keys, chat, namespace)
+        if chat is not None:
+            self._chats.add_copy(prompt_keys, chat, namespace)
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:

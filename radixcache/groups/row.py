@@ -22,13 +22,13 @@ from radixcache.adapters.contract import Spans
 from radixcache.core import Core
 from radixcache.errors import CacheFullError, RequestTooLargeError, refuse_copy
 from radixcache.groups.attention import Pair
-from radixcache.groups.batch import Batch
-from radixcache.groups.tails import TailLayer
+from radixcache.groups.batch import Batch, TailLayer
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
-from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason, checkpoint_stops, distant_marks
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops, distant_marks
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 from radixcache.verify import Mismatch
 
 #: Keys and values of the tokens [start, start + T).
@@ -314,10 +314,11 @@ class Room:
 
     def has_room_for_checkpoint(self, row: Row, position: int) -> bool:
         """Whether the budget has room for a checkpoint; of a row that is larger, for the row up to there at its end."""
-        nbytes, length, budget_bytes = self.point_bytes(position), len(row.prompt), self.booking.budget_bytes
-        if self.bytes_of(1, length, length) <= budget_bytes:
+        nbytes, length, budget = self.point_bytes(position), len(row.prompt), self.core.budget
+        if budget.fits(self.bytes_of(1, length, length), who="kept").is_ok:
             return self.evictor.find_room(nbytes)
-        return position * self.layout.token_bytes + 2 * nbytes <= budget_bytes  # twice: it is live, too
+        # Twice: it is live, too.
+        return budget.fits(position * self.layout.token_bytes + 2 * nbytes, who="kept").is_ok
 
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""
@@ -351,7 +352,7 @@ class Room:
             return spare
         need = nbytes(0) - freed_bytes
         if need > 0 and not evictor.find_room(need):
-            if budget.could_fit(need - self.booking.checkpoint_bytes):
+            if budget.fits(need, self.booking.checkpoint_bytes, "eviction").is_ok:
                 for row in self.rows.values():
                     row.own.clear()
             if not evictor.find_room(need):

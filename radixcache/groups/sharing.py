@@ -18,13 +18,12 @@ import mlx.core as mx
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
 from radixcache.groups.attention import Pair
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import Batch, Columns
 from radixcache.groups.row import Room, Row
-from radixcache.groups.tails import Columns
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
 from radixcache.paging.resume import ResumePlan
 from radixcache.tokens import Keys, common_length
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 
 #: From this many bytes per layer on, a span is worth a segment. On a CPU, two rows that share it save about what a
 #: segment costs (benchmarks.bench_decode). For a GPU it is estimated as what it reads at 1 TB/s while it starts the
@@ -77,9 +76,9 @@ class Sharing:
         match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
         offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
         if other is not None and offered > plan.resume:
-            start, has_room = min(match.offset, offered), self._core.budget.could_fit
+            start = min(match.offset, offered)
             plain = self._in_place_from(other, keys[:offered]) is not None
-            end = self._end_with_room(other, start, offered, has_room, plain=plain)
+            end = self._end_with_room(other, start, offered, self._would_fit, plain=plain)
             if end is not None:
                 return min(end, limit)
         # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
@@ -101,6 +100,9 @@ class Sharing:
         if self._layout.stored_bits:
             nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
         return nbytes
+
+    def _would_fit(self, nbytes: int) -> bool:
+        return self._core.budget.fits(nbytes, who="eviction").is_ok
 
     def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
         """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""

@@ -26,9 +26,9 @@ from radixcache.observe.words import bytes_words, tokens_words
 from radixcache.paging.resume import ResumePlan, ShortReason, stored_from
 from radixcache.paging.tier import Foreseen
 from radixcache.tokens import Keys, TokenIds, token_text
-from radixcache.tree.entries import NodeState, StateNode
 from radixcache.tree.history import History
 from radixcache.tree.radix_tree import Match
+from radixcache.tree.state_tree import NodeState, StateNode
 
 #: Tokens shown before a divergence, and on both sides behind it.
 BEFORE_TOKENS, AFTER_TOKENS = 24, 16

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from radixcache.adapters.contract import Checkpoint, Range, Spans, Window
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
 from radixcache.errors import SessionClosedError, SnapshotError
 from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import LivePath, Slots
-from radixcache.paging.resume import OwnState, PrefixRequest, ResumePlan, deepest_whole
+from radixcache.ledger import Booking
+from radixcache.paging.budget import ByteBudget, Evictor
+from radixcache.paging.resume import LivePath, PrefixRequest, ResumePlan, Slots, deepest_whole
 from radixcache.tokens import Keys
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use, is_dear
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -484,3 +483,120 @@ class Pager:
                 f"caches are at offset {high}, after the {length} tokens given, and cannot be cut back."
             )
         return min(low, length)
+
+
+class OwnState:
+    """Checkpoints, and tokens copied out of windows, that a request has taken and the tree does not have yet.
+
+    Windows hold what the checkpoints need, each token once, and as long as there is room all tokens of the prompt. Both
+    are in order of their offsets, and booked.
+
+    Attributes:
+        start: the tree has what is in front of this offset.
+        pending: the token from which on copies out of windows wait for more tokens; None: none wait.
+    """
+
+    def __init__(self, budget: ByteBudget, booking: Booking, prompt_tokens: int = 0) -> None:
+        self._budget, self._layout = budget, budget.layout
+        self._booking = booking
+        self._booked_bytes = 0
+        #: Whether there may be tokens that no checkpoint needs.
+        self._has_spare = False
+        self.start, self.prompt_tokens = 0, prompt_tokens
+        self.checkpoints: list[Checkpoint] = []
+        self.windows: list[Spans] = []
+        self.pending: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
+
+    def bytes_at(self, offset: int) -> int:
+        """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
+        windows = self._layout.windows
+        needed = sum(window.count(offset) * self._layout.stored_window_bytes(window) for window in windows)
+        return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.checkpoints.append(checkpoint)
+        self._book()
+
+    def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
+        """Add new tokens of windows; `is_spare`: perhaps no checkpoint needs them."""
+        if spans.nbytes:
+            self.windows.append(spans)
+            self._has_spare |= is_spare
+            self._book()
+
+    def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
+        """Drop some checkpoints; tokens of windows that only they needed become spare."""
+        self.checkpoints = [each for each in self.checkpoints if not gone(each)]
+        self._has_spare = bool(self.windows)
+        self._book()
+
+    def cut(self, start: int, end: int) -> None:
+        """Drop the tokens outside [start, end), and the checkpoints behind `end`."""
+        self.pending = None
+        self._trim_to({window: [(start, end)] for window in self._layout.windows})
+        self.drop(lambda each: each.offset > end)
+
+    def give_up(self, *, only_dear: bool = False) -> bool:
+        """Drop spare tokens, else an interval checkpoint (`only_dear`: not worth its bytes); False: there is none."""
+        if not self._has_spare:
+            gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
+            if victim is None:
+                return False
+            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
+                return False
+            self.drop(lambda each: each is victim)
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Drop the tokens that no checkpoint needs."""
+        self._has_spare = False
+        self._trim_to(
+            {
+                window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
+                for window in self._layout.windows
+            }
+        )
+
+    def clear(self) -> None:
+        self.checkpoints, self.windows, self.pending = [], [], None
+        self._book()
+
+    def _last_to_fit(self) -> Checkpoint | None:
+        """The last checkpoint up to which the path fits the budget, if the whole prompt does not fit."""
+
+        def fits(offset: int, checkpoint: Checkpoint) -> bool:
+            # Twice the point state: it is live, too.
+            nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
+            return self._budget.fits(nbytes, who="kept").is_ok
+
+        if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
+            return None
+        return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
+
+    def _trim_to(self, wanted: Mapping[Window, Sequence[Range]]) -> None:
+        for index, spans in enumerate(self.windows):
+            if any(missing(self._layout.stored(spans, window), its) for window, its in wanted.items()):
+                self.windows[index] = self._layout.within(spans, wanted)[0]
+        self.windows = [each for each in self.windows if each.nbytes]
+        self._book()
+
+    def _book(self) -> None:
+        nbytes = self.nbytes
+        self._booking.book_checkpoint(nbytes - self._booked_bytes)
+        self._booked_bytes = nbytes
+
+
+def _least_covering(
+    start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
+) -> tuple[int, Checkpoint | None]:
+    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
+    offsets = [start, *(c.offset for c in checkpoints)]
+    given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]
+    gap, index = min(gaps, default=(0, -1))
+    return gap, checkpoints[index] if gaps else None

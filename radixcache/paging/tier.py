@@ -26,18 +26,16 @@ from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
 from radixcache.layers.layout import AnyLayout
 from radixcache.layers.stored import Buffers, shapes_in
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import Slots
+from radixcache.paging.budget import Evictor
 from radixcache.paging.pager import Pager
 from radixcache.paging.rates import StoreRates
-from radixcache.paging.resume import PrefixRequest, deepest_whole, floor, plan_resume
+from radixcache.paging.resume import PrefixRequest, Slots, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
 from radixcache.stores.index import Index, Link, chain_end
 from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
-from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,10 @@ from typing import Any
 from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
 from radixcache.layers.layout import AnyLayout
 from radixcache.ledger import Account
-from radixcache.tree.entries import StateNode
+from radixcache.tree.radix_tree import Node
+
+#: A node of a StateTree, which has a NodeState.
+StateNode = Node[Any]
 
 
 class Windows:

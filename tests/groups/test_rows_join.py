@@ -10,9 +10,8 @@ import mlx.core as mx
 import pytest
 
 from radixcache import Group
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
-from radixcache.groups.tails import GROWTH_COLUMNS
 from radixcache.paging.pager import Pager
 from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
 from tests.groups.test_begin_many import stored

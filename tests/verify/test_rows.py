@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchRotatingKVCache
 
-import radixcache.groups.tails
+import radixcache.groups.batch
 from radixcache import Event, EventKind, Group, PrefixCache, Row
 from radixcache.errors import RequestTooLargeError
-from radixcache.groups.tails import TailLayer
+from radixcache.groups.batch import TailLayer
 from radixcache.verify import Part
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
@@ -240,12 +240,12 @@ def seeing_padding(kind: str) -> Iterator[None]:
     """Let the shorter rows of a pass of several tokens attend to padding."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "llama":
-            under = radixcache.groups.tails._under
+            under = radixcache.groups.batch._under
 
             def wrong_under(mask: mx.array, padding: mx.array | None) -> mx.array:
                 return mask if mask.shape[-2] > 1 else under(mask, padding)
 
-            patch.setattr(radixcache.groups.tails, "_under", wrong_under)
+            patch.setattr(radixcache.groups.batch, "_under", wrong_under)
         else:
             make_mask = BatchRotatingKVCache.make_mask
 
