@@ -184,7 +184,7 @@ class Core:
     def reclaim_vanished(self) -> None:
         """Take back the state of sessions and groups that vanished without closing (interrupted finalizers)."""
         for path in self.slots.vanished():
-            self.lose(path)
+            self.slots.lose(path)
             self._release(path)
         for booking in [booking for booking, group in self.bookings if group() is None]:
             self.close_booking(booking)
@@ -308,7 +308,7 @@ class Core:
             # The session may come back to here, and other prompts may branch off here as it does.
             self.pager.checkpoint_live(live, use, "branch")
         except BaseException:
-            self.lose(live)
+            self.slots.lose(live)
             self._release(live)
             raise
         guarded = [] if live.guarded is None else live.guarded.path()
@@ -401,10 +401,6 @@ class Core:
         if self.settings.exact:
             tip = live.tip if live.tip is not None else self.states.tree.root(request.namespace)
             self._tails.add(tip, keys[end:])
-
-    def lose(self, live: LivePath) -> None:
-        """Drop the state of a slot whose buffers cannot be trusted; paged copies stay."""
-        self.slots.lose(live)
 
     def end_session(self, live: LivePath, request: PrefixRequest, stored: Keys, used: int, output_tokens: int) -> None:
         """Free a slot; its session left the `stored` keys in the tree, and had found the first `used` of them there."""
@@ -536,7 +532,7 @@ class Core:
                 group.abandon()
             for path in self.slots.paths:
                 if path.is_open:
-                    self.lose(path)
+                    self.slots.lose(path)
                     self._release(path)
             if self.tier is not None:
                 self.tier.write_all()

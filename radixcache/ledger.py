@@ -1,18 +1,4 @@
-"""Lock: one thread at a time works on a cache, reentrantly, and Ctrl-C does not interrupt it halfway.
-
-A finalizer may run in the middle of an operation of the thread that has the lock, and the reentrant lock would let it
-in: `when_free` defers it. A user's callback may wait for another thread, so it runs in `afterwards`, without the lock.
-Every decode step has `uninterrupted` blocks. They use `_signal`: `signal` makes enumerations, which takes several times
-as long as the rest.
-
-Invariants:
-
-  U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
-  U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
-  U3  A signal that comes while the main thread waits for the lock or has it is delivered after all of that.
-  U4  A lock that was used is not entered in a forked process: RuntimeError, as it may be held for ever there.
-
-Ledger: the bytes that caches hold, by purpose. Only this file changes a total. Never imports MLX.
+"""Ledger: the bytes that caches hold, by purpose. Only this file changes a total. Never imports MLX.
 
 Each PrefixCache has an Account. Accounts on one Ledger share a budget and a lock: a byte freed for one cache may come
 out of another. An account splits its bytes by purpose:
@@ -26,6 +12,20 @@ Invariants, asserted by `check`:
 
   L1  No amount is negative.
   L2  An account's total_bytes is its live + spans + checkpoints + second; the ledger's is the sum over the accounts.
+
+Lock: one thread at a time works on a cache, reentrantly, and Ctrl-C does not interrupt it halfway.
+
+A finalizer may run in the middle of an operation of the thread that has the lock, and the reentrant lock would let it
+in: `when_free` defers it. A user's callback may wait for another thread, so it runs in `afterwards`, without the lock.
+Every decode step has `uninterrupted` blocks. They use `_signal`: `signal` makes enumerations, which takes several times
+as long as the rest.
+
+Invariants:
+
+  U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
+  U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
+  U3  A signal that comes while the main thread waits for the lock or has it is delivered after all of that.
+  U4  A lock that was used is not entered in a forked process: RuntimeError, as it may be held for ever there.
 """
 
 from __future__ import annotations

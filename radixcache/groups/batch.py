@@ -1,4 +1,6 @@
-"""Tails: keys and values of rows that go through forward passes together, behind the segments that they read in place.
+"""Rows in one forward pass: their caches, and the tails with what the tree does not hold of them.
+
+Tails: keys and values of rows that go through forward passes together, behind the segments that they read in place.
 
     row 0   in place: 2,000 tokens    . . x x x x     columns: tokens of a row's own, right-aligned, so that the next
     row 1   in place: 2,000 tokens    . . . x x x     token of every row goes into the same column

@@ -26,7 +26,7 @@ from radixcache.groups.batch import Batch, TailLayer
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
 from radixcache.paging.pager import OwnState
-from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops, distant_marks
+from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.state_tree import StateNode
 from radixcache.verify import Mismatch
@@ -256,12 +256,10 @@ class Room:
 
     def plan_stops(self, row: Row) -> None:
         """Choose where the prefill of a row is cut for checkpoints."""
-        length, limit, core = len(row.prompt), row.request.limit, self.core
-        found, kept = (row.matched_tokens, row.position, limit), core.budget.kept_tokens(length)
+        kept, settings = self.core.budget.kept_tokens(len(row.prompt)), self.core.settings
         least = row.mark_tokens if self.layout.has_states else 1  # with windows, a checkpoint cuts no pass
-        distant = distant_marks(row.request.marks, row.position, least)
-        stops = checkpoint_stops(core.settings, length, distant, *found, kept)
-        row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
+        found = {"matched": row.matched_tokens, "resumed": row.position, "kept": kept, "least_tokens": least}
+        row.stops = checkpoint_stops(settings, row.request, row.position, row.request.limit, **found)
 
     def start_over(self, row: Row) -> None:
         """Let a row stand at 0, with no state, as if nothing of its prompt were stored."""

@@ -159,7 +159,7 @@ class Sharing:
         request, room = row.request, self._room
         match, _, plan = self._core.lookup(request.keys, request.namespace, request.limit)
         with self._states.guarded(match.node):
-            node = self._pager.allocating(self._end_of, plan)
+            node = next(reversed(self._pager.path_to(plan)), None)
             if node is not None:
                 self._states.read(node, 1)
         try:
@@ -188,15 +188,6 @@ class Sharing:
         if node is not None and node.payload is not None:
             self._states.read(node, -1)
             self._evictor.tidy(node)
-
-    def _end_of(self, plan: ResumePlan) -> StateNode | None:
-        """The node that ends where a plan resumes, split off if need be; None: it resumes at 0."""
-        for node in plan.path:
-            if node.start < plan.resume < node.end:
-                return self._states.split(node, plan.resume)
-            if node.end == plan.resume:
-                return node
-        return None
 
     def _restoring(self, make: Callable[[], Any]) -> Any:
         try:

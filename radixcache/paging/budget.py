@@ -1,4 +1,6 @@
-"""ByteBudget: whether bytes fit. Only this file weighs a need against the budget, pins, limits and the device.
+"""The byte budget: whether bytes fit, and eviction, so that they do.
+
+ByteBudget: whether bytes fit. Only this file weighs a need against the budget, pins, limits and the device.
 
     who asks    may take
     cache       what is free now, beside all that is leaving

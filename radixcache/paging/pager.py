@@ -45,9 +45,7 @@ class Pager:
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
-        path = plan.path
-        if path and path[-1].end > plan.resume:
-            path = self.allocating(self._split_at, plan)
+        path = self.path_to(plan)
         incoming = [node for node in path if node.end > shared]
         has_changed = before != shared or len(incoming) > 0
         self._evictor.spared = incoming
@@ -408,8 +406,12 @@ class Pager:
         source = self._slots.source(node)
         return self._layout.copy(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
+    def path_to(self, plan: ResumePlan) -> list[StateNode]:
+        """The nodes up to where a plan resumes; the last one is cut there if need be."""
+        path = plan.path
+        return self.allocating(self._split_at, plan) if path and path[-1].end > plan.resume else path
+
     def _split_at(self, plan: ResumePlan) -> list[StateNode]:
-        """Cut the path at the resume offset; returns its nodes up to there."""
         path = []
         for node in plan.path:
             if node.start < plan.resume < node.end:

@@ -1,4 +1,6 @@
-r"""LivePath: the live caches of one slot, the path of the tree that they hold, and the session that uses them.
+r"""Where one request resumes, the live path on which it does, and where its prefill stops for checkpoints.
+
+LivePath: the live caches of one slot, the path of the tree that they hold, and the session that uses them.
 
     root ── a ── b ── tip          a, b, tip are LIVE: buffers hold [0, tip.end), nothing is copied for them
              \
@@ -21,8 +23,6 @@ Invariants, asserted by `check`; V2 and V3 while no session is open on the path:
 
 Only these classes change the fields. Buffers are rewound and overwritten in place, and no reference to an array is
 kept: MLX copies a shared buffer when it is next written.
-
-Where one request resumes, where its prefill stops for checkpoints, and what it takes on its way.
 
 `plan_resume` finds the deepest offset at which a request can take up stored state. With span layers alone that is the
 match itself. Other layers need their state at exactly one offset:
@@ -606,15 +606,24 @@ def distant_marks(marks: Iterable[int], resumed: int, least_tokens: int) -> list
 
 
 def checkpoint_stops(
-    settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int, kept: int = 0
+    settings: Settings,
+    request: PrefixRequest,
+    position: int,
+    last: int,
+    *,
+    matched: int,
+    resumed: int,
+    kept: int = 0,
+    least_tokens: int = 1,
 ) -> dict[int, str]:
-    """Offsets up to `last` at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
+    """Offsets in (position, last] at which to take a checkpoint in prefill, with the reason: the most lasting one.
 
-    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well. A few
-    tokens behind a mark, such a checkpoint would save less than its forward pass takes. The budget can keep `kept`
-    tokens of the prompt; 0: all.
+    Of the marks, those count that are `least_tokens` apart. The tree held `matched` tokens; if more than were
+    `resumed`, other prompts may branch off there as well. A few tokens behind a mark, such a checkpoint would save less
+    than its forward pass takes. The budget can keep `kept` tokens of the prompt; 0: all.
     """
-    stops = dict.fromkeys(marks, "mark")
+    prompt_tokens = len(request.prompt)
+    stops = dict.fromkeys(distant_marks(request.marks, resumed, least_tokens), "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
     if not any(tail <= mark < prompt_tokens for mark in stops):  # A template rewrites what is behind the last message.
         stops[tail] = "tail"
@@ -626,7 +635,9 @@ def checkpoint_stops(
         # Close to another one it would save next to nothing and cost as much.
         if all(abs(offset - other) >= interval // 8 for other in stops):
             stops[offset] = "interval"
-    return stops
+    if settings.exact:
+        return stops_on_grid(stops, settings.step_size, position, last)
+    return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}
 
 
 def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last: int) -> dict[int, str]:

@@ -1,4 +1,8 @@
-"""Progress: how far the layers of one session are evaluated, its forward passes, and what is left after a failure.
+"""Session: one request on live caches, from its restored prefix to a stored one.
+
+A session belongs to one thread at a time. It takes the cache's lock itself; forward passes run outside of the lock.
+
+Progress: how far the layers of one session are evaluated, its forward passes, and what is left after a failure.
 
 `position` counts the tokens whose forward pass the session ran. The offsets of the layers are larger if the caller's
 own loop called the model, and unequal if a forward pass broke off. `_settle` stores only what was evaluated and whose
@@ -18,10 +22,6 @@ Invariants:
 Recurrent layers cannot be rewound. Drafted tokens are checked several in a forward pass, and the arrays in front of
 such a pass are held until the next one (`HeldPass`), so that the pass can be taken back as a whole. In exact mode those
 of windows too, as a ring that is filled in another order would add up in another order.
-
-Session: one request on live caches, from its restored prefix to a stored one.
-
-A session belongs to one thread at a time. It takes the cache's lock itself; forward passes run outside of the lock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from radixcache.paging.resume import (
     ShortReason,
     checkpoint_stops,
     floor,
-    stops_on_grid,
 )
 from radixcache.settings import require_count
 from radixcache.speculate.suffix_index import TAIL_TOKENS
@@ -620,14 +619,14 @@ class Session(Progress):
             try:
                 keys = self._settled_keys()
                 if keys is None:
-                    core.lose(live)
+                    core.slots.lose(live)
                 else:
                     end, evaluated = self._settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, self._own)
                     stored = keys[:end]
                     self._say(keys)
             except BaseException:
-                core.lose(live)
+                core.slots.lose(live)
                 raise
             finally:
                 output_tokens = self.known_tokens - len(self.prompt)
@@ -722,12 +721,9 @@ class Session(Progress):
         """Offsets in (position, last] at which to take a checkpoint, with the reason."""
         if not self._layout.has_points:
             return {}
-        settings, position, marks = self._core.settings, self.position, self._request.marks
-        found, kept = (self.matched_tokens, self.cached_tokens, last), self._core.budget.kept_tokens(len(self.prompt))
-        stops = checkpoint_stops(settings, len(self.prompt), marks, *found, kept)
-        if settings.exact:
-            return stops_on_grid(stops, settings.step_size, position, last)
-        return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}
+        kept, settings = self._core.budget.kept_tokens(len(self.prompt)), self._core.settings
+        found = {"matched": self.matched_tokens, "resumed": self.cached_tokens, "kept": kept}
+        return checkpoint_stops(settings, self._request, self.position, last, **found)
 
     def _next_tokens(self, tokens: Any) -> tuple[mx.array, int]:
         """The tokens as (1, T), checked against what is known from `position` on; waits for them only then."""

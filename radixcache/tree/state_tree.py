@@ -1,4 +1,4 @@
-"""The state of a node, and what of it is evicted first: the policy's entries, and thinning.
+"""StateTree, the state of its nodes, and what of it is evicted first: the policy's entries, and thinning.
 
 Each node has a NodeState. A policy sees it as one or two entries: one for the node's spans, one for the checkpoint at
 its end. Entries makes them, mirrors changes of the node into them, and tells the policy which of them may go.
@@ -22,7 +22,7 @@ of these places:
     PAGED   in snapshot arrays (`spans`); if the node is live too, its snapshot is a duplicate
     LEAVING neither: about to be paged out, which takes `leaving_bytes`, or dropped
 
-See windows.py for the tokens of sliding windows, and entries.py for what is evicted first.
+See windows.py for the tokens of sliding windows.
 
 Invariants, asserted by `check`:
 
