@@ -176,9 +176,11 @@ class LivePath:
 
     def measure(self, caches: Sequence[Any] = ()) -> None:
         """Book the bytes of the buffers, and of those of a session's caches that are in the place of ours."""
-        nbytes, ours = self._layout.live_nbytes(self.caches), set(map(id, self.caches))
-        if replaced := [cache for cache in caches if id(cache) not in ours]:
-            nbytes += self._layout.live_nbytes(replaced)
+        nbytes = self._layout.live_nbytes(self.caches)
+        if caches:
+            ours = set(map(id, self.caches))
+            if replaced := [cache for cache in caches if id(cache) not in ours]:
+                nbytes += self._layout.live_nbytes(replaced)
         self.booking.book_live(nbytes)
 
     def leave(self, end: int) -> list[StateNode]:
