@@ -12,7 +12,7 @@ method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -343,34 +343,27 @@ class Room:
         with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
         OverBudgetError: with `is_strict`, in place of going beyond the budget.
         """
-        budget, evictor = self.core.budget, self.evictor
-        generous = nbytes(spare) - freed_bytes
-        if not budget.over_bytes(generous):
-            self.booking.book_live(self.booking.live_bytes + max(0, generous))
-            return spare
-        need = nbytes(0) - freed_bytes
-        if need > 0 and not evictor.find_room(need):
-            if budget.fits(need, self.booking.checkpoint_bytes, "eviction").is_ok:
-                for row in self.rows.values():
-                    row.own.clear()
-            if not evictor.find_room(need):
-                if is_strict:
-                    raise OverBudgetError
-                return self._ask_device(nbytes, (spare, owed), freed_bytes)
-        self.booking.book_live(self.booking.live_bytes + max(0, need))
-        return 0
+        budget, evictor, need = self.core.budget, self.evictor, nbytes(0) - freed_bytes
+        if not budget.over_bytes(nbytes(spare) - freed_bytes):
+            return self._book_more(nbytes, spare, freed_bytes)
+        if need <= 0 or evictor.find_room(need):
+            return self._book_more(nbytes, 0, freed_bytes)
+        if budget.fits(need, self.booking.checkpoint_bytes, "eviction").is_ok:
+            for row in self.rows.values():
+                row.own.clear()
+            if evictor.find_room(need):
+                return self._book_more(nbytes, 0, freed_bytes)
+        if is_strict:
+            raise OverBudgetError
+        if not budget.fits(nbytes(spare), freed_bytes, "rows").is_ok:
+            spare = owed
+            budget.fits(nbytes(spare), freed_bytes, "rows").require()
+        evictor.make_room(max(0, nbytes(spare) - freed_bytes))
+        return self._book_more(nbytes, spare, freed_bytes)
 
-    def _ask_device(self, nbytes: Callable[[int], int], spares: Sequence[int], freed_bytes: int) -> int:
-        refused: RequestTooLargeError | None = None
-        for spare in spares:
-            refused = self.core.budget.fits(nbytes(spare), freed_bytes, "rows").refusal
-            if refused is None:
-                more_bytes = max(0, nbytes(spare) - freed_bytes)
-                self.evictor.make_room(more_bytes)
-                self.booking.book_live(self.booking.live_bytes + more_bytes)
-                return spare
-        assert refused is not None
-        raise refused
+    def _book_more(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int) -> int:
+        self.booking.book_live(self.booking.live_bytes + max(0, nbytes(spare) - freed_bytes))
+        return spare
 
     @property
     def nbytes(self) -> int:
