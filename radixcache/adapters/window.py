@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
-from radixcache.adapters.contract import NEVER, Range, Window, WindowSnapshot, common, tokens_in
+from radixcache.adapters.contract import NEVER, Adapter, Range, Window, WindowSnapshot, common, tokens_in
 from radixcache.adapters.point import PointAdapter
 from radixcache.adapters.span import ALL, KeysAndValues, SpanSnapshot, owned, segment_bounds
 
@@ -142,6 +142,11 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         buffers = list(zip(*map(self.buffers, caches), strict=True))
         cuts = [self.places(caches[0], low, high) for low, high in segment_bounds(start, end)]
         return SpanSnapshot(start, end, [tuple([_owned(_cut(its, at), axis=0) for its in buffers]) for at in cuts])
+
+
+def is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
+    """Whether it is the adapter of a window. A user's adapter may lack `is_window`."""
+    return getattr(adapter, "is_window", False)
 
 
 class RotatingKVAdapter(WindowAdapter):

@@ -313,10 +313,10 @@ class Room:
     def has_room_for_checkpoint(self, row: Row, position: int) -> bool:
         """Whether the budget has room for a checkpoint; of a row that is larger, for the row up to there at its end."""
         nbytes, length, budget = self.point_bytes(position), len(row.prompt), self.core.budget
-        if budget.fits(self.bytes_of(1, length, length), who="kept").is_ok:
+        if budget.can_keep(self.bytes_of(1, length, length)):
             return self.evictor.find_room(nbytes)
         # Twice: it is live, too.
-        return budget.fits(position * self.layout.token_bytes + 2 * nbytes, who="kept").is_ok
+        return budget.can_keep(position * self.layout.token_bytes + 2 * nbytes)
 
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""

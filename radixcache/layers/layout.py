@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_not
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import psutil
@@ -37,7 +37,7 @@ from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Span
 from radixcache.adapters.point import untouched
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.span import KeysAndValues, SpanSnapshot, stored_nbytes
-from radixcache.adapters.window import WindowAdapter
+from radixcache.adapters.window import WindowAdapter, is_windowed
 from radixcache.errors import RadixCacheError, SnapshotError
 from radixcache.layers import stored
 from radixcache.layers.stored import Buffers
@@ -228,7 +228,7 @@ class ModelShape(Shape):
         pairs = self.leaves(self.fresh())
         self.leaf_count = len(pairs)
         self._adapters = [adapter for _, adapter in pairs]
-        self._windows = [adapter.window(cache) if _is_windowed(adapter) else None for cache, adapter in pairs]
+        self._windows = [adapter.window(cache) if is_windowed(adapter) else None for cache, adapter in pairs]
         self._stacks: list[Stack] = []
         self.shapes: list[tuple[Any, ...] | None] = [None] * len(pairs)
         # Leaves that a forward pass writes; None before one was seen. A model may leave some unused.
@@ -431,7 +431,7 @@ class Layout(ModelShape):
         copies: list[mx.array] = []
         copied_bytes = 0
         for cache, adapter in self.leaves(caches):
-            if its := adapter.shrink(cache) if not was_empty and _is_windowed(adapter) else adapter.own(cache):
+            if its := adapter.shrink(cache) if not was_empty and is_windowed(adapter) else adapter.own(cache):
                 copies += its
                 copied_bytes += sum([array.nbytes for array in its])
                 if wait and copied_bytes > TOGETHER_BYTES:
@@ -740,11 +740,6 @@ class Stack(NamedTuple):
         if not self.adapter.restore_stack(caches, WindowSnapshot(0, target, pieces), target):
             raise _incomplete(caches[0], target)
         return self.leaves
-
-
-def _is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
-    """Whether it is the adapter of a window. A user's adapter may lack `is_window`."""
-    return getattr(adapter, "is_window", False)
 
 
 def _incomplete(cache: Any, target: int) -> LiveStateError:

@@ -5,7 +5,6 @@ ByteBudget: whether bytes fit. Only this file weighs a need against the budget, 
     who asks    may take
     cache       what is free now, beside all that is leaving
     eviction    also what eviction can free
-    kept        the whole budget: what one request leaves, if all else goes
     rows        also, beyond the budget, what the device can spare
     request     the same, up to `max_request_bytes`
     alone       the same, if no other request ran
@@ -50,7 +49,7 @@ from radixcache.paging.resume import LivePath, Slots
 from radixcache.tree.state_tree import StateNode, StateTree
 
 #: Who asks; not an Enum, whose members take longer to look up than the rest of `ByteBudget.fits`.
-Who = Literal["cache", "eviction", "kept", "rows", "request", "alone"]
+Who = Literal["cache", "eviction", "rows", "request", "alone"]
 
 
 class Fit(NamedTuple):
@@ -89,8 +88,6 @@ class ByteBudget:
             return Fit(free_bytes - more_bytes)
         if who == "eviction":
             return Fit(ledger.budget_bytes - self.fixed_bytes() - more_bytes)
-        if who == "kept":
-            return Fit(ledger.budget_bytes - more_bytes)
         if who == "alone":
             if need_bytes <= ledger.budget_bytes:
                 return Fit(ledger.budget_bytes - need_bytes)
@@ -108,6 +105,10 @@ class ByteBudget:
         over_bytes = ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes
         return over_bytes if over_bytes > 0 else 0
 
+    def can_keep(self, nbytes: int) -> bool:
+        """Whether one request may leave so many bytes, if everything else goes."""
+        return nbytes <= self._ledger.budget_bytes
+
     def kept_tokens(self, prompt_tokens: int) -> int:
         """How many tokens of a prompt the budget can keep, with a checkpoint at their end; 0: all, or not known."""
         token_bytes = self.layout.token_bytes
@@ -115,7 +116,7 @@ class ByteBudget:
             return 0
         point_bytes = self.layout.request_bytes(prompt_tokens) - prompt_tokens * token_bytes
         # Twice the point state: it is live, too. Buffers have room for one token more.
-        kept = self.fits(2 * point_bytes, who="kept").spare_bytes // token_bytes - 1
+        kept = (self._ledger.budget_bytes - 2 * point_bytes) // token_bytes - 1
         return max(kept, 0) if kept < prompt_tokens else 0
 
     def fixed_bytes(self) -> int:
@@ -421,7 +422,7 @@ class Evictor:
         for path in self._idle():
             # Twice the point state: a checkpoint holds it, too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
-            if not self.budget.fits(nbytes, who="kept").is_ok and self._page_out_or_cut(path, over, want_bytes):
+            if not self.budget.can_keep(nbytes) and self._page_out_or_cut(path, over, want_bytes):
                 return True
         return False
 

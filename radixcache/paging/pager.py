@@ -574,7 +574,7 @@ class OwnState:
         def fits(offset: int, checkpoint: Checkpoint) -> bool:
             # Twice the point state: it is live, too.
             nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
-            return self._budget.fits(nbytes, who="kept").is_ok
+            return self._budget.can_keep(nbytes)
 
         if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
             return None
