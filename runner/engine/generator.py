@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from radixcache import Group, PrefixCache
-from radixcache.lock import uninterrupted
+from radixcache.ledger import uninterrupted
 from radixcache.sessions.solo import Embed
 from radixcache.settings import require_count
 from radixcache.speculate.drafting import Drafting
