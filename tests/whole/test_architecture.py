@@ -121,7 +121,8 @@ def test_each_concept_has_its_home_in_the_code_and_no_home_twice() -> None:
     table = PAGE.read_text(encoding="utf-8").partition("## One home")[2].partition("\n## ")[0]
     homes = re.findall(r"`([\w.]+)`", re.sub(r"`[\w/]+\.py`", "", table))
     defined = {node.name for node in _nodes(ast.ClassDef, ast.FunctionDef)}
-    assert len(homes) > 15 and len(set(homes)) == len(homes)
+    assert len(homes) > 15
+    assert len(set(homes)) == len(homes)
     assert {name for home in homes for name in home.split(".")} - defined == set()
 
 
