@@ -116,7 +116,7 @@ class ServedModel:
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
-        # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
+        # A model whose layers can all be cut at any token needs no marks.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
