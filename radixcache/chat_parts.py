@@ -166,8 +166,8 @@ class ChatLog:
 
     def first_change(
         self, tokenizer: Any, keys: Keys, chat: Chat, start: int, namespace: str = ""
-    ) -> tuple[Change, Keys] | None:
-        """The first change from the nearest earlier chat, and the keys of that chat.
+    ) -> tuple[Change, Keys, Chat] | None:
+        """The first change from the nearest earlier chat, the keys of that chat, and the chat itself.
 
         None: no kept chat parts from these keys at `start`, or no part of the nearest one differs.
         """
@@ -183,11 +183,7 @@ class ChatLog:
         change = first_change(tokenizer, stored, chat)
         if change is None and start < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, start):
             change = _REWRITTEN
-        return None if change is None else (change, stored_keys)
-
-    def chat_of(self, keys: Keys) -> Chat | None:
-        """The kept chat of these keys, the same object; None: it is not kept any more."""
-        return next((chat for _, each, chat in list(self._kept) if each is keys), None)
+        return None if change is None else (change, stored_keys, stored)
 
     def reply_change(self, keys: Keys, chat: Chat, start: int, namespace: str = "") -> Change | None:
         """The reply to an earlier chat, if these keys go on from that chat and part from the reply at `start`."""

@@ -349,7 +349,7 @@ class _Search:
         parted = self._chats.first_change(self._tokenizer, keys, _chat(request), fork.start, model)
         if parted is None:
             return [], None
-        change, stored = parted
+        change, stored, _ = parted
         known = ranges_in(keys, stored, fork.start)
         if not change.keeps_rest:
             # A question that differs loses nothing; in front of other messages, the rest of a message may be the same.
