@@ -24,7 +24,7 @@ from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
 
-from radixcache.chat import RenderedChat, chat_tokens
+from radixcache.chat import RenderedChat, chat_tokens, tool_function
 from radixcache.chat_template import ChatTemplate, Message, Rendering, common_rendering, plain
 from radixcache.tokens import Keys, common_length
 
@@ -166,8 +166,8 @@ class ChatLog:
 
     def first_change(
         self, tokenizer: Any, keys: Keys, chat: Chat, start: int, namespace: str = ""
-    ) -> tuple[Change, Keys] | None:
-        """The first change from the nearest earlier chat, and the keys of that chat.
+    ) -> tuple[Change, Keys, Chat] | None:
+        """The first change from the nearest earlier chat, the keys of that chat, and the chat itself.
 
         None: no kept chat parts from these keys at `start`, or no part of the nearest one differs.
         """
@@ -183,11 +183,7 @@ class ChatLog:
         change = first_change(tokenizer, stored, chat)
         if change is None and start < len(stored_keys) and _is_rewritten(tokenizer, stored, keys, start):
             change = _REWRITTEN
-        return None if change is None else (change, stored_keys)
-
-    def chat_of(self, keys: Keys) -> Chat | None:
-        """The kept chat of these keys, the same object; None: it is not kept any more."""
-        return next((chat for _, each, chat in list(self._kept) if each is keys), None)
+        return None if change is None else (change, stored_keys, stored)
 
     def reply_change(self, keys: Keys, chat: Chat, start: int, namespace: str = "") -> Change | None:
         """The reply to an earlier chat, if these keys go on from that chat and part from the reply at `start`."""
@@ -253,15 +249,10 @@ def _by_name(tools: Sequence[Tool]) -> dict[tuple[str, int], Tool]:
     found: dict[tuple[str, int], Tool] = {}
     counts = Counter[str]()
     for tool in tools:
-        name = str(_function(tool).get("name", ""))
+        name = str(tool_function(tool).get("name", ""))
         found[name, counts[name]] = tool
         counts[name] += 1
     return found
-
-
-def _function(tool: Tool) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else tool
 
 
 def _list_words(before: list[tuple[str, int]], now: list[tuple[str, int]]) -> tuple[str, str]:
@@ -282,7 +273,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _fields(before: Tool, now: Tool) -> Iterator[tuple[str, Tool]]:
     """The name of each field that differs, and the earlier object with this field; "": only their order differs."""
-    old, new = _function(before), _function(now)
+    old, new = tool_function(before), tool_function(now)
     is_nested, count = old is not before and new is not now, 0
     for left, right, is_inner in ((old, new, True), (before, now, False)) if is_nested else ((before, now, False),):
         for name in {**left, **right}:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from radixcache.turns import Place, Turns
+from radixcache.turns import Turns
 
 Message = Mapping[str, Any]
 Rendering = str | list[int]
@@ -33,8 +33,6 @@ Ending = Literal["reply", "message", "continue"]
 
 # Stands behind the first character of a control token's text, so that it stays text. It is no character of any text.
 BREAK = "\ufdd0"
-# Shows where a content starts; no character of any text either.
-MARK = "\ufdd1"
 
 
 class _Learnt:
@@ -48,7 +46,8 @@ class _Learnt:
             texts = [*zip(*(getattr(tokenizer, name, ()) for name in names), strict=True)]
         #: Ids and texts of the tokens that never merge with text beside them; white space does not count.
         self.control = {int(token_id): text for token_id, text in texts if text.strip()}
-        self.special = {text for id, text in self.control.items() if id not in added or added[id].special}
+        self.special_ids = {each for each in self.control if each not in added or added[each].special}
+        self.special = {self.control[each] for each in self.special_ids}
         self.patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
         #: For each template; see `Turns`.
         self.turns: dict[str, dict[str, bool]] = {}
@@ -146,7 +145,7 @@ class ChatTemplate:
         except Exception:  # A template may raise anything.
             return None
 
-    def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
+    def fit(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Give each turn the nearest role that the template takes; see `Turns`."""
         return Turns(self._probe, self.learnt.turns.setdefault(self._source, {})).fit(messages)
 
@@ -188,13 +187,6 @@ class ChatTemplate:
 
     def _control_count(self, rendering: Rendering) -> int:
         return sum(token in self.learnt.control for token in rendering)
-
-    def breaks_before(self, message: Mapping[str, Any], end: int) -> int:
-        """How many breaks `in_plain_text` puts before a character of the message's content."""
-        if not self._has_breaks:
-            return 0
-        starts = self.learnt.starts(self._source, special_only=message["role"] == "assistant")
-        return sum(found.end() < end for found in starts.finditer(message["content"]))
 
     def _plain_text(self, value: Any, *, special_only: bool) -> Any:
         """A JSON value with breaks; the value itself where it needs none, so that long ones are not copied."""

@@ -610,3 +610,8 @@ def _parameter_bytes(model: Any) -> int:
     if not callable(parameters):
         return 0
     return int(tree_reduce(lambda nbytes, array: nbytes + array.nbytes, parameters(), 0))
+
+
+def chats_of(cache: PrefixCache) -> ChatLog:
+    """The last chats that a cache was given. A server adds its own, as it names changes on another thread."""
+    return cache._about.chats

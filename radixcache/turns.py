@@ -20,7 +20,7 @@ Each short conversation is rendered once per template; the results are kept in `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 #: Renders messages with tools, or without; None: the template refuses them.
 RenderText = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str | None]
@@ -53,17 +53,6 @@ _PAIRS = {
 }
 
 
-class Place(NamedTuple):
-    """Where a message went: the index of its fitted turn, and the start and end of its text there.
-
-    `start` and `end` count characters; they are None if the fitted content is no text.
-    """
-
-    turn: int
-    start: int | None
-    end: int | None
-
-
 class Turns:
     def __init__(self, render: RenderText, known: dict[str, bool]) -> None:
         """`known`: results for this template, filled here."""
@@ -71,10 +60,9 @@ class Turns:
         self._unknown: dict[str, bool] = {}  # results for roles that only this conversation has
         self._unknown_roles: set[str] = set()
 
-    def fit(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Place]]:
-        """Return messages that the template takes, and the place of each given message among them."""
+    def fit(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages that the template takes."""
         fitted: list[dict[str, Any]] = []
-        places: list[Place] = []
         is_leading = True  # only system turns so far
         for index, message in enumerate(messages):
             was_leading, is_leading = is_leading, is_leading and message["role"] in _SYSTEM
@@ -88,15 +76,11 @@ class Turns:
                 is_behind_system_text = was_leading and left == role == "user"
                 joins = is_behind_system_text or not self._takes_pair(left, role)
             given = message if role == message["role"] else {**message, "role": role}
-            start = 0
             if joins and _can_join(fitted[-1], given):
-                fitted[-1], start = _joined(fitted[-1], given)
+                fitted[-1] = _joined(fitted[-1], given)
             else:
                 fitted.append(given)
-            content = fitted[-1].get("content")
-            span = (start, len(content)) if isinstance(content, str) else (None, None)
-            places.append(Place(len(fitted) - 1, *span))
-        return fitted, places
+        return fitted
 
     def _role_of(self, role: str, index: int) -> str:
         """The nearest role that the template takes at this place."""
@@ -173,21 +157,20 @@ def _can_join(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return all(isinstance(each.get("content") or "", str | list) for each in (left, right))
 
 
-def _joined(left: dict[str, Any], right: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """One turn with the role of the left one, and where the right text starts in it."""
+def _joined(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """One turn with the role of the left one."""
     first, second = left.get("content") or "", right.get("content") or ""
     between = "\n\n" if first and second else ""
     content: Any
-    start = 0
     if isinstance(first, str) and isinstance(second, str):
-        content, start = first + between + second, len(first + between)
+        content = first + between + second
     else:
         content = [*_parts(first), *_parts(between), *_parts(second)]
     joined = {**right, **left, "content": content}
     for name in ("tool_calls", "reasoning_content"):
         if left.get(name) and right.get(name):
             joined[name] = left[name] + right[name]
-    return joined, start
+    return joined
 
 
 def _parts(content: str | list[Any]) -> list[Any]:

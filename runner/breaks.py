@@ -89,7 +89,6 @@ OPENINGS = {
     Opening.MODEL: "another model went on",
     Opening.COMPACTION: "behind a compaction",
 }
-MARKED_MESSAGES = 16  # the last messages whose ends are marked, and as many of those before
 MIN_MISSED = 1024  # tokens: providers cache in blocks, and nothing shorter
 
 
@@ -221,33 +220,35 @@ def find_breaks(
 
 
 class _Prompt:
-    """A request as its template renders it. Ends of messages are found when they are asked for: each takes time."""
+    """A request as its template renders it."""
 
     def __init__(self, tokenizer: Any, request: ScheduledRequest) -> None:
         """ValueError: the template refuses the request."""
         is_reply = request.messages[-1]["role"] == "assistant"
         template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
-        self._chat = RenderedChat(template, request.messages, "message" if is_reply else "reply")
-        self.count = len(request.messages)
-        self.tokens = self._chat.tokens
+        self.chat = RenderedChat(template, request.messages, "message" if is_reply else "reply")
+        self._messages, self.count = request.messages, len(request.messages)
+        self.tokens = self.chat.tokens
         self._has_system = request.messages[0]["role"] == "system"
-        self._ends: dict[int, int] = {0: 0}
 
     @cached_property
     def opening(self) -> int:
         """The end of all in front of the first message, if it is no system prompt; else 0."""
-        return 0 if self._has_system else self._chat.opening
+        return 0 if self._has_system else max(self.chat.head_ends, default=0)
 
     def end(self, count: int) -> int:
-        """The end of the first messages, or the last end in front of it that is certain."""
-        at = count
-        while at not in self._ends:
-            if end := self._chat.end(at):
-                self._ends[at] = end
-            else:
-                at -= 1
-        self._ends |= dict.fromkeys(range(at + 1, count + 1), self._ends[at])
-        return self._ends[count]
+        """The end of the first messages, or the last end in front of it that is found."""
+        return next(filter(None, map(self.chat.end, range(count, 0, -1))), 0)
+
+    def lasting_end(self, count: int) -> int:
+        """The end of the first messages, as far as later questions do not change the tokens of the prompt."""
+        return min(self.end(count), self._lasting)
+
+    @cached_property
+    def _lasting(self) -> int:
+        last = self._messages[-1]["role"] != "assistant"
+        later = [{"role": "assistant", "content": "So."}] * last + [{"role": "user", "content": "Why?"}]
+        return self.chat.shared_with([*self._messages, *later]) or len(self.tokens)
 
     def message_at(self, offset: int) -> int:
         """Index of the message of the token at an offset; the count of messages behind them."""
@@ -257,13 +258,6 @@ class _Prompt:
         """Whether the message of a span goes on behind the span for a while. A question that differs does not."""
         border = self.opening if self.opening > start else self.end(min(self.message_at(start) + 1, self.count))
         return border - end >= ANCHOR
-
-    def marks(self) -> list[int]:
-        """Where other conversations may part from this one: for layers that resume only at checkpoints."""
-        step = -(-self.count // MARKED_MESSAGES)
-        last = range(max(1, self.count - MARKED_MESSAGES), self.count + 1)
-        ends = {self._chat.opening, *map(self.end, (*range(1, self.count, step), *last))}
-        return sorted(ends - {0})
 
 
 class _Search:
@@ -280,7 +274,7 @@ class _Search:
         chat, model, prompt = _chat(request), request.model, _Prompt(self._tokenizer, request)
         tokens, reply = prompt.tokens, recorded_reply(self._tokenizer, request, prompt.tokens)
         self._count(request, prompt, self._cache.explain(tokens, model))
-        marks = prompt.marks() if self._has_marks else ()
+        marks = prompt.chat.marks() if self._has_marks else ()
         with self._cache.begin(tokens, namespace=model, marks=marks, reserve=0) as session:
             session.prefill(self._model)
             session.step(self._model, tokens[-1:])
@@ -341,7 +335,7 @@ class _Search:
         """The end of the first messages that an earlier request had, its reply included; and one of the same model."""
         models = [*takewhile(bool, map(self._models.get, _digests(_chat(request), request.messages)))]
         own = [*takewhile(lambda each: request.model in each, (each for each in models if each))]
-        return prompt.end(len(models)), prompt.end(len(own))
+        return prompt.lasting_end(len(models)), prompt.lasting_end(len(own))
 
     def _ranges(
         self, request: ScheduledRequest, prompt: _Prompt, fork: Gap | None
@@ -355,7 +349,7 @@ class _Search:
         parted = self._chats.first_change(self._tokenizer, keys, _chat(request), fork.start, model)
         if parted is None:
             return [], None
-        change, stored = parted
+        change, stored, _ = parted
         known = ranges_in(keys, stored, fork.start)
         if not change.keeps_rest:
             # A question that differs loses nothing; in front of other messages, the rest of a message may be the same.

@@ -313,8 +313,6 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
         def drop(models: Models, caches: list[PrefixCache]) -> None:
             for cache in caches:
                 cache.clear(namespace)
-            if models.current is not None:
-                models.current.forget(namespace)
 
         memory.clear(namespace)
         return await evicted("clear", drop)

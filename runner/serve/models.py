@@ -90,7 +90,7 @@ class WarmEntry:
         try:
             template = ChatTemplate(tokenizer, self.tools, {**options.chat_template_args}, is_plain_text=is_plain_text)
             chat = RenderedChat(template, messages, "message" if messages[-1]["role"] == "assistant" else "reply")
-            end = max(chat.opening, *(chat.end(count) for count in range(1, len(own) + 1)))
+            end = max(0, *chat.head_ends, *(chat.end(count) for count in range(1, len(own) + 1)))
         except (ValueError, RecursionError) as error:
             raise WarmFileError(f"{self.where}: {error}") from error
         if end == 0:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,9 +22,9 @@ import mlx.core as mx
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from radixcache.chat import RenderedChat, TokenSpans
+from radixcache.chat import RenderedChat, Span, find_messages
 from radixcache.chat_parts import TOOL_LIST, Chat, message_name
-from radixcache.chat_template import ChatTemplate, common_rendering
+from radixcache.chat_template import ChatTemplate
 from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
@@ -34,8 +33,6 @@ from runner.serve.schemas import ArgumentSchema, argument_schemas
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 #: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
 MAX_PIXELS = 1 << 27
-#: Marked ends of messages, each of which is rendered: so many of the last messages, and as many spread over all.
-MARKED_MESSAGES = 16
 MARKED_TEXTS = 4  # most marks in Anthropic's API
 THINKING_TOKENS = 11  # most tokens of a reply's opening that begins with reasoning, as in mlx_lm.server
 #: A text with more characters for each token of the context is counted in pieces before it is tokenized as a whole.
@@ -160,19 +157,19 @@ def _chat_prompt(
     chat = RenderedChat(template, messages, "continue" if is_begun else "reply")
     if most_tokens is not None and isinstance(chat.rendering, str):
         require_fitting([chat.rendering], tokenizer, most_tokens)
-    vision, parts = None, list[tuple[int, str]]()
+    vision = None
     if urls := [mlx_lm_border.image_url(part) for part in mlx_lm_border.image_parts(messages)]:
         if not isinstance(chat.rendering, str):
             raise ValueError("there is an image, and the tokenizer's chat template gives no text.")
-        text, pixel_values = processor(chat.rendering, images=[mlx_lm_border.decode_image(url) for url in urls])
-        tokens = TokenSpans(template, text).tokens.tolist()
+        images = [mlx_lm_border.decode_image(url) for url in urls]
+        chat.rendering, pixel_values = processor(chat.rendering, images=images)  # one token becomes many
         token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
-        vision = mlx_lm_border.make_vision(tokens, urls=urls, pixel_values=pixel_values, token_id=token_id)
-    else:
-        tokens = chat.tokens.tolist()
-        if (spans := chat.spans) is not None:
-            parts = [(spans.token_end(end), name) for end, name in _parts(request, spans.plain_text)]
-    marks = _marks(chat, tokens, len(messages), request.marked_texts) if with_marks else set()
+        vision = mlx_lm_border.make_vision(
+            chat.tokens.tolist(), urls=urls, pixel_values=pixel_values, token_id=token_id
+        )
+    tokens, spans = chat.tokens.tolist(), chat.spans
+    parts = () if spans is None else tuple((spans.before(end), name) for end, name in _parts(request, *chat.places))
+    marks = {*chat.marks(request.marked_texts[-MARKED_TEXTS:])} if with_marks else set[int]()
     initial_state = tokenizer.response_initial_state or "normal"
     if tokenizer.has_thinking:
         start, end = last_at(tokens, tokenizer.think_start_tokens), last_at(tokens, tokenizer.think_end_tokens)
@@ -180,7 +177,7 @@ def _chat_prompt(
             initial_state = "reasoning"
         if with_marks and start >= len(tokens) - THINKING_TOKENS:
             marks.add(start)
-    return RenderedPrompt(tokens, tuple(sorted(marks - {0})), initial_state, vision, tuple(parts))
+    return RenderedPrompt(tokens, tuple(sorted(marks - {0})), initial_state, vision, parts)
 
 
 def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
@@ -266,17 +263,6 @@ def _text_without_template(messages: list[dict[str, Any]], role_mapping: Mapping
     return f"{text} {messages[-1]['content']}" if is_begun else text
 
 
-def _marks(chat: RenderedChat, tokens: list[int], count: int, texts: Sequence[tuple[int, int]]) -> set[int]:
-    """The ends of messages and marked texts in the prompt, as far as the chat has the prompt's tokens."""
-    step = -(-count // MARKED_MESSAGES)
-    last = range(count - MARKED_MESSAGES, count)
-    counts = {1 + each for each in (*range(0, count, step), *last) if each >= 0}
-    ends = {chat.opening, *map(chat.end, counts)}
-    ends |= {chat.end_inside(index, end) for index, end in texts[-MARKED_TEXTS:] if index < count}
-    shared = len(tokens) if len(tokens) == len(chat.tokens) else common_rendering(chat.tokens.tolist(), tokens)
-    return {end for end in ends if end <= shared}
-
-
 def last_at(tokens: list[int], sequence: Sequence[int]) -> int:
     """Where a sequence of tokens occurs last; -1: nowhere."""
     length = len(sequence)
@@ -293,61 +279,14 @@ def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int)
     if request.prompt is not None:
         return _TEXT
     text, at = tokenizer.decode(tokens), len(tokenizer.decode(tokens[:start]))
-    return next((name for end, name in _parts(request, text) if at < end), _OPENING)
+    parts = _parts(request, *find_messages(text, request.messages, request.tools or ()))
+    return next((name for end, name in parts if at < end), _OPENING)
 
 
-def _parts(request: Request, text: str) -> Iterator[tuple[int, str]]:
-    """Where each part ends in a prompt's text, in order, and its name."""
-    for end, index in _part_ends(request, text):
-        yield end, TOOL_LIST if index < 0 else message_name(request.messages[index], index)
-
-
-def _part_ends(request: Request, text: str) -> Iterator[tuple[int, int]]:
-    """Where each part ends in a prompt's text, in order, and the index of its message; -1: the tools.
-
-    Parts whose text is not found, as templates rewrite some, end where the next one ends.
-    """
-    spans = [_span(text, _texts(message), 0) for message in request.messages[:1]]
-    has_system = bool(spans) and request.messages[0]["role"] in ("system", "developer")
-    system_end = spans[0][1] if has_system else 0
-    tools = _tools_span(text, request.tools or (), system_end)
-    position = max(system_end, tools[1])
-    ends = [(tools[1], -1)] if tools[1] else []
-    ends += [(system_end, 0)] if has_system else []
-    yield from sorted(ends)
-    for index, message in enumerate(request.messages):
-        if index or not has_system:
-            _, end = _span(text, _texts(message), position)
-            if end:
-                position = end
-                yield end, index
-
-
-def _span(text: str, wanted: Iterable[str], position: int) -> tuple[int, int]:
-    """Where these texts stand in `text`, in order, behind `position`; (0, 0): nowhere."""
-    start = end = 0
-    for each in wanted:
-        if each and (found := text.find(each, max(position, end))) >= 0:
-            start, end = start or found, found + len(each)
-    return start, end
-
-
-def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    content = message.get("content") or ""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    yield str(message.get("reasoning_content") or "").strip()
-    yield from (str(part.get("text", "")).strip() for part in parts)
-    yield from (call["function"]["name"] for call in message.get("tool_calls") or ())
-
-
-def _tools_span(text: str, tools: Sequence[Mapping[str, Any]], system_end: int) -> tuple[int, int]:
-    """Templates show tools behind the system prompt or before it, mostly as JSON."""
-    functions = [tool["function"] for tool in tools]
-    shown = [json.dumps(tool, ensure_ascii=False) for tool in tools]
-    names = [f'"{function["name"]}"' for function in functions]
-    forms = [form for form in (shown, names) if all(each in text for each in form)]
-    spans = (_span(text, form, position) for form in forms for position in (system_end, 0))
-    return next((span for span in spans if span[1]), (0, 0))
+def _parts(request: Request, places: Sequence[Span], tools: Span) -> list[tuple[int, str]]:
+    """Where each part ends in a prompt's text, in order, and its name. A part that is not found ends with the next."""
+    named = zip(places, map(message_name, request.messages, range(len(places))), strict=True)
+    return sorted((end, name) for (_, end), name in [(tools, TOOL_LIST), *named] if end)
 
 
 def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:

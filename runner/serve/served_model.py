@@ -27,9 +27,10 @@ import numpy as np
 
 from radixcache import PrefixCache
 from radixcache.chat import chat_tokens
-from radixcache.chat_parts import Chat, ChatLog
+from radixcache.chat_parts import Chat
 from radixcache.chat_template import common_rendering
 from radixcache.decode import LogitsProcessor, Sampler
+from radixcache.prefix_cache import chats_of
 from runner.engine.engine import PARALLEL_STEP_SIZE
 from runner.engine.generator import ParallelGenerator
 from runner.engine.replies import Piece
@@ -100,7 +101,7 @@ class ServedModel:
         self._vocabulary_length = loaded.vocabulary_length
         self._options = options
         self._renderer = renderer
-        self._chats = ChatLog()
+        self._chats = chats_of(cache)
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
         # None: the prompt has images, whose arrays belong to this thread.
         self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
@@ -116,7 +117,7 @@ class ServedModel:
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
         self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
-        # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
+        # A model whose layers can all be cut at any token needs no marks.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
@@ -190,10 +191,6 @@ class ServedModel:
             ttl_s=ttl_s,
             draft_model=self.draft_model,
         )
-
-    def forget(self, namespace: str | None) -> None:
-        """Forget the chats of a namespace, or all, with which later prompts are compared."""
-        self._chats.clear(namespace)
 
     def rehearse(self) -> None:
         """Do once what the first client would wait for: compile and allocate, render and decode a prompt.
@@ -379,7 +376,7 @@ class ServedModel:
             nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
             change = nearest[0] if nearest else self._chats.reply_change(keys, prompt.chat, start, request.namespace)
             if change is not None:
-                stored = self._chats.chat_of(nearest[1]) if nearest else None
+                stored = nearest[2] if nearest else None
                 moved = 0 if stored is None else movable_tokens(self.tokenizer, stored, prompt.chat, start)
                 more = f" With --move-volatile, {moved:,} tokens more would be reused." if moved else ""
                 return str(change), change.hint + more, moved

@@ -340,7 +340,7 @@ def grow_tree(
 
 
 def _rendered(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
-    """Tokens, and marks for layers that resume only at checkpoints: each costs some renderings."""
+    """Tokens, and marks for layers that resume only at checkpoints."""
     tools, arguments = request.conversation.tools, request.conversation.arguments
     if with_marks:
         return render_chat(tokenizer, request.messages, tools, **arguments)

@@ -1,4 +1,4 @@
-"""render_chat: tokens as the tokenizer gives them, and marks that hold for every other conversation.
+"""render_chat: tokens as the tokenizer gives them, and marks at which other conversations resume.
 
 The templates below are small ones of each kind that real models have; the tokenizers are trained on a few sentences.
 """
@@ -15,8 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from radixcache.chat import RenderedChat, chat_tokens, message_ends, render_chat
-from radixcache.chat_template import ChatTemplate
+from radixcache.chat import HEADER_TOKENS, chat_tokens, render_chat
+from radixcache.chat_template import common_rendering
 
 CHATML = (
     "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -194,6 +194,13 @@ def test_marks_stand_at_the_end_of_the_system_prompt_and_of_each_message() -> No
     assert tokenizer.decode(tokens[marks[-1] :]) == "<|im_start|>assistant\n"
 
 
+def test_a_role_between_two_control_tokens_belongs_to_the_next_message() -> None:
+    header = "{% for m in messages %}<|im_start|>{{ m['role'] }}<s>\n\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    tokenizer = make_tokenizer(header + "{% if add_generation_prompt %}<|im_start|>assistant<s>\n\n{% endif %}")
+    tokens, marks = render_chat(tokenizer, [SYSTEM, *TURNS])
+    assert [each[-10:] for each in pieces(tokenizer, tokens, marks)] == ["<|im_end|>"] * 4
+
+
 def test_generation_prompt_is_left_out_after_a_reply_or_when_it_is_not_wanted() -> None:
     tokenizer = make_tokenizer(CHATML)
     for messages, wanted in ((TURNS[:2], True), (TURNS, False)):
@@ -223,28 +230,23 @@ def test_system_prompt_that_is_merged_into_the_first_user_message_has_a_mark(tem
     assert len(marks) == 4
 
 
-def test_thinking_that_is_stripped_later_does_not_cost_the_marks_behind_it() -> None:
-    tokenizer = make_tokenizer(THINKING)
-    thought = {"role": "assistant", "content": "<think>\nSun or rain?\n</think>\n\nIt is fine."}
-    tokens, marks = render_chat(tokenizer, [TURNS[0], thought, TURNS[2]])
-    assert "think" not in tokenizer.decode(tokens)
-    _, wanted = render_chat(tokenizer, [TURNS[0], TURNS[1], TURNS[2]])
-    # The reply's mark lies in the stripped form, behind the header that every next user message has.
-    assert pieces(tokenizer, tokens, marks)[-2].startswith("<|im_start|>assistant\nIt is fine.<|im_end|>\n")
-    assert (marks[0], marks[-1]) == (wanted[0], wanted[-1])
+def resumed_tokens(tokens: Any, marks: Any, other: Any) -> tuple[int, int]:
+    """How many tokens of another prompt can be resumed at marks of this one, and how many tokens both share."""
+    shared = common_rendering(tokens.tolist(), other.tolist())
+    return max((mark for mark in marks if mark <= shared), default=0), shared
 
 
-def test_thinking_that_is_still_kept_is_not_promised_to_later_turns() -> None:
+def test_a_loop_of_tool_calls_resumes_behind_kept_thinking_and_a_later_question_behind_the_question() -> None:
     tokenizer = make_tokenizer(THINKING)
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}
     thought = {"role": "assistant", "content": "<think>\nAsk.\n</think>\n\nLet me ask.", "tool_calls": [call]}
     talk: list[Any] = [TURNS[0], thought, {"role": "tool", "content": "21 degrees"}]
     tokens, marks = render_chat(tokenizer, talk)
-    later, _ = render_chat(tokenizer, [*talk, TURNS[1], TURNS[2]])
+    loop, later = (render_chat(tokenizer, [*talk, *more])[0] for more in ([thought, talk[2]], TURNS[1:]))
     assert "Ask." in tokenizer.decode(tokens)
     assert "Ask." not in tokenizer.decode(later)
-    assert tokens[: marks[-1]].tolist() == later[: marks[-1]].tolist()
-    assert pieces(tokenizer, tokens, marks)[-1].strip() == "<|im_start|>assistant"
+    assert tokenizer.decode(tokens[: resumed_tokens(tokens, marks, loop)[0]]).endswith("21 degrees<|im_end|>\n")
+    assert tokenizer.decode(tokens[: resumed_tokens(tokens, marks, later)[0]]).endswith("the weather?<|im_end|>\n")
 
 
 def test_tools_that_stand_in_the_first_user_message_belong_to_the_system_prompts_mark() -> None:
@@ -255,30 +257,6 @@ def test_tools_that_stand_in_the_first_user_message_belong_to_the_system_prompts
     assert opening.startswith("<|im_start|>user\nTools: ")
     assert opening.count("Lists trains.") == 8
     assert "weather" not in opening
-
-
-def test_token_that_reaches_over_a_border_is_left_out_of_the_mark() -> None:
-    tokenizer = make_tokenizer(GLUED)
-    whole = [{"role": "user", "content": "it is the we"}, {"role": "assistant", "content": "ather"}]
-    tokens, _ = render_chat(tokenizer, whole)
-    _, _, ends = message_ends(tokenizer, whole)
-    alone = tokenizer("it is the we", add_special_tokens=False)["input_ids"]
-    assert tokens[: len(alone)].tolist() != alone, "the tokenizer must merge over the border for this to be a test"
-    assert tokenizer.decode(tokens[: ends[0]]) == "it is the"
-
-
-def test_only_the_ends_that_are_asked_for_are_looked_for() -> None:
-    tokenizer = make_tokenizer(GLUED)
-    turns = [{"role": role, "content": "it is fine"} for _ in range(50) for role in ("user", "assistant")]
-    tokens, _, ends = message_ends(tokenizer, turns)
-    rendered = []
-    render = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
-    chat = RenderedChat(ChatTemplate(tokenizer, None, {}), turns, "message")
-    assert (chat.tokens.tolist(), chat.end(100)) == (tokens.tolist(), ends[-1])
-    assert len(rendered) == 2, "the end of all needs the chat and a later turn"
-    assert [chat.end(count) for count in (1, 40)] == [ends[0], ends[39]]
-    assert len(rendered) < 10
 
 
 # Messages
@@ -386,17 +364,15 @@ class OffsetlessTokenizer:
 
 
 @pytest.mark.parametrize("name", ["chatml", "user_first", "thinking", "tools_with_user"])
-def test_tokenizer_without_offsets_gives_the_same_marks(name: str) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name])
-    other = OffsetlessTokenizer(tokenizer)
+def test_conversations_resume_at_marks_of_a_tokenizer_without_offsets_too(name: str) -> None:
+    other = OffsetlessTokenizer(make_tokenizer(TEMPLATES[name]))
     for messages in ([SYSTEM, *TURNS], TURNS):
-        tokens, marks = render_chat(tokenizer, messages, [TOOL])
-        slow_tokens, slow_marks = render_chat(other, messages, [TOOL])
-        assert slow_tokens.tolist() == tokens.tolist()
-        # Token by token, a header that all next messages share counts as shared; it is a token or two.
-        assert len(slow_marks) == len(marks)
-        assert all(0 <= slow - mark <= 2 for slow, mark in zip(slow_marks, marks, strict=True))
-    assert other.calls > 0
+        tokens, marks = render_chat(other, messages, [TOOL])
+        assert len(marks) >= len(messages)
+        for count in range(1, len(messages)):
+            longer = [*messages[:count], {**messages[count], "content": "So?"}]
+            resumed, shared = resumed_tokens(tokens, marks, render_chat(other, longer, [TOOL])[0])
+            assert shared - resumed <= HEADER_TOKENS
 
 
 def test_control_tokens_in_a_message_can_be_sanitized() -> None:
@@ -408,7 +384,7 @@ def test_control_tokens_in_a_message_can_be_sanitized() -> None:
     assert 0 < marks[-1] < len(tokens)
 
 
-def test_long_conversation_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_conversation_is_rendered_and_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(CHATML)
     lengths: list[int] = []
     encode = PreTrainedTokenizerFast._encode_plus
@@ -419,9 +395,13 @@ def test_long_conversation_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting)
     messages = [SYSTEM] + TURNS[:2] * 40 + TURNS[:1]
+    render_chat(tokenizer, messages)  # what the template takes is known now
+    lengths.clear()
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *args, **kwargs: lengths.append(0) or render(*args, **kwargs)
     tokens, marks = render_chat(tokenizer, messages)
     assert len(marks) == len(messages)
-    assert lengths == [len(tokenizer.decode(tokens))]
+    assert lengths == [0, len(tokenizer.decode(tokens))]
 
 
 # Errors
@@ -458,14 +438,13 @@ def test_tokenizer_without_chat_template_is_refused_with_one_line(wrap: Any) -> 
     assert "\n" not in str(caught.value)
 
 
-# The promise of a mark, over conversations drawn at random
+# Reuse at marks, over conversations drawn at random
 
+SENTENCE = st.builds(" ".join, st.lists(st.sampled_from(" ".join(SENTENCES[:3]).split()), min_size=3, max_size=12))
 CONTENT = st.one_of(
-    st.text(alphabet="abst 'l\n.1é中<", max_size=12),
-    st.sampled_from(
-        ["it", "it'", "s", "'s", "'ll", "\n\n", "  ", " the", "ther", "You", "]", "<s", "[INST]", "Assistant:", "er\n"]
-    ),
-    st.builds("<think>{}</think>\n{}".format, st.text(alphabet="ab\n", max_size=3), st.text(alphabet="cd", max_size=3)),
+    SENTENCE,
+    st.builds("{}\n\n  {}\n".format, SENTENCE, st.text(alphabet="abst 'l\n.1é中<", max_size=12)),
+    st.builds("<think>{}</think>\n{}".format, SENTENCE, SENTENCE),
 )
 
 
@@ -484,19 +463,22 @@ def two_conversations_that_share_a_beginning(draw: st.DrawFn) -> tuple[list[Any]
     return others[0], others[1], count
 
 
+def require_reuse(tokenizer: Any, pair: tuple[list[Any], list[Any], int], tools: list[Any] | None) -> None:
+    """Another conversation resumes at a mark, and evaluates again no more than a header of what both share."""
+    one, other, _ = pair
+    tokens, marks = render_chat(tokenizer, one, tools)
+    resumed, shared = resumed_tokens(tokens, marks, render_chat(tokenizer, other, tools)[0])
+    assert shared - resumed <= HEADER_TOKENS, tokenizer.decode(tokens[resumed:shared])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=5, deadline=None)
 @given(pair=two_conversations_that_share_a_beginning(), with_tools=st.booleans())
-def test_a_mark_is_a_promise(name: str, kind: str, pair: tuple[list[Any], list[Any], int], with_tools: bool) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name], kind)
-    if name == "glued" and kind == "pieces":
-        pytest.skip("a tokenizer without words can merge messages that nothing separates over any distance")
-    one, other, count = pair
-    tools = [TOOL] if with_tools else None
-    tokens, opening, ends = message_ends(tokenizer, one, tools)
-    other_tokens, _, _ = message_ends(tokenizer, other, tools)
-    assert len(ends) == len(one)
-    shares_system_prompt = count > 0 or one[0]["role"] == "user"
-    for end in [opening] * shares_system_prompt + ends[:count]:
-        assert tokens[:end].tolist() == other_tokens[:end].tolist()
+def test_another_conversation_resumes_at_a_mark(
+    name: str, kind: str, pair: tuple[list[Any], list[Any], int], with_tools: bool
+) -> None:
+    if kind == "pieces" and name in ("plain", "trimmed", "glued"):
+        pytest.skip("a tokenizer without words merges text over a border without a control token")
+    is_moving = name == "tools_last"  # its tools move in every turn
+    require_reuse(make_tokenizer(TEMPLATES[name], kind), pair, [TOOL] if with_tools and not is_moving else None)

@@ -14,11 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from radixcache.chat import message_ends, render_chat
+from radixcache.chat import HEADER_TOKENS, render_chat
 from radixcache.turns import MAX_UNKNOWN_ROLES, Turns
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ModelNames, Request
-from tests.chat.test_chat import make_tokenizer, two_conversations_that_share_a_beginning
+from tests.chat.test_chat import (
+    make_tokenizer,
+    require_reuse,
+    resumed_tokens,
+    two_conversations_that_share_a_beginning,
+)
 
 # Turns of other roles than these three are left out without a word.
 CHATML = (
@@ -194,29 +199,58 @@ def test_a_template_is_asked_once_however_many_conversations_there_are() -> None
     render_chat(tokenizer, talk)
 
 
-def test_each_message_has_its_own_end_also_where_several_are_one_turn() -> None:
-    tokenizer = make_tokenizer(GEMMA)
-    talk = [turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Ho"), turn("user", "Bye")]
-    tokens, _, ends = message_ends(tokenizer, talk)
-    texts = [tokenizer.decode(tokens[:end]) for end in ends]
-    assert texts[0].startswith("<s><|im_start|>user\nBe")
-    assert "<s><|im_start|>user\nBe brief.".startswith(texts[0])
-    assert texts[1].endswith("Hi<|im_end|>\n")
-    assert ends == sorted(ends)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=10, deadline=None)
 @given(pair=two_conversations_that_share_a_beginning(), tool_count=st.integers(0, 3))
-def test_a_mark_is_a_promise_with_any_number_of_tools(name: str, pair: Any, tool_count: int) -> None:
-    tokenizer = make_tokenizer(TEMPLATES[name])
-    one, other, count = pair
+def test_another_conversation_resumes_at_a_mark_with_any_number_of_tools(name: str, pair: Any, tool_count: int) -> None:
     tools = [{**TOOL, "function": {**TOOL["function"], "name": f"tool{index}"}} for index in range(tool_count)]
-    tokens, opening, ends = message_ends(tokenizer, one, tools)
-    other_tokens, _, _ = message_ends(tokenizer, other, tools)
-    shares_opening = count > 0 or one[0]["role"] == "user"
-    for end in [opening] * shares_opening + ends[:count]:
-        assert tokens[:end].tolist() == other_tokens[:end].tolist()
+    require_reuse(make_tokenizer(TEMPLATES[name]), pair, tools)
+
+
+def numbered_tools(*words: str) -> list[dict[str, Any]]:
+    texts = {word: f"Tells the {word} of a place. " * 3 for word in words}
+    return [{**TOOL, "function": {**TOOL["function"], "name": word, "description": texts[word]}} for word in words]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_request_of_an_agent_and_each_branch_of_its_session_resumes_at_a_mark(name: str) -> None:
+    tokenizer, tools = make_tokenizer(TEMPLATES[name]), numbered_tools("weather", "time", "height")
+    talk, known = [turn("system", "You are brief.")], "Ulm, then." if "tool_calls" in TEMPLATES[name] else "It is"
+    earlier: list[Any] = []
+
+    def require_mark(rendered: list[Any], tokens: Any) -> None:
+        found = [resumed_tokens(*each, tokens) for each in rendered]
+        resumed, shared = (max(each) for each in zip(*found, strict=True))
+        assert shared - resumed <= HEADER_TOKENS, tokenizer.decode(tokens[resumed:shared])
+
+    for word in ("weather", "time", "height", "weather"):
+        call = {**CALL, "function": {"name": word, "arguments": {"city": f"a city with much {word}"}}}
+        # The result has the name of a tool and the text of the reasoning, which the template may have left out.
+        asked, called = turn("user", word), turn("assistant", "", reasoning_content="Ulm, then.", tool_calls=[call])
+        told = [turn("tool", f"{known} {word}", tool_call_id="a"), turn("assistant", "So it is.")]
+        for more in ([asked], [called, told[0]]):
+            talk += more
+            tokens, marks = render_chat(tokenizer, talk, tools)
+            if earlier:
+                require_mark(earlier, tokens)
+            earlier.append((tokens, marks))
+        talk.append(told[1])
+    for index in (index for index, each in enumerate(talk) if each["role"] == "user"):
+        require_mark(earlier[-1:], render_chat(tokenizer, [*talk[:index], turn("user", "So?")], tools)[0])
+
+
+def test_other_tools_resume_behind_the_system_prompt_and_another_date_behind_the_tools() -> None:
+    tokenizer = make_tokenizer(HERMES)
+
+    def rendered(*words: str, date: str) -> Any:
+        talk = [turn("system", "You are brief. " * 9), turn("system", f"{date} it is."), turn("user", "Hi")]
+        return render_chat(tokenizer, talk, numbered_tools(*words))
+
+    tokens, marks = rendered("weather", "time", date="Monday")
+    tools, date = rendered("height", date="Monday")[0], rendered("weather", "time", date="Friday")[0]
+    for other, seen, count in ((tools, "brief.", 9), (date, "Tells the time", 3)):
+        resumed, _ = resumed_tokens(tokens, marks, other)
+        assert tokenizer.decode(tokens[:resumed]).count(seen) == count
 
 
 @pytest.mark.parametrize("mapping", [None, {"system": "RULE: ", "developer": "DEV: "}])
@@ -236,6 +270,6 @@ def test_roles_that_clients_make_up_cost_a_bounded_number_of_renderings() -> Non
 
     made_up = [[f"role {index}" for index in range(1000)], ["role"] * 1000]
     for roles in made_up:
-        fitted, _ = Turns(render, {}).fit([{"role": role, "content": "x"} for role in roles])
+        fitted = Turns(render, {}).fit([{"role": role, "content": "x"} for role in roles])
         assert [each["role"] for each in fitted][:MAX_UNKNOWN_ROLES] == roles[:MAX_UNKNOWN_ROLES]
     assert len(rendered) < 1000

@@ -451,7 +451,7 @@ def test_a_part_with_the_texts_of_special_tokens_and_of_long_characters_ends_whe
 
 def test_no_prompt_is_made_and_no_part_is_named_on_the_generation_thread(server: Server, monkeypatch) -> None:
     threads: set[str] = set()
-    for place, name in ((ChatTemplate, "render"), (ChatTemplate, "encode"), (prompts, "_part_ends")):
+    for place, name in ((ChatTemplate, "render"), (ChatTemplate, "encode"), (prompts, "_parts")):
         made = getattr(place, name)
 
         def noting(*arguments: Any, made: Any = made, **named: Any) -> Any:

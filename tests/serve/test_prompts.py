@@ -274,7 +274,7 @@ def test_marks_stand_where_they_belong_behind_special_tokens_in_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "hermes", "qwen3", "gemma"])
-def test_marks_cost_few_renderings_and_the_text_is_tokenized_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_cost_no_renderings_and_the_text_is_tokenized_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TokenizerWrapper(make_tokenizer(TEMPLATES[name]))
     talk = [turn("system", "You answer in verse. " * 50)]
     for index in range(40):
@@ -298,8 +298,7 @@ def test_marks_cost_few_renderings_and_the_text_is_tokenized_once(name: str, mon
     found = prompt(tokenizer, talk, tools=tools, with_marks=True, marked_texts=[(0, 100), (1, 20)])
     assert len(found.marks) > 28
     length = len(tokenizer.decode(found.tokens))
-    assert length < counts["characters"] < 1.1 * length
-    assert counts["renderings"] <= 16
+    assert counts == {"renderings": 1, "characters": length}
     texts = [tokenizer.decode(found.tokens[:mark]) for mark in found.marks]
     for message in talk[-16:]:
         assert sum(text.endswith(f"{message['content']}<|im_end|>\n") for text in texts) == 1, message
