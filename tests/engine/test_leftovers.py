@@ -15,7 +15,7 @@ import pytest
 
 from policies import LRU
 from radixcache import PolicyError, PrefixCache
-from runner.engine.sequence import Ticket
+from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests import inside
 from tests.engine.test_parallel_generate import (
@@ -49,7 +49,7 @@ def refuse(*_: Any) -> Any:
     raise ValueError("refused")
 
 
-def cancelling(generator: Any, tickets: list[Ticket]) -> Callable[[int], None]:
+def cancelling(generator: Any, tickets: list[Generation]) -> Callable[[int], None]:
     def at(count: int) -> None:
         if count in (0, 4):
             tickets[count // 4].cancel()
@@ -87,7 +87,7 @@ def uncounted_bytes(cache: PrefixCache) -> int:
     return int(mx.get_active_memory()) - stats.live_bytes - stats.paged_bytes
 
 
-def served(loaded: LoadedModel, cache: PrefixCache, way: str) -> list[Ticket]:
+def served(loaded: LoadedModel, cache: PrefixCache, way: str) -> list[Generation]:
     """Requests of which two end in this way, some are cancelled, and some need the room of others."""
     options, surroundings = ways(loaded.model)[way]
     with new_generator(loaded, cache, max_rows=3) as generator, surroundings():
@@ -102,7 +102,7 @@ def test_no_end_of_a_request_leaves_bytes_that_nobody_counts(kind: str) -> None:
     loaded = load(kind)
     inside.try_ways(loaded.model)
     before: int | None = None
-    kept: list[Ticket] = []
+    kept: list[Generation] = []
     with new_cache(loaded, budget_bytes=BUDGET_BYTES) as cache:
         for way in ways(loaded.model):
             tickets = served(loaded, cache, way)
