@@ -33,9 +33,9 @@ FOLDERS = (ROOT, ROOT / "radixcache")
 FREE = {"errors", "settings", "lock", "tokens"}
 ANY = "any room"
 #: The most files that each package may have.
-MOST_FILES = {"radixcache": 84, "runner": 99}
+MOST_FILES = {"radixcache": 84, "runner": 98}
 #: The most lines of each package. What needs more says in its commit what the lines are for.
-MOST_LINES = {"policies": 2_400, "radixcache": 22_900, "runner": 24_400, "tests": 56_000}
+MOST_LINES = {"policies": 2_400, "radixcache": 22_900, "runner": 23_600, "tests": 56_000}
 #: The most lines of a class and of a function, and the most terms of the page.
 MOST_CLASS_LINES, MOST_FUNCTION_LINES, MOST_TERMS = 760, 112, 119
 
