@@ -250,6 +250,7 @@ class OpenRequest:
     The generation thread sets the prompt, the options of its reply, and whether nothing may run beside it.
     """
 
+    pending: Future[Any] | None = None  # the prompt, or the grammar, that another thread makes
     prompt: Any = None  # a RenderedPrompt, once it is made
     options: Mapping[str, Any]
     is_alone = False
@@ -286,27 +287,21 @@ class OpenRequest:
                 self.put(Token(text))
             self.put(self.record)
 
-    def fail(self, status: int, message: str, note: str | None = None) -> None:
-        """Put an ApiError, unless the request has ended. `note` is for the record; default: the message."""
-        self._fail(ApiError(status, message), note)
-
-    def fail_with(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
-        if isinstance(error, ApiError):
-            self._fail(error)
-        elif not isinstance(error, (RequestTooLargeError, CacheFullError)):
-            self.fail(500, f"{type(error).__name__}: {error}")
-        elif self.record.ttft_ms is not None:
-            self.end("length", str(error))
-        else:
-            prompt_tokens, why = self.record.prompt_tokens, "do not fit the cache"
+        note = None
+        if isinstance(error, (RequestTooLargeError, CacheFullError)):
+            if self.record.ttft_ms is not None:
+                self.end("length", str(error))
+                return
+            prompt_tokens, why, note = self.record.prompt_tokens, "do not fit the cache", str(error)
             if isinstance(error, RequestTooLargeError):
                 limit = "--max-request-bytes allows" if error.is_limit else "the device can spare"
                 why = f"need {error.needed_bytes} bytes while they run; {limit} {error.available_bytes}"
             message, anthropic_message = (f"{start} {prompt_tokens} tokens {why}" for start in STARTS)
-            self._fail(ApiError(400, f"{message}.", code=TOO_LONG, anthropic_message=anthropic_message), str(error))
-
-    def _fail(self, error: ApiError, note: str | None = None) -> None:
+            error = ApiError(400, f"{message}.", code=TOO_LONG, anthropic_message=anthropic_message)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, f"{type(error).__name__}: {error}")
         if not self.is_over:
             error.message, error.record = " ".join(error.message.split()), self.record
             self._close("error", note or error.message)

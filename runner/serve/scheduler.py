@@ -187,7 +187,7 @@ class Scheduler:
                     opened.record.names = self._options.key_of(opened.request.names)
                     waiting.append((opened.record.names, opened))
                 except ApiError as error:
-                    opened.fail_with(error)
+                    opened.fail(error)
             self._begin(models, waiting)
             if models.current is not None:
                 models.current.round()
@@ -226,7 +226,7 @@ class Scheduler:
                     served = models.open(key)
                 except Exception as error:
                     waiting.popleft()
-                    first.fail_with(models.refusal(key, error))
+                    first.fail(models.refusal(key, error))
                     continue
                 begin = [each for each in waiting if each[0] == key]
             for each in begin:
@@ -239,7 +239,7 @@ class Scheduler:
             calls, self._calls = [*self._calls], deque()
             left, self._open = self._open, set()
         for opened in left:
-            opened.fail(503, "the generation thread has failed.")
+            opened.fail(ApiError(503, "the generation thread has failed."))
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(ApiError(503, "the server is stopping."))

@@ -82,8 +82,8 @@ class ServedModel:
         self._renderer = renderer
         self._chats = ChatLog()
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
-        # None: the prompt has images, whose arrays belong to this thread.
-        self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
+        # Those with images are not pending: their arrays belong to this thread.
+        self._rendering: deque[OpenRequest] = deque()
         self._is_parallel = is_parallel
         #: What runs requests together, and what runs one alone; made when the first request needs it.
         self._generators: dict[bool, ParallelGenerator] = {}
@@ -94,7 +94,7 @@ class ServedModel:
         self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
         self._scoring: tuple[OpenRequest, Iterator[None]] | None = None  # whose prompt gets log-probabilities
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
-        self._compiling: dict[Future[Guide], OpenRequest] = {}
+        self._compiling: deque[OpenRequest] = deque()
         self._queue: deque[OpenRequest] = deque()  # in order of arrival: requests that wait until others have finished
         # Each mark costs a rendering. A model whose layers can all be cut at any token needs none.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
@@ -102,7 +102,11 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        return not self._rendering and not self._queue and not self._compiling and self._is_free
+        return not any(self._waiting) and self._is_free
+
+    @property
+    def _waiting(self) -> tuple[deque[OpenRequest], ...]:
+        return self._queue, self._compiling, self._rendering
 
     @property
     def _is_free(self) -> bool:
@@ -138,10 +142,13 @@ class ServedModel:
         return None if has_images else self._renderer.submit(request.client, make)
 
     def round(self) -> None:
+        for held in self._waiting:
+            for opened in [each for each in held if each.is_cancelled]:
+                held.remove(opened)
+                opened.end("cancelled")
+                if opened.pending is not None:
+                    opened.pending.cancel()
         self._begin_rendered()
-        for opened in [each for each in self._queue if each.is_cancelled]:
-            self._queue.remove(opened)
-            opened.end("cancelled")
         self._take_compiled()
         self._advance()
         if self._scoring is not None:
@@ -196,47 +203,46 @@ class ServedModel:
 
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
-        left = [*([] if self._scoring is None else [self._scoring[0]]), *self._running.values(), *self._queue]
-        left += [*self._compiling.values(), *(opened for opened, _ in self._rendering)]
+        left = [*([] if self._scoring is None else [self._scoring[0]]), *self._running.values()]
+        left += [opened for held in self._waiting for opened in held]
         self._grammars.close()
         for generator in self._generators.values():
             generator.close()
         for opened in left:
             opened.end("cancelled")
-        for held in (self._rendering, self._queue, self._compiling, self._running, self._generators):
+        for held in self._waiting:
             held.clear()
+        self._running.clear()
+        self._generators.clear()
         self.model = self.draft_model = self._scoring = None
 
     def submit(self, opened: OpenRequest) -> None:
         """Accept a request. It begins when its prompt and those of its client's earlier requests are made."""
-        self._rendering.append((opened, self.rendering(opened.request)))
+        opened.pending = self.rendering(opened.request)
+        self._rendering.append(opened)
 
     def _begin_rendered(self) -> None:
-        for opened, rendering in [each for each in self._rendering if each[0].is_cancelled]:
-            self._rendering.remove((opened, rendering))
-            opened.end("cancelled")
-            if rendering is not None:
-                rendering.cancel()
         following: dict[str, Future[RenderedPrompt]] = {}  # of each client
-        for opened, rendering in self._rendering:
-            if rendering is not None:
-                following.setdefault(opened.request.client, rendering)
+        for opened in self._rendering:
+            if opened.pending is not None:
+                following.setdefault(opened.request.client, opened.pending)
         wait(following.values(), RENDERING_S if self._is_waiting else 0, FIRST_COMPLETED)
         late: set[str] = set()  # clients whose next prompt is not made yet
-        for opened, rendering in [*self._rendering]:
-            if rendering is not None and not rendering.done():
+        for opened in [*self._rendering]:
+            pending = opened.pending
+            if pending is not None and not pending.done():
                 late.add(opened.request.client)
             if opened.request.client in late:
                 continue
-            self._rendering.remove((opened, rendering))
+            self._rendering.remove(opened)
             try:
-                self.begin(opened, self.prompt(opened.request) if rendering is None else rendering.result())
+                self.begin(opened, self.prompt(opened.request) if pending is None else pending.result())
             except ValueError as error:  # from mlx-lm's functions
-                opened.fail(400, str(error))
+                opened.fail(ApiError(400, str(error)))
             except Exception as error:
                 if not isinstance(error, ApiError):
                     logger.exception("a request could not be begun")
-                opened.fail_with(error)
+                opened.fail(error)
 
     def begin(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         """Put a request into the queue. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
@@ -275,7 +281,8 @@ class ServedModel:
         if request.constraint is None:
             self._accept(opened)
         else:
-            self._compiling[self._grammars.guide(request, prompt)] = opened
+            opened.pending = self._grammars.guide(request, prompt)
+            self._compiling.append(opened)
 
     def _accept(self, opened: OpenRequest, guide: Guide | None = None) -> None:
         """Put the request into the queue; the reply begins unless that has failed."""
@@ -310,19 +317,14 @@ class ServedModel:
     def _take_compiled(self) -> None:
         """Accept the requests whose grammars are compiled, without waiting if anything runs."""
         is_waiting = self._compiling and self._is_free and not self._queue
-        done, _ = wait(self._compiling, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
-        for future, opened in [*self._compiling.items()]:
-            if opened.is_cancelled:
-                future.cancel()
-                opened.end("cancelled")
-            elif future in done:
-                try:
-                    self._accept(opened, future.result())
-                except Exception as error:
-                    opened.fail_with(error)
-            else:
-                continue
-            del self._compiling[future]
+        pending = {each.pending: each for each in self._compiling if each.pending is not None}
+        wait(pending, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
+        for future in [each for each in pending if each.done()]:
+            self._compiling.remove(opened := pending[future])
+            try:
+                self._accept(opened, future.result())
+            except Exception as error:
+                opened.fail(error)
 
     def _advance(self) -> None:
         while self._queue and self._scoring is None:
@@ -405,9 +407,9 @@ class ServedModel:
                 **opened.options,
             )
         except ValueError as error:
-            opened.fail(400, str(error))
+            opened.fail(ApiError(400, str(error)))
         except Exception as error:
-            opened.fail_with(error)
+            opened.fail(error)
         else:
             self._running[generation], self._runs_alone = opened, is_alone
 
@@ -422,7 +424,7 @@ class ServedModel:
             logger.exception("a round of many requests failed; all of them end")
             generator.close()
             for opened in self._running.values():
-                opened.fail_with(error)
+                opened.fail(error)
             self._running.clear()
             self._generators[self._runs_alone] = self._new_generator(self.cache, is_alone=self._runs_alone)
             return
@@ -441,7 +443,7 @@ class ServedModel:
             return
         del self._running[generation]
         if opened.failure is not None or done.done_reason == "error":
-            opened.fail_with(opened.failure or done.error)
+            opened.fail(opened.failure or done.error)
         else:
             opened.end(done.done_reason or "stop", done.note, token.text if token.id is None else "")
 
@@ -458,7 +460,7 @@ class ServedModel:
             if next(steps, opened) is None:
                 return
         except Exception as error:
-            opened.fail_with(error)
+            opened.fail(error)
         self._scoring = None
         if opened.is_cancelled:
             opened.end("cancelled")
