@@ -650,25 +650,26 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
 
-        def asked(given: dict[str, Any]) -> tuple[OpenAIBody, list[Request]]:
+        def asked(given: dict[str, Any]) -> tuple[ReplyForm, list[Request], bool]:
             body = kind.read(given, options)
-            return body, body.requests(namespace_of(http_request, given))
+            requests = body.requests(namespace_of(http_request, given))
+            form = ReplyForm(
+                echoed(body.model),
+                fingerprint,
+                created_s,
+                is_chat=requests[0].prompt is None,
+                n=body.n,
+                has_logprobs=requests[0].has_logprobs,
+                has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
+                include_usage=body.stream_options.get("include_usage", False),
+                has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
+                calls_functions=isinstance(body, ChatBody) and body.calls_functions,
+            )
+            return form, requests, body.stream
 
-        body, requests = await read_json(http_request, asked)
-        form = ReplyForm(
-            echoed(body.model),
-            fingerprint,
-            created_s,
-            is_chat=requests[0].prompt is None,
-            n=body.n,
-            has_logprobs=requests[0].has_logprobs,
-            has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
-            include_usage=body.stream_options.get("include_usage", False),
-            has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
-            calls_functions=isinstance(body, ChatBody) and body.calls_functions,
-        )
+        form, requests, stream = await read_json(http_request, asked)
         return await service.answer_all(
-            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream
+            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream
         )
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))

@@ -391,6 +391,7 @@ class ServedModel:
 
     def _start(self, opened: OpenRequest) -> None:
         prompt, is_alone = opened.prompt, opened.is_alone
+        opened.prompt = opened.pending = None  # its tokens and images need not stay for as long as the reply takes
         try:
             self._foresee(opened, prompt)
             if is_alone not in self._generators:

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from inspect import signature
 from types import FrameType
 
+from runner.engine import generation, generator, token
 from runner.engine.generator import ParallelGenerator
+from runner.serve import request, scheduler, served_model, service
 from tests.architecture import PAGE
 from tests.serve.jobs import MESSAGES, application, local_client
 
@@ -60,3 +62,20 @@ def test_seven_types_carry_a_chat_request_and_its_reply() -> None:
 
 def test_a_caller_of_the_engine_has_few_parameters_to_know() -> None:
     assert len(signature(ParallelGenerator.submit).parameters) <= 9  # with self
+
+
+def test_the_figures_of_the_cache_are_fields_of_one_class() -> None:
+    figures = {
+        "prompt_tokens",
+        "matched_tokens",
+        "cached_tokens",
+        "reason",
+        "drafted",
+        "queue_ms",
+        "ttft_ms",
+        "gaps_ms",
+    }
+    modules = (generation, generator, token, request, scheduler, served_model, service)
+    kinds = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    own = {each for each in kinds if each.__module__.startswith("runner.") and each is not request.PrefillProgress}
+    assert {each.__name__ for each in own if figures & vars(each).get("__annotations__", {}).keys()} == {"Completion"}

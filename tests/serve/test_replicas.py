@@ -228,6 +228,13 @@ def test_a_reply_that_has_begun_fails_and_so_does_one_whose_replicas_all_die(boa
         assert not any(isinstance(each, RequestRecord | ApiError) for each in before)
 
 
+def test_an_error_comes_whole_from_another_process() -> None:
+    error = ApiError.of_length(9, 8)
+    error.record = record()
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (ApiError, error.message, vars(error))
+
+
 def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboard) -> None:
     class Endless(Stream):
         async def __aiter__(self) -> AsyncIterator[list[ReplyEvent]]:
