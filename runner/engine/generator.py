@@ -115,9 +115,9 @@ class AdmissionQueue:
         """The request to admit next; None: none now."""
         if len(self.running) >= self._max_rows or (self.is_refused and self.running):
             return None
-        for sequence in self.waiting:
-            if not self._gains(sequence, group):
-                return sequence if self._fits(sequence, group) else None
+        for reply in self.waiting:
+            if not self._gains(reply, group):
+                return reply if self._fits(reply, group) else None
         return None
 
     def next_chunk(self, prefilling: Sequence[Generation]) -> Generation:
@@ -127,52 +127,52 @@ class AdmissionQueue:
         self._first_comes_next = chosen is not first
         return chosen
 
-    def waits(self, sequence: Generation, others: Iterable[Generation], group: Group) -> bool:
+    def waits(self, reply: Generation, others: Iterable[Generation], group: Group) -> bool:
         """Whether a new row can share more once these others have their chunk of prefill."""
-        return bool(sequence.row.is_fresh) and self._later(sequence, others, group) > sequence.row.position
+        return bool(reply.row.is_fresh) and self._later(reply, others, group) > reply.row.position
 
-    def start(self, sequence: Generation, row: Row) -> None:
-        sequence.held_row = row
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
+    def start(self, reply: Generation, row: Row) -> None:
+        reply.held_row = row
+        self.waiting.remove(reply)
+        self.running.append(reply)
 
-    def send_back(self, sequence: Generation) -> None:
-        self.end(sequence)
-        sequence.go_back()
-        insort(self.waiting, sequence, key=lambda each: each.number)
+    def send_back(self, reply: Generation) -> None:
+        self.end(reply)
+        reply.go_back()
+        insort(self.waiting, reply, key=lambda each: each.number)
 
-    def end(self, sequence: Generation) -> None:
+    def end(self, reply: Generation) -> None:
         self.is_refused = False
-        for sequences in (self.waiting, self.running):
-            if sequence in sequences:
-                sequences.remove(sequence)
+        for replies in (self.waiting, self.running):
+            if reply in replies:
+                replies.remove(reply)
 
-    def _fits(self, sequence: Generation, group: Group) -> bool:
+    def _fits(self, reply: Generation, group: Group) -> bool:
         if not self.running:
             return True
         ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
-        needed = self._needed(sequence)
-        own = needed - group.sharable_tokens(sequence.keys, sequence.namespace)
+        needed = self._needed(reply)
+        own = needed - group.sharable_tokens(reply.keys, reply.namespace)
         owed = sum(end - row.position for row, end in ends.items())
         fits = group.used_tokens + owed + own <= self._capacity
-        return fits and group.has_bytes_for(ends, sequence.keys, needed, sequence.namespace)
+        return fits and group.has_bytes_for(ends, reply.keys, needed, reply.namespace)
 
-    def _gains(self, sequence: Generation, group: Group) -> bool:
+    def _gains(self, reply: Generation, group: Group) -> bool:
         """Whether it shares more with a prompt in prefill than with all that is evaluated so far."""
-        later = self._later(sequence, self.prefilling, group)
-        return later > 0 and later > group.sharable_tokens(sequence.keys, sequence.namespace)
+        later = self._later(reply, self.prefilling, group)
+        return later > 0 and later > group.sharable_tokens(reply.keys, reply.namespace)
 
-    def _later(self, sequence: Generation, others: Iterable[Generation], group: Group) -> int:
-        rows = [each.row for each in others if each.namespace == sequence.namespace]
-        return max((group.sharable_later(sequence.keys, row, self.step_size) for row in rows), default=0)
+    def _later(self, reply: Generation, others: Iterable[Generation], group: Group) -> int:
+        rows = [each.row for each in others if each.namespace == reply.namespace]
+        return max((group.sharable_later(reply.keys, row, self.step_size) for row in rows), default=0)
 
-    def _needed(self, sequence: Generation) -> int:
-        needed = sequence.needed_tokens
+    def _needed(self, reply: Generation) -> int:
+        needed = reply.needed_tokens
         return needed if self._context is None else min(needed, self._context)
 
 
 class Engine:
-    """Moves the queue's requests forward. `ready` has the pieces to hand out, in order."""
+    """Moves the queue's requests forward. `ready` has the tokens to hand out, in order."""
 
     def __init__(
         self,
@@ -213,47 +213,47 @@ class Engine:
         was_ahead = all(each.unread for each in continuing) and not has_prefilled
         self._step(continuing, drafts)
         self._tell_progress(first)
-        for sequence, piece in self._checked:
-            self._deliver(sequence, piece)
+        for reply, token in self._checked:
+            self._deliver(reply, token)
         self._checked.clear()
         # Tokens of this step are read in the next round, except first tokens and those before a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
         self._read([each for each in stepping if each not in late])
-        for sequence in stepping:
-            if sequence.unread or sequence not in self._queue.running:
+        for reply in stepping:
+            if reply.unread or reply not in self._queue.running:
                 continue
-            if sequence.failure is not None:
-                self.fail(sequence, sequence.failure)
-            elif sequence not in continuing:
-                self.finish(sequence, sequence.end("length", note=sequence.note))
+            if reply.failure is not None:
+                self.fail(reply, reply.failure)
+            elif reply not in continuing:
+                self.finish(reply, reply.end("length", note=reply.note))
         if self.group.is_lost:
             self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
         self._failure = None
         self._loop.times.end_round(len(continuing), is_plain=was_ahead and not drafts)
 
-    def finish(self, sequence: Generation, piece: Token) -> None:
-        """Hand out a last piece, and store what was evaluated."""
-        self.ready.append((sequence, piece))
-        self._queue.end(sequence)
-        sequence.unread.clear()
-        if sequence.held_row is not None:
-            sequence.held_row.close()
+    def finish(self, reply: Generation, token: Token) -> None:
+        """Hand out a last token, and store what was evaluated."""
+        self.ready.append((reply, token))
+        self._queue.end(reply)
+        reply.unread.clear()
+        if reply.held_row is not None:
+            reply.held_row.close()
 
-    def fail(self, sequence: Generation, error: Exception) -> None:
-        self.finish(sequence, sequence.end("error", error=without_frames(error)))
+    def fail(self, reply: Generation, error: Exception) -> None:
+        self.finish(reply, reply.end("error", error=without_frames(error)))
 
     def _end_cancelled(self) -> None:
         """End requests that were cancelled before their first token; `_hand_out` ends replies."""
-        for sequence in [*self._queue.waiting, *self._queue.running]:
-            if sequence.cancelled() and not sequence.is_decoding:
-                self.finish(sequence, sequence.end("cancelled"))
+        for reply in [*self._queue.waiting, *self._queue.running]:
+            if reply.cancelled() and not reply.is_decoding:
+                self.finish(reply, reply.end("cancelled"))
 
     def _admit(self) -> None:
         # A request that needs more memory than there is ends now, not after all others.
-        for sequence in [*self._queue.waiting]:
-            if (refusal := self.group.refusal_of(len(sequence.tokens))) is not None:
-                self.fail(sequence, refusal)
+        for reply in [*self._queue.waiting]:
+            if (refusal := self.group.refusal_of(len(reply.tokens))) is not None:
+                self.fail(reply, refusal)
         while each := self._queue.next(self.group):
             try:
                 is_alone, reserve = isinstance(self.group, Solo), min(each.left, MOST_RESERVED)
@@ -282,24 +282,24 @@ class Engine:
             return False
         chosen, part = [self._queue.next_chunk(prefilling)], []
         left_tokens = self._queue.step_size - chosen[0].row.prompt_left
-        for sequence in sorted(prefilling, key=lambda each: each.row.prompt_left):
-            if sequence is chosen[0] or self._queue.waits(sequence, chosen, self.group):
+        for reply in sorted(prefilling, key=lambda each: each.row.prompt_left):
+            if reply is chosen[0] or self._queue.waits(reply, chosen, self.group):
                 continue
-            if sequence.row.prompt_left > left_tokens:
-                part = [sequence] if left_tokens >= self._queue.step_size // LEAST_PART else []
+            if reply.row.prompt_left > left_tokens:
+                part = [reply] if left_tokens >= self._queue.step_size // LEAST_PART else []
                 break
-            left_tokens -= sequence.row.prompt_left
-            chosen.append(sequence)
+            left_tokens -= reply.row.prompt_left
+            chosen.append(reply)
         self._prefill_chunks(chosen, self._queue.step_size)
         self._prefill_chunks(part, left_tokens)
         self._tell_progress([*chosen, *part])
         return True
 
-    def _prefill_chunks(self, sequences: list[Generation], tokens: int) -> None:
+    def _prefill_chunks(self, replies: list[Generation], tokens: int) -> None:
         """Evaluate at most `tokens` of each. At the end of a prompt, dispatch its first token."""
         rows: dict[Row, Generation] = {}
         try:
-            while rows := {each.row: each for each in sequences if self._has_chunk(each)}:
+            while rows := {each.row: each for each in replies if self._has_chunk(each)}:
                 try:
                     for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
                         self._loop.choose([rows[row]], logits)
@@ -308,112 +308,112 @@ class Engine:
                     self._make_room(error)
         except Exception as error:
             self._failure = without_frames(error)
-            for sequence in [] if self.group.is_lost else rows.values():
+            for reply in [] if self.group.is_lost else rows.values():
                 if len(rows) == 1:
-                    self.fail(sequence, error)
+                    self.fail(reply, error)
                 else:  # one of them raised; the others go on
-                    self._prefill_chunks([sequence], tokens)
+                    self._prefill_chunks([reply], tokens)
 
-    def _has_chunk(self, sequence: Generation) -> bool:
-        return sequence in self._queue.running and not sequence.is_stepping and sequence.failure is None
+    def _has_chunk(self, reply: Generation) -> bool:
+        return reply in self._queue.running and not reply.is_stepping and reply.failure is None
 
-    def _tell_progress(self, sequences: Iterable[Generation]) -> None:
-        for sequence in sequences:
-            if sequence not in self._queue.running:
+    def _tell_progress(self, replies: Iterable[Generation]) -> None:
+        for reply in replies:
+            if reply not in self._queue.running:
                 continue
-            if sequence.failure is not None:
-                self.fail(sequence, sequence.failure)
+            if reply.failure is not None:
+                self.fail(reply, reply.failure)
             else:
-                sequence.note_match()
-                self._report(sequence)
+                reply.note_match()
+                self._report(reply)
 
-    def _report(self, sequence: Generation) -> None:
-        if sequence.on_progress is not None:
+    def _report(self, reply: Generation) -> None:
+        if reply.on_progress is not None:
             try:
-                sequence.on_progress(sequence.row.position, len(sequence.tokens))
+                reply.on_progress(reply.row.position, len(reply.tokens))
             except Exception as error:
-                self.fail(sequence, error)
+                self.fail(reply, error)
 
     def _continuing(self, stepping: list[Generation]) -> list[Generation]:
         continuing = []
-        for sequence in stepping:
-            if sequence not in self._queue.running or sequence.left == len(sequence.unread):
+        for reply in stepping:
+            if reply not in self._queue.running or reply.left == len(reply.unread):
                 continue
-            window = sequence.window
-            if window is None or sequence.row.position < window.tokens or self._shift(sequence, window):
-                continuing.append(sequence)
+            window = reply.window
+            if window is None or reply.row.position < window.tokens or self._shift(reply, window):
+                continuing.append(reply)
         return continuing
 
-    def _step(self, sequences: list[Generation], drafts: Drafts) -> None:
-        while sequences := [each for each in sequences if each in self._queue.running]:
+    def _step(self, replies: list[Generation], drafts: Drafts) -> None:
+        while replies := [each for each in replies if each in self._queue.running]:
             # In batch order: another order would rearrange tokens and logits.
-            sequences.sort(key=lambda each: each.row.at)
+            replies.sort(key=lambda each: each.row.at)
             try:
-                self._loop.run(sequences, drafts, self._take_checked)
+                self._loop.run(replies, drafts, self._take_checked)
                 break
             except NO_ROOM as error:
                 if drafts:  # there may be room without them
                     drafts = {}
                     continue
                 if len(self._queue.running) == 1:
-                    sequences[0].failure = without_frames(error)
+                    replies[0].failure = without_frames(error)
                     break
                 self._make_room(error)
             except Exception as error:
                 self._failure = without_frames(error)
                 raised = error.__cause__ if isinstance(error, LostStateError) else error
-                for sequence in sequences:
-                    sequence.failure = raised if isinstance(raised, Exception) else error
+                for reply in replies:
+                    reply.failure = raised if isinstance(raised, Exception) else error
                 break
 
-    def _take_checked(self, sequence: Generation) -> bool:
+    def _take_checked(self, reply: Generation) -> bool:
         """Take a token that a check said, to be handed out behind it."""
-        if (piece := self._take(sequence)) is not None:
-            self._checked.append((sequence, piece))
-        return piece is not None and piece.completion is None
+        if (token := self._take(reply)) is not None:
+            self._checked.append((reply, token))
+        return token is not None and token.completion is None
 
-    def _read(self, sequences: Sequence[Generation]) -> list[Generation]:
+    def _read(self, replies: Sequence[Generation]) -> list[Generation]:
         """Wait for the next token of each running one of these, and hand it out; returns those that still run."""
         try:
-            reading = [each for each in sequences if each in self._queue.running and each.unread]
-            for sequence in reading:
-                sequence.unread[0].read()
+            reading = [each for each in replies if each in self._queue.running and each.unread]
+            for reply in reading:
+                reply.unread[0].read()
         except Exception as error:
             self._lose_all(error)
             return []
-        for sequence in reading:
-            if sequence in self._queue.running:  # a failure of another request may have ended it
-                self._hand_out(sequence)
-        return [each for each in sequences if each in self._queue.running]
+        for reply in reading:
+            if reply in self._queue.running:  # a failure of another request may have ended it
+                self._hand_out(reply)
+        return [each for each in replies if each in self._queue.running]
 
-    def _hand_out(self, sequence: Generation) -> None:
-        piece = self._take(sequence)
-        if piece is not None:
-            self._deliver(sequence, piece)
-            if sequence.drafting is not None:
-                sequence.drafting.said(sequence.said[-1:])
-        if sequence.failure is not None and sequence in self._queue.running:
-            self.fail(sequence, sequence.failure)
+    def _hand_out(self, reply: Generation) -> None:
+        token = self._take(reply)
+        if token is not None:
+            self._deliver(reply, token)
+            if reply.drafting is not None:
+                reply.drafting.said(reply.said[-1:])
+        if reply.failure is not None and reply in self._queue.running:
+            self.fail(reply, reply.failure)
 
-    def _take(self, sequence: Generation) -> Token | None:
+    def _take(self, reply: Generation) -> Token | None:
         """Add the next unread token to the reply. None: `failure` says why not."""
-        sampled = sequence.unread.popleft()
+        sampled = reply.unread.popleft()
         token, is_wrong, logprob = sampled.read()
         try:
             if is_wrong:
-                sequence.row.distrust_from(sequence.proven_tokens)
+                reply.row.distrust_from(reply.proven_tokens)
                 raise FloatingPointError("the model's logits for this request are not numbers.")
-            logprobs = sampled.logprobs if sequence.has_logprobs else None
-            return sequence.add(token, logprobs, logprob)
+            logprobs = sampled.logprobs if reply.has_logprobs else None
+            return reply.add(token, logprobs, logprob)
         except Exception as error:
-            sequence.failure = without_frames(error)
+            reply.failure = without_frames(error)
             return None
 
-    def _deliver(self, sequence: Generation, piece: Token) -> None:
-        if piece.completion is not None:
-            self.finish(sequence, piece)
+    def _deliver(self, reply: Generation, token: Token) -> None:
+        if token.completion is not None:
+            self.finish(reply, token)
         else:
-            self.ready.append((sequence, piece))
+            self.ready.append((reply, token))
 
     def _keep_to_budget(self) -> None:
         """While the running requests are beyond the budget, let the one that came last wait; the first goes on."""
@@ -427,43 +427,43 @@ class Engine:
         self._send_back()
 
     def _send_back(self) -> None:
-        sequence = max(self._queue.running, key=lambda each: each.number)
-        while sequence in self._queue.running and sequence.unread:
-            self._read([sequence])
-        if sequence not in self._queue.running:
+        reply = max(self._queue.running, key=lambda each: each.number)
+        while reply in self._queue.running and reply.unread:
+            self._read([reply])
+        if reply not in self._queue.running:
             return
-        sequence.row.close()
-        self._queue.send_back(sequence)
-        if (window := sequence.window) is not None:
+        reply.row.close()
+        self._queue.send_back(reply)
+        if (window := reply.window) is not None:
             # Prompt and reply together may now exceed the context by a token: shift before prefill.
             try:
-                sequence.shift(window.excess(len(sequence.tokens), 0, sequence.dropped))
+                reply.shift(window.excess(len(reply.tokens), 0, reply.dropped))
             except ContextError as full:
-                self.finish(sequence, sequence.end("length", note=_full(window, full)))
+                self.finish(reply, reply.end("length", note=_full(window, full)))
 
-    def _shift(self, sequence: Generation, window: ContextWindow) -> bool:
-        """Take the oldest turns out of the row. False: impossible, and the sequence's note or failure says why."""
+    def _shift(self, reply: Generation, window: ContextWindow) -> bool:
+        """Take the oldest turns out of the row. False: impossible, and the reply's note or failure says why."""
         begin = window.head
         try:
-            length = window.excess(sequence.row.position, 1, sequence.dropped)
-            while sequence in self._queue.running:
+            length = window.excess(reply.row.position, 1, reply.dropped)
+            while reply in self._queue.running:
                 try:
-                    self.group.remove(self._model, sequence.row, begin, begin + length)
-                    sequence.shift(length)
+                    self.group.remove(self._model, reply.row, begin, begin + length)
+                    reply.shift(length)
                     return True
                 except NO_ROOM as error:
                     self._make_room(error)
         except (ContextError, ShiftError, *NO_ROOM) as error:
-            sequence.note = _full(window, error)
+            reply.note = _full(window, error)
         except Exception as error:
-            self._failure = sequence.failure = without_frames(error)
+            self._failure = reply.failure = without_frames(error)
         return False
 
     def _lose_all(self, error: Exception) -> None:
         """End all running requests after a failed evaluation. Waiting requests go on in a new group."""
         self.group.close_after(error)
-        for sequence in list(self._queue.running):
-            self.fail(sequence, error)
+        for reply in list(self._queue.running):
+            self.fail(reply, error)
         self.group = self._loop.seat = self._new_group()
 
 
@@ -494,7 +494,7 @@ class ParallelGenerator:
 
     Raises:
         ValueError: an argument out of its range.
-        UnsupportedCacheError: the model's layers cannot be shared by several sequences.
+        UnsupportedCacheError: the model's layers cannot be shared by several replies.
     """
 
     def __init__(
@@ -623,9 +623,9 @@ class ParallelGenerator:
     def round(self) -> list[tuple[Generation, Token]]:
         with compile_mode(self._model):
             self._round()
-        pieces = [*self._engine.ready]
+        tokens = [*self._engine.ready]
         self._engine.ready.clear()
-        return pieces
+        return tokens
 
     def close(self) -> None:
         """Cancel all requests and store their state. Closing twice is fine."""
@@ -634,8 +634,8 @@ class ParallelGenerator:
             self._arrivals.notify_all()
         self._take_in()
         with uninterrupted():
-            for sequence in [*self._queue.waiting, *self._queue.running]:
-                self._engine.finish(sequence, sequence.end("cancelled"))
+            for reply in [*self._queue.waiting, *self._queue.running]:
+                self._engine.finish(reply, reply.end("cancelled"))
             self._engine.ready.clear()
             self._engine.group.close()
 
