@@ -190,10 +190,10 @@ class Generation(Decoding):
     marks: tuple[int, ...] = ()
     namespace: str = ""
     window: ContextWindow | None = None
-    number: int = -1
-    dropped: int = 0
-    in_reply: int = 0
-    note: str | None = None
+    number: int = field(default=-1, init=False)
+    dropped: int = field(default=0, init=False)
+    in_reply: int = field(default=0, init=False)
+    note: str | None = field(default=None, init=False)
 
     def __post_init__(self, logits_processors: Sequence[LogitsProcessor]) -> None:
         super().__post_init__()
@@ -352,6 +352,13 @@ class Generation(Decoding):
         # Each return doubles the room, so a long reply returns a few times only, and still leaves room to others.
         self._room += 2 * self.in_reply
         self.wait_again()
+
+    def let_go(self) -> None:
+        """Close the row, and hold no arrays of the engine: whoever submitted this may keep it for long."""
+        if self.held_row is not None:
+            self.held_row.close()
+        self.held_row = self.last = self._said = self.embed = None
+        self.unread.clear()
 
 
 class LiveRun(Protocol):

@@ -236,9 +236,7 @@ class Engine:
         """Hand out a last token, and store what was evaluated."""
         self.ready.append((reply, token))
         self._queue.end(reply)
-        reply.unread.clear()
-        if reply.held_row is not None:
-            reply.held_row.close()
+        reply.let_go()
 
     def fail(self, reply: Generation, error: Exception) -> None:
         self.finish(reply, reply.end("error", error=without_frames(error)))

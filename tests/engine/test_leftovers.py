@@ -119,6 +119,14 @@ def test_no_end_of_a_request_leaves_bytes_that_nobody_counts(kind: str) -> None:
             cache.check()
 
 
+@pytest.mark.parametrize("way", ["length", "sampler"])
+def test_a_generation_that_is_kept_holds_neither_its_row_nor_what_was_predicted(way: str) -> None:
+    loaded = load("llama")
+    with new_cache(loaded, budget_bytes=BUDGET_BYTES) as cache:
+        for ticket in served(loaded, cache, way):
+            assert (ticket.completion, ticket.held_row, ticket.last) == (ticket.facts, None, None)
+
+
 def test_an_error_of_a_policy_does_not_hold_what_was_open_when_it_was_raised() -> None:
     class Failing(LRU):
         def victim(self) -> Any:
