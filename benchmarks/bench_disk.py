@@ -191,7 +191,7 @@ class Copying:
         keys, prompt = np.array(self.tokens), [*self.tokens, 1]
         store = opened(self.path / "stored")
         with store, PrefixCache(self.model, budget_bytes=LARGE_BYTES, store=store) as cache:
-            tier, use = cache._core._tier, cache._core.next_use()
+            tier, use = cache._core.tier, cache._core.next_use()
             assert tier is not None
             forget(self.files)
             with cache._core.lock:

@@ -132,7 +132,7 @@ def _measure_explain(kind: str, count: int, repeats: int) -> Iterator[dict[str, 
             "layers": kind,
             "prompt": name,
             "nodes": cache.stats.nodes,
-            "evicted pieces": len(cache._open.states.events.history._pieces),
+            "evicted pieces": len(cache._core.states.events.history._pieces),
             "tokens": len(prompt),
             "resumable": explanation.resumable_tokens,
             "gaps": len(explanation.gaps),
@@ -252,7 +252,7 @@ def _filled(model: HollowModel, count: int, rounds: int, listener: Listener) -> 
         ledger = Ledger(UNLIMITED_BYTES)
         cache = PrefixCache(model, budget_bytes=ledger, on_event=listener.hear if name == "both" else None)
         if name == "neither":
-            cache._open.states.events.history = NoHistory()
+            cache._core.states.events.history = NoHistory()
         conversations: list[list[int]] = []
         fill(cache, model, conversations, count)
         caches[name] = Filled(cache, ledger, dict(scenarios(conversations, rounds)))

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
-from radixcache.tree import entries
+from radixcache.tree import state_tree as entries
 from runner.models.footprint import ModelBytes
 from runner.simulate.simulator import BlockSizes, simulate
 from runner.traces.trace import Trace

@@ -147,10 +147,9 @@ class ChatLog:
             while sum(len(each) for _, each, _ in self._kept) > KEPT_KEYS:
                 self._kept.popleft()
 
-    def add_copy(self, keys: Keys, chat: Chat | None, namespace: str) -> None:
-        """Keep a copy of a chat, if there is one, and its keys."""
-        if chat is not None:
-            self.add(keys, deepcopy(chat), namespace)
+    def add_copy(self, keys: Keys, chat: Chat, namespace: str) -> None:
+        """Keep a copy of a chat and its keys."""
+        self.add(keys, deepcopy(chat), namespace)
 
     def clear(self, namespace: str | None = None) -> None:
         with self._lock:

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from policies import Entry, OrderedPolicy
 from radixcache.adapters.registry import adapter_for, leaves
+from radixcache.core import Core
 from radixcache.ledger import Ledger
-from radixcache.prefix_cache import Parts, PrefixCache
-from radixcache.tree.entries import StateNode
+from radixcache.prefix_cache import PrefixCache
+from radixcache.tree.state_tree import StateNode
 
 #: mlx-lm's types of caches, and the priority that the state of each has.
 PRIORITIES = {"assistant": 0, "user": 1, "system": 2}
@@ -124,44 +125,44 @@ class RadixPromptCache:
             if n_sequences is not None:
                 self._trim_sequences(max(0, n_sequences))
             if n_bytes is not None:
-                for parts in self._parts():
-                    held_bytes = parts.states.account.total_bytes
-                    parts.evictor.shrink_to(max(0, held_bytes - self.nbytes + max(0, n_bytes)))
+                for core in self._cores():
+                    held_bytes = core.states.account.total_bytes
+                    core.evictor.shrink_to(max(0, held_bytes - self.nbytes + max(0, n_bytes)))
 
     def _trim_sequences(self, most: int) -> None:
         # Of each type, in the order of use: models first, as each counts its own calls.
-        stored: list[list[tuple[int, int, int, Parts, StateNode]]] = [[] for _ in PRIORITIES]
+        stored: list[list[tuple[int, int, int, Core, StateNode]]] = [[] for _ in PRIORITIES]
 
-        def add(model: int, parts: Parts, node: StateNode) -> None:
+        def add(model: int, core: Core, node: StateNode) -> None:
             entry = node.payload.entry
-            heappush(stored[entry.priority], (model, entry.last_used, entry.entry_id, parts, node))
+            heappush(stored[entry.priority], (model, entry.last_used, entry.entry_id, core, node))
 
-        for model, parts in enumerate(self._parts()):
-            for node in parts.states.tree.nodes():
+        for model, core in enumerate(self._cores()):
+            for node in core.states.tree.nodes():
                 if node.is_leaf:
-                    add(model, parts, node)
+                    add(model, core, node)
         while sum(map(len, stored)) > most:
             pairs = enumerate(pairwise(stored))
             rank = next((each for each, (ours, more) in pairs if len(ours) >= max(1, len(more))), LAST)
-            model, _, _, parts, node = heappop(stored[rank])
-            node = parts.states.remove(node)
+            model, _, _, core, node = heappop(stored[rank])
+            node = core.states.remove(node)
             # So do the nodes above that lead to no other leaf. A system prompt stays as a sequence of its own.
             while node.is_leaf and not node.is_root:
                 is_kept = rank < LAST == node.payload.entry.priority
-                if is_kept and not parts.states.is_useless(node):
+                if is_kept and not core.states.is_useless(node):
                     break
-                node = parts.states.remove(node)
-            parts.evictor.tidy(node)
+                node = core.states.remove(node)
+            core.evictor.tidy(node)
             if node.payload is not None and node.is_leaf:
-                add(model, parts, node)
+                add(model, core, node)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes of each type; state of several types counts for the last of them in PRIORITIES."""
         found = {cache_type: {"n_sequences": 0, "n_bytes": 0} for cache_type in PRIORITIES}
         by_priority = list(found.values())
         with self._ledger.lock:
-            for parts in self._parts():
-                for node in parts.states.tree.nodes():
+            for core in self._cores():
+                for node in core.states.tree.nodes():
                     entry = node.payload.entry
                     by_priority[entry.priority]["n_sequences"] += node.is_leaf
                     by_priority[entry.priority]["n_bytes"] += entry.weight_bytes
@@ -173,16 +174,16 @@ class RadixPromptCache:
             assert self.nbytes <= self.max_bytes, (self.nbytes, self.max_bytes)
             assert len(self) <= self.max_size, (len(self), self.max_size)
             assert sum(each["n_bytes"] for each in self.stats_by_type().values()) == self.nbytes, self.stats_by_type()
-            for parts in self._parts():
-                parts.core.check()
+            for core in self._cores():
+                core.check()
 
     def _used(self, model: Any) -> dict[tuple[type, ...], PrefixCache]:
         """The caches of a model; marks the model as used last."""
         self._models[model] = caches = self._models.pop(model, {})
         return caches
 
-    def _parts(self) -> Iterator[Parts]:
-        return (cache._open for caches in self._models.values() for cache in caches.values())
+    def _cores(self) -> Iterator[Core]:
+        return (cache._core for caches in self._models.values() for cache in caches.values())
 
 
 class _HeadStart(OrderedPolicy):

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 import psutil
 from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
@@ -25,28 +23,25 @@ from mlx_lm.models.cache import make_prompt_cache
 from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.core import Core
-from radixcache.errors import CacheClosedError, NoRoomError, refuse_copy
+from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout, Layout
 from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
-from radixcache.ledger import Ledger
-from radixcache.lock import FORKED
-from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, view_of
+from radixcache.ledger import FORKED, Ledger
+from radixcache.observe.explain import About, Explanation, explanation_of, in_a_line, snapshot_of, stats_of, view_of
 from radixcache.observe.hints import Edge, edges_of
 from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
-from radixcache.paging.budget import ByteBudget
-from radixcache.paging.evictor import Evictor, guarded
-from radixcache.paging.live_path import Slots
+from radixcache.paging.budget import ByteBudget, Evictor, guarded
 from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
-from radixcache.paging.resume import PrefixRequest
+from radixcache.paging.resume import PrefixRequest, Slots
 from radixcache.paging.tier import Disk, Tier
-from radixcache.sessions.session import Session, open_session
+from radixcache.sessions.session import Session, open_session, warm
 from radixcache.sessions.solo import Solo
 from radixcache.settings import (
     SUFFIX_INDEX_BYTES,
@@ -58,7 +53,7 @@ from radixcache.settings import (
     require_pin,
     require_use,
 )
-from radixcache.speculate.drafting import MOST_PREDICTED, Drafting, PredictionSource, PromptSource, Source
+from radixcache.speculate.drafting import Drafting, drafting_of
 from radixcache.stores.block import Identity
 from radixcache.stores.store import Store, joined, moments
 from radixcache.tokens import (
@@ -68,28 +63,15 @@ from radixcache.tokens import (
     arguments_of,
     checked_prompt,
     require_namespace,
-    token_ids,
     vocabulary_size,
 )
-from radixcache.tree.entries import StateNode
 from radixcache.tree.history import Events, OnEvent
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree
 from radixcache.verify import Mismatch
 
 
-class Parts(NamedTuple):
-    """What one cache is made of: Core, and the parts that are handed to the rooms that work on them."""
-
-    core: Core
-    states: StateTree
-    pins: Pins
-    quarantine: Quarantine
-    evictor: Evictor
-    pager: Pager
-
-
 def assemble(
-    layout: Layout,
+    layout: AnyLayout,
     budget_bytes: int | Ledger | None,
     policy: str | EvictionPolicy,
     cost: CostModel | None,
@@ -99,7 +81,7 @@ def assemble(
     *,
     clock: Clock = "requests",
     disk: Disk | None = None,
-) -> tuple[Parts, About]:
+) -> tuple[Core, About]:
     """Build a cache from arguments as PrefixCache takes them; it closes a trace that is given as a path."""
     source = "given"
     if budget_bytes is None:
@@ -124,14 +106,14 @@ def assemble(
     slots = Slots(layout, states, pins, settings.live_slots)
     checkpoint_budget_bytes = settings.checkpoint_budget_bytes or ledger.budget_bytes // 2
     budget = ByteBudget(layout, states, slots, settings.max_request_bytes)
-    evictor = Evictor(states, slots, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
+    evictor = Evictor(states, slots, pins, budget, checkpoint_budget_bytes, settings.trim_step_tokens)
     pager = Pager(layout, states, evictor, slots)
     if disk is not None:
         tier = Tier(disk, layout, states, evictor, slots, pager)
     owns_trace = not isinstance(trace, TraceWriter)
     core = Core(settings, states, slots, pins, quarantine, evictor, pager, tier, writer, owns_trace)
     about = About(policy if isinstance(policy, str) else type(policy).__name__, source, tokenizer, ChatLog())
-    return Parts(core, states, pins, quarantine, evictor, pager), about
+    return core, about
 
 
 class PrefixCache:
@@ -216,25 +198,19 @@ class PrefixCache:
     ) -> None:
         require_caches(model, caches, kv_bits, kv_group_size, stored_bits, exact)
         require_about(tokenizer, cost)
-        sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots)
-        vocab_size = vocabulary_size(model)
-        limits = (vocab_size, on_event, max_request_bytes)
-        settings = Settings(*sizes, verify, verify_seed, exact, step_size, *limits, seconds=seconds, model=model)
-        settings = replace(settings, suffix_index_bytes=suffix_index_bytes)
+        sizes = (checkpoint_interval, checkpoint_budget_bytes, live_slots, verify, verify_seed, exact, step_size)
+        more = {"seconds": seconds, "suffix_index_bytes": suffix_index_bytes, "model": model}
+        settings = Settings(*sizes, vocabulary_size(model), on_event, max_request_bytes, **more)
         layout = Layout(caches or (lambda: make_prompt_cache(model)), kv_bits, kv_group_size, stored_bits)
-        self._parts: Parts | None
-        disk = None
-        if store is not None:
-            leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
-            own, *finer = state_identities(leaves, model, identity, exact=exact, stored_bits=stored_bits)
-            disk = Disk(joined(store), own, step_size if exact else 0, takes=store_if, finer=finer)
-        self._parts, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
+        disk = None if store is None else disk_of(store, layout, model, identity, settings, takes=store_if)
+        self._open: Core | None
+        self._open, self._about = assemble(layout, budget_bytes, policy, cost, settings, trace, tokenizer, disk=disk)
 
     def __repr__(self) -> str:
-        parts = self._parts
-        if parts is None or parts.core.lock.is_foreign:
+        core = self._open
+        if core is None or core.lock.is_foreign:
             return "<PrefixCache closed>"
-        return f"<PrefixCache {in_a_line(parts.core, parts.states, self._about)}>"
+        return f"<PrefixCache {in_a_line(core, self._about)}>"
 
     __reduce_ex__ = refuse_copy
 
@@ -250,11 +226,11 @@ class PrefixCache:
         Waits until the store has written everything. A second call does nothing. After it, other calls raise
         CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
-        parts, self._parts = self._parts, None
+        core, self._open = self._open, None
         self._about.chats.clear()
-        if parts is not None and not parts.core.lock.is_foreign:  # The process that it was forked from has the state.
-            parts.core.close()
-            parts.core.flush()
+        if core is not None and not core.lock.is_foreign:  # The process that it was forked from has the state.
+            core.close()
+            core.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the store has written everything; return False if that takes longer than `timeout_s`."""
@@ -292,10 +268,10 @@ class PrefixCache:
             RequestTooLargeError: the device cannot hold the state of the prompt, or max_request_bytes is less.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        reserve = require_count("reserve", reserve, "tokens", least=0)
-        use = require_use(priority, turn, kind)
-        session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), reserve, use)
-        self._about.chats.add_copy(prompt_keys, chat, namespace)
+        room, use = require_count("reserve", reserve, "tokens", least=0), require_use(priority, turn, kind)
+        session = open_session(self._core, prompt, prompt_keys, namespace, tuple(map(int, marks)), room, use)
+        if chat is not None:
+            self._about.chats.add_copy(prompt_keys, chat, namespace)
         return session
 
     def drafting(
@@ -321,22 +297,8 @@ class PrefixCache:
             ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
                 cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
         """
-        core = self._core
-        if speculate not in ("tree", "prompt", None):
-            raise ValueError(f'speculate is {speculate!r:.80}; wanted "tree", "prompt" or None.')
-        if core.settings.exact and (speculate is not None or prediction is not None):
-            name = "prediction" if speculate is None else "speculate"
-            raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
-        most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
-        sources: list[Source] = []
-        if prediction is not None and np.asarray(prediction, dtype=object).size:
-            predicted = token_ids(prediction, core.settings.vocab_size, "prediction")
-            sources.append(PredictionSource(predicted[:most]))
-        if speculate == "tree":
-            sources.append(core.tree_source(namespace))
-        if speculate is not None:
-            sources.append(PromptSource(prompt))
-        return Drafting(sources, core.draft_pace, prompt)
+        core, said = self._core, partial(self._core.said.source, namespace)
+        return drafting_of(prompt, said, core.draft_pace, core.settings, speculate, prediction, max_tokens)
 
     def begin_many(
         self,
@@ -363,10 +325,8 @@ class PrefixCache:
             RequestTooLargeError: no memory for a prompt, as in begin().
         """
         require_namespace(namespace)
-        core, states, _, _, evictor, pager = self._open
         capacity, priority = require_group(capacity, priority, prompts)
-        room = Room(core, states, evictor, pager, capacity)
-        return open_group(room, prompts, namespace, priority, segment_bytes, self._about.chats)
+        return open_group(Room(self._core, capacity), prompts, namespace, priority, segment_bytes, self._about.chats)
 
     def alone(self, *, namespace: str = "", priority: int = 0) -> Solo:
         """A seat for one request at a time, in a session, with the methods of a Group that decoding calls.
@@ -384,9 +344,8 @@ class PrefixCache:
         are not those of a cold run.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        core = self._core
-        with core.lock:
-            return core.fetch(PrefixRequest(prompt, prompt_keys, namespace, core.next_use()))
+        with self._core.lock:
+            return self._core.fetch(PrefixRequest(prompt, prompt_keys, namespace, self._core.next_use()))
 
     def insert(
         self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
@@ -430,11 +389,11 @@ class PrefixCache:
         """
         _, prompt_keys = self._checked(tokens, keys, namespace)
         require_pin(name, ttl_requests, ttl_s)
-        core, pins = self._core, self._open.pins
+        core, pins = self._core, self._core.pins
         with core.lock:
-            core.tidy_unpinned()
+            core.evictor.tidy_unpinned()
             pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
-            core.enforce_budget()
+            core.evictor.enforce_budget()
             return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
@@ -443,20 +402,20 @@ class PrefixCache:
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-        core, pins = self._core, self._open.pins
+        core, pins = self._core, self._core.pins
         with core.lock:
             if prompt_keys is not None:
                 pins.remove(prompt_keys, namespace)
             elif name is not None:
                 pins.remove_named(name, namespace)
-            core.enforce_budget()
+            core.evictor.enforce_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""
         require_namespace(namespace)
         with self._core.lock:
-            self._core.tidy_unpinned()
-            return self._open.pins.named(namespace)
+            self._core.evictor.tidy_unpinned()
+            return self._core.pins.named(namespace)
 
     def warm(
         self,
@@ -486,42 +445,10 @@ class PrefixCache:
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         require_pin(name, ttl_requests, ttl_s)
-        is_pinned = (name, ttl_requests, ttl_s) != (None, None, None)
-        core, pins, length = self._core, self._open.pins, len(prompt)
-        chunks = pins.whole_chunks(prompt_keys)
-
-        def pin_if_there() -> bool:
-            """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
-            if not core.is_resumable(prompt_keys, namespace):
-                return False
-            if is_pinned:
-                pins.add(prompt_keys, namespace, name, ttl_requests, ttl_s)
-            core.tidy_unpinned()
-            return True
-
-        with core.lock:
-            pins.require_allowed(chunks, namespace)
-            if pin_if_there():
-                return 0
-            if is_pinned:  # The size of checkpoints, and of a new model's tokens, is not known yet.
-                pins.require_room(chunks, namespace, name, 0, requests=1)
-        # One more token, so that the whole prefix is prefilled.
-        longer, its_keys = (np.append(values, values[-1]) for values in (prompt, prompt_keys))
-        with self.begin(longer, its_keys, namespace, [*marks, length], reserve=0, priority=priority) as session:
-            run = model if draft_model is None else BothModels(model, draft_model, len(session.caches))
-            session.prefill(run, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
-            with core.lock:
-                pins.require_allowed(chunks, namespace)
-                session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
-                if is_pinned:
-                    pins.require_room(chunks, namespace, name, session.checkpoint_bytes(len(chunks)))
-                session.close()
-                if not pin_if_there():
-                    raise NoRoomError(
-                        f"only {pins.stored_tokens(prompt_keys, namespace)} of {length} tokens could be stored: open "
-                        f"sessions and pins leave no room in the budget of {pins.budget_bytes} bytes."
-                    )
-        return length - session.cached_tokens
+        run = model if draft_model is None else BothModels(model, draft_model, len(self._core.layout.fresh()))
+        terms = name, ttl_requests, ttl_s
+        begin = partial(self.begin, namespace=namespace, marks=[*marks, len(prompt)], reserve=0, priority=priority)
+        return warm(self._core, begin, run, prompt, prompt_keys, namespace, terms, step_size, on_progress)
 
     def learn(self, model: Any, draft_model: Any = None) -> None:
         """Run a few passes of about 270 tokens in all, so that the first request is as fast as the next ones.
@@ -538,10 +465,9 @@ class PrefixCache:
     def make_room(self, nbytes: int) -> bool:
         """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
-        core, evictor = self._core, self._open.evictor
-        with core.lock:
-            core.tidy_unpinned()
-            return evictor.make_room(nbytes)
+        with self._core.lock:
+            self._core.evictor.tidy_unpinned()
+            return self._core.evictor.make_room(nbytes)
 
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
@@ -552,10 +478,8 @@ class PrefixCache:
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         require_namespace(namespace or "")
         with self._core.lock:
-            self._core.tidy_unpinned()
-            evictor = self._open.evictor
-            shrink = evictor.shrink_to if namespace is None else partial(evictor.shrink_namespace, namespace)
-            freed = shrink(target_bytes)
+            self._core.evictor.tidy_unpinned()
+            freed = self._core.evictor.shrink_to(target_bytes, namespace)
             self._core.layout.release()
             return freed
 
@@ -570,13 +494,13 @@ class PrefixCache:
     def mismatches(self) -> tuple[Mismatch, ...]:
         """The last mismatches that verification found, of all namespaces, oldest first."""
         with self._core.lock:
-            return self._core.mismatches()
+            return tuple(self._core.verifier.mismatches)
 
     def clear_quarantine(self, namespace: str | None = None) -> None:
         """Let quarantined prefixes of a namespace (None: of all) be stored and resumed again."""
         require_namespace(namespace or "")
         with self._core.lock:
-            self._open.quarantine.clear(namespace)
+            self._core.quarantine.clear(namespace)
 
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None, chat: Chat | None = None) -> Explanation:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
@@ -587,24 +511,18 @@ class PrefixCache:
         ValueError: `chat` without a tokenizer of the cache.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        if chat is not None and self._about.tokenizer is None:
-            raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
-        found = explanation_of(self._core, self._open.states, prompt, prompt_keys, namespace, self._about)
-        if chat is None or found.fork is None:
-            return found
-        nearest = self._about.chats.first_change(self._about.tokenizer, prompt_keys, chat, found.fork.start, namespace)
-        return found if nearest is None else replace(found, change=nearest[0])
+        return explanation_of(self._core, prompt, prompt_keys, namespace, self._about, chat)
 
     @property
     def stats(self) -> CacheStats:
         """What the cache has done and holds, as a frozen CacheStats."""
         with self._core.lock:
-            return CacheStats(budget_source=self._about.budget_source, **self._core.counters())
+            return stats_of(self._core, self._about)
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
         """All metrics at one moment; with a namespace, only sums over the nodes and pins of that namespace."""
         require_namespace(namespace or "")
-        return snapshot_of(self._core, self._open.states, self._open.pins, namespace, self._about)
+        return snapshot_of(self._core, namespace, self._about)
 
     def check(self) -> None:
         """Assert all invariants; AssertionError names the first that does not hold."""
@@ -630,29 +548,38 @@ class PrefixCache:
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
         """A plain description of the tree, from which `render` makes text and pictures; with the same arguments."""
         require_namespace(namespace or "")
-        core, states, pins, *_ = self._open
         about = self._about if tokenizer is None else self._about._replace(tokenizer=tokenizer)
-        return view_of(states, pins, core.settings.live_slots, namespace, about)
+        return view_of(self._core, namespace, about)
 
     def edges(self) -> list[Edge]:
         """The stored prefixes: the edges of all trees, parents before children."""
-        return edges_of(self._core.lock, self._open.states.tree)
-
-    @property
-    def _open(self) -> Parts:
-        if self._parts is None:
-            raise CacheClosedError
-        if self._parts.core.lock.is_foreign:
-            raise CacheClosedError(FORKED)
-        return self._parts
+        return edges_of(self._core.lock, self._core.states.tree)
 
     @property
     def _core(self) -> Core:
-        return self._open.core
+        if self._open is None:
+            raise CacheClosedError
+        if self._open.lock.is_foreign:
+            raise CacheClosedError(FORKED)
+        return self._open
 
     def _checked(self, tokens: Any, keys: Any, namespace: Any, marks: Sequence[int] = ()) -> tuple[TokenIds, Keys]:
         require_namespace(namespace)
         return checked_prompt(tokens, keys, marks, self._core.settings.vocab_size)
+
+
+def disk_of(
+    store: Store | Sequence[Store],
+    layout: Layout,
+    model: Any,
+    identity: Identity | bytes | str | None,
+    settings: Settings,
+    takes: Callable[[str], bool] | None,
+) -> Disk:
+    """Stores as one, with the names of this cache's state in them."""
+    leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
+    own, *finer = state_identities(leaves, model, identity, exact=settings.exact, stored_bits=layout.stored_bits)
+    return Disk(joined(store), own, settings.step_size if settings.exact else 0, takes=takes, finer=finer)
 
 
 def default_budget_bytes(model: Any) -> tuple[int, str]:

@@ -9,7 +9,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.sizes import SizedLayout
 from radixcache.ledger import Ledger
 from radixcache.observe.trace import Clock, TraceFile
-from radixcache.paging.resume import OwnState, PrefixRequest
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest
 from radixcache.paging.tier import Disk
 from radixcache.prefix_cache import PrefixCache, assemble
 from radixcache.settings import Settings, require_about
@@ -50,7 +51,7 @@ def sized_cache(
     cache = PrefixCache.__new__(PrefixCache)
     own = Settings(clock=clock, on_event=on_event, **settings)
     unit: Clock = "requests" if clock is None else "ms"
-    cache._parts, cache._about = assemble(
+    cache._open, cache._about = assemble(
         layout, budget_bytes, policy, cost, own, trace, tokenizer, clock=unit, disk=disk
     )
     return cache
@@ -62,25 +63,25 @@ def serve_spans(cache: PrefixCache, prompt: TokenIds, keys: Keys, turn: int | No
     Slots, tree and policy work as in begin(), prefill() and close(). There is no Session, which follows forward passes,
     and the arguments are not checked.
     """
-    core, _, _, _, evictor, _ = cache._open
+    core = cache._core
     count = len(keys)
     with core.lock:
         request = PrefixRequest(prompt, keys, "", core.next_use(0, turn, kind))
         live, plan = core.open(request, None)
-        evictor.make_room()
+        core.evictor.make_room()
         # A live cache makes room for the whole prompt at once; policies that age depend on that order.
-        evictor.make_room((count - plan.matched) * core.layout.token_bytes)
+        core.evictor.make_room((count - plan.matched) * core.layout.token_bytes)
         live.caches[0].advance(count - plan.resume)
-        core.commit(live, request, keys, count, OwnState(core.layout, live.booking))
+        core.commit(live, request, keys, count, OwnState(core.budget, live.booking))
         core.end_session(live, request, keys, plan.resume, 0)
     return plan.matched
 
 
 def stored_keys(cache: PrefixCache, keys: Keys) -> int:
     """How many of a prompt's keys, from the first on, the cache has; does not count as a use."""
-    return cache._open.states.match(keys, "").offset
+    return cache._core.states.match(keys, "").offset
 
 
 def last_key(cache: PrefixCache, entry: Entry) -> int | None:
     """The last key on the edge that a policy's entry stands for; None: the entry is gone."""
-    return cache._open.states.last_key(entry)
+    return cache._core.states.last_key(entry)

@@ -42,7 +42,7 @@ from radixcache.adapters.window import WindowAdapter
 from radixcache.errors import described
 from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, Layout
 from radixcache.layers.trials import PICKED_ROWS, PICKED_TOLERANCE, has_experts, tolerance_of
-from radixcache.lock import Lock
+from radixcache.ledger import Lock
 from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.history import QUARANTINED, Events
 

@@ -18,12 +18,12 @@ from radixcache import PrefixCache, Row, Session, prefix_cache
 from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.cells.table import CellTable
 from radixcache.groups import passes
-from radixcache.groups.tails import TailLayer
-from radixcache.paging.live_path import LivePath
-from radixcache.paging.resume import OwnState
+from radixcache.groups.batch import TailLayer
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import LivePath
 from radixcache.settings import Settings
 from radixcache.speculate.pace import DraftPace
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 from runner.models import demo as demo_model
 
 
@@ -43,12 +43,12 @@ def layout(cache: PrefixCache) -> Any:
 
 
 def states(cache: PrefixCache) -> Any:
-    return cache._open.states
+    return cache._core.states
 
 
 def suffixes(cache: PrefixCache) -> Any:
     """The suffix index; None until a request has asked for drafts."""
-    return cache._core._suffixes
+    return cache._core.said.suffixes
 
 
 def assume_pace(cache: PrefixCache, pace: DraftPace) -> None:
@@ -58,7 +58,7 @@ def assume_pace(cache: PrefixCache, pace: DraftPace) -> None:
 
 def paths(cache: PrefixCache) -> list[LivePath]:
     """The live paths, one per slot."""
-    return cache._core._slots.paths
+    return cache._core.slots.paths
 
 
 def live(session: Session) -> LivePath:
@@ -78,17 +78,17 @@ def grid_end(session: Session) -> int:
 
 def nodes(cache: PrefixCache, namespace: str | None = None) -> list[StateNode]:
     """All nodes, of all namespaces or of one."""
-    return list(cache._open.states.tree.nodes(namespace))
+    return list(cache._core.states.tree.nodes(namespace))
 
 
 def path_of(cache: PrefixCache, tokens: Any, namespace: str = "") -> list[StateNode]:
     """The nodes along some tokens, root side first."""
-    return cache._open.states.match(np.asarray(tokens, np.int64), namespace).node.path()
+    return cache._core.states.match(np.asarray(tokens, np.int64), namespace).node.path()
 
 
 def stored_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     """How many of these tokens, from the first on, the tree holds."""
-    return cache._open.states.match(np.asarray(tokens, np.int64), namespace).offset
+    return cache._core.states.match(np.asarray(tokens, np.int64), namespace).offset
 
 
 def window_bytes(cache: PrefixCache) -> int:
@@ -104,17 +104,17 @@ def slots_bytes(cache: PrefixCache) -> int:
 
 def quarantine(cache: PrefixCache, tokens: Any, start: int, namespace: str = "") -> None:
     """Quarantine what begins with these tokens, from an offset on, and leave the tree as it is."""
-    cache._open.quarantine.add(np.asarray(tokens, np.int64), start, namespace)
+    cache._core.quarantine.add(np.asarray(tokens, np.int64), start, namespace)
 
 
 def quarantined_from(cache: PrefixCache, tokens: Any, namespace: str = "") -> int | None:
     """The offset from which on these tokens are quarantined; None: they are not."""
-    return cache._open.quarantine.offset(np.asarray(tokens, np.int64), namespace)
+    return cache._core.quarantine.offset(np.asarray(tokens, np.int64), namespace)
 
 
 def unquarantined_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     """How many of these tokens, from the first on, are not quarantined."""
-    return cache._open.quarantine.limit(np.asarray(tokens, np.int64), namespace)
+    return cache._core.quarantine.limit(np.asarray(tokens, np.int64), namespace)
 
 
 def find_wrong(cache: PrefixCache, session: Session, length: int, start: int) -> None:
@@ -157,14 +157,14 @@ def expel_tokens(cache: PrefixCache, tokens: Sequence[int], start: int) -> None:
     """Have what begins with these tokens count as found wrong from an offset on."""
     core = cache._core
     with core.lock:
-        core.expel(core._slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
+        core.expel(core.slots.paths[0], np.array(tokens, dtype=np.int64), start, "")
 
 
 def write_to_disk(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """Write the path to the end of these tokens to a cache's store."""
-    match = cache._open.states.match(np.array(tokens, dtype=np.int64), "")
-    assert cache._core._tier is not None
-    (writer,) = cache._core._tier._writers.values()
+    match = cache._core.states.match(np.array(tokens, dtype=np.int64), "")
+    assert cache._core.tier is not None
+    (writer,) = cache._core.tier._writers.values()
     writer.write(match.node, match.offset)
 
 
@@ -223,7 +223,7 @@ def after_each_sync(call: Callable[[Any], object], patch: pytest.MonkeyPatch) ->
 
 def everything(cache: PrefixCache) -> dict[str, Any]:
     """All that a cache keeps, by value: tree, entries, victim, bytes, slots, ticks, history and counters."""
-    states, history = cache._open.states, cache._open.states.events.history
+    states, history = cache._core.states, cache._core.states.events.history
     found = nodes(cache)
     victim = states.victim()
     return {

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +280,21 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
     if isinstance(tree, dict):
         return {key: copied(item, leaf) for key, item in tree.items()}
     return copy.copy(tree)
+
+
+@contextmanager
+def untouched(caches: Sequence[Any]) -> Iterator[None]:
+    """Let passes run over caches of point state that leave nothing behind.
+
+    A second handle on each array keeps it from being written in place.
+    """
+    held = [copied(vars(cache), mx.array) for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, before in zip(caches, held, strict=True):
+            cache.__dict__.clear()
+            cache.__dict__.update(before)
 
 
 def _equal(left: Any, right: Any) -> bool:

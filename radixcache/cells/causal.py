@@ -42,7 +42,7 @@ from radixcache.errors import CacheFullError, ShiftError, UnsupportedCacheError
 from radixcache.layers.layout import one_each
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import allowed_error, by_slot, error_of, logits_alone, once_per_model
-from radixcache.lock import uninterrupted
+from radixcache.ledger import uninterrupted
 from radixcache.tokens import token_ids, vocabulary_size
 
 #: Class and window of each of a model's caches.

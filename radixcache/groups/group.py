@@ -37,17 +37,16 @@ from radixcache.adapters.span import owned
 from radixcache.chat_parts import Chat, ChatLog
 from radixcache.errors import RequestTooLargeError, SessionClosedError, refuse_copy
 from radixcache.groups.attention import BLOCK_TOKENS
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import CASCADE_TOKENS, Batch
 from radixcache.groups.checks import RowChecks
 from radixcache.groups.passes import Accept, Passes, Removal, Way, WayTrial, way_of
 from radixcache.groups.row import OverBudgetError, Room, Row
 from radixcache.groups.sharing import Sharing
-from radixcache.groups.tails import CASCADE_TOKENS
 from radixcache.layers.layout import is_evaluation_failure, one_each
-from radixcache.layers.sizes import SizedLayout
 from radixcache.layers.trials import BothModels
-from radixcache.lock import FORKED
-from radixcache.paging.resume import OwnState, PrefixRequest
+from radixcache.ledger import FORKED
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest
 from radixcache.settings import require_count
 from radixcache.tokens import Keys, TokenIds, checked_prompt, common_length, require_namespace, token_ids
 
@@ -59,29 +58,319 @@ TOGETHER_COLUMNS = 2048
 FIRST_TOKENS = 64
 
 
+class RowProgress:
+    """What the rows of one group evaluate: placed before their first pass, then their prompts, steps and checks.
+
+    `is_lost`: the rows' state was lost, because an evaluation failed.
+    """
+
+    def __init__(self, room: Room, sharing: Sharing) -> None:
+        self._room, self._core, self._layout, self._lock = room, room.core, room.layout, room.core.lock
+        self._sharing, self._passes, self.checks = sharing, Passes(room), RowChecks(room)
+        self._tried: tuple[Any, WayTrial] | None = None
+        self.is_lost = False
+
+    def start(self, model: Any, rows: Sequence[Row], *, is_prefill: bool = False) -> None:
+        """Place rows before their first pass, and verify what they resumed on.
+
+        `is_prefill`: first move them behind what other rows have of their prompts now, and let a row that begins again
+        go on from 0. Where the caller has given a token or a range, these are of the row's position: it catches up.
+        """
+        self._core.settings.require_model(model)
+        fresh = [row for row in rows if row.is_fresh]
+        for row in fresh:
+            in_segments = self.way(model).way is Way.SEGMENTS
+            with self._lock:
+                self._leave_wrong_state(row)
+                if is_prefill:
+                    self.run(partial(self._sharing.restore_more, row))
+                self.run(partial(self._sharing.place, row, in_segments=in_segments))
+                row.is_fresh = False
+                self._room.book()
+            self.checks.compare_restored(model, row)
+        for row in fresh:
+            with self._lock:
+                self._leave_wrong_state(row)  # the check of another one of these has found it
+        if not is_prefill:
+            self.catch_up(model, rows)
+        for row in rows:
+            row.due = 0
+
+    def _leave_wrong_state(self, row: Row) -> None:
+        """Let a row that has evaluated nothing begin again if what it stands on was found wrong. The lock is held."""
+        if row.right_tokens is not None:
+            self._core.count_more_hits(-row.position)
+            self._room.start_over(row)
+            self._room.book()
+
+    def catch_up(self, model: Any, rows: Sequence[Row]) -> None:
+        """Evaluate again what the caller has seen evaluated of rows that began again at 0."""
+        for row in rows:
+            if row.position < row.due:
+                for _ in self._prefill_to(model, {row: row.due}):
+                    pass
+
+    def prefill(
+        self, model: Any, rows: Sequence[Row], wanted: int | None, *, leaves_last: bool
+    ) -> Iterator[tuple[Row, mx.array]]:
+        """As Group.prefill_many; `wanted` tokens of each row, None: all that are left."""
+        self.start(model, rows, is_prefill=True)
+        ends = {}
+        for row in rows:
+            ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
+            ends[row] -= leaves_last and self._parts_with_last(row, ends[row], len(rows))
+        self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
+        if not self._layout.is_known:
+            row = rows[0]
+            yield from self._compared(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
+        with self._lock:
+            for row in rows:
+                self._room.require_row(len(row.prompt))
+        yield from self._compared(model, ends)
+
+    def _compared(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
+        """As `_prefill_to`. After a mismatch, a row gives the cold logits, and its prompt is evaluated again."""
+        for row, logits in self._prefill_to(model, ends):
+            cold = self.checks.compare_last(row, logits, row.position - 1)
+            self.checks.begin_again([row])
+            self.catch_up(model, [row])
+            logits = logits if cold is None else cold[None, None]
+            self.checks.note(row, logits[0, 0], is_wide=False)
+            yield row, logits
+
+    def _prefill_to(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
+        """Evaluate the prompts of some rows up to their ends; yields rows that are through, with logits."""
+        while left := [row for row, end in ends.items() if row.position < end and not row.is_closed]:
+            counts = {row: self._cut(row, ends[row], len(left)) - row.position for row in left}
+            # The row with the most left goes first: so rows come together at the end of their prompts.
+            first = max(left, key=lambda row: ends[row] - row.position)
+            count = counts[first]
+            rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
+            rows = [row for row in rows if self._begin_alike([first, row])]
+            rows = rows if self._can_join(model, first, count) else [first]
+            if (logits := self._run_prompts(model, rows, count)) is None:
+                rows = [first]
+                logits = self._run_prompts(model, rows, count)
+            assert logits is not None
+            self._layout.release()  # or a checkpoint would take the chunk's larger buffers
+            if self._layout.has_states:
+                for row in rows:
+                    self._take_checkpoints(row, count)
+            yield from ((row, logits[at : at + 1]) for at, row in enumerate(rows) if not row.prompt_left)
+
+    def _cut(self, row: Row, end: int, rows: int) -> int:
+        """Where the next pass of a row ends, on its way to `end` together with so many rows."""
+        cuts = {end, *self._stops(row)} | ({end - 1} if self._parts_with_last(row, end, rows) else set())
+        return min(at for at in cuts if at > row.position)
+
+    def _parts_with_last(self, row: Row, end: int, rows: int) -> bool:
+        """Whether `end` is that of a prompt, and the last token has a pass of its own: logits of all take too long."""
+        last = max([row.position, *(at for at in self._stops(row) if at < end)])
+        return end - row.position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
+
+    def _stops(self, row: Row) -> Collection[int]:
+        return row.stops if self._layout.has_states else ()  # windows are copied after the pass
+
+    def _begin_alike(self, rows: Sequence[Row]) -> bool:
+        """Whether rows may share a pass: recurrent layers begin a text in another way than they go on with one."""
+        return not self._layout.has_states or len({row.position > 0 for row in rows}) == 1
+
+    def _can_join(self, model: Any, row: Row, count: int) -> bool:
+        is_short = count <= CASCADE_TOKENS and row.tail_tokens <= TOGETHER_COLUMNS
+        return is_short and self.way(model).is_wide
+
+    def _run_prompts(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
+        """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
+        ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
+        start = rows[0].position
+        with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, start + count):
+            found = self.run(lambda: self._passes.prefill(model, rows, ids))
+            if found is None:
+                return None
+            logits, batch = owned(found[:, -1:]), rows[0].batch
+            # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
+            pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
+            self.run(lambda: mx.eval(pending), makes_state=True)
+            with self._lock:
+                self._layout.learn(batch.specimen(self._layout.fresh()))
+                for row in rows if self._layout.windows else ():
+                    self._copy_windows(row, count)
+            self.run(batch.own_points, makes_state=True)
+            with self._lock:
+                self._room.book()
+        return logits
+
+    def _copy_windows(self, row: Row, count: int) -> None:
+        """Copy the last tokens out of windows before the windows are cut."""
+        points, start, end = self._room.points_of(row), row.position - count, row.position
+        is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
+        self._core.pager.copy_windows(row.own, points, start, end, is_last=is_last)
+        if not self._layout.has_states:
+            self._take_checkpoints(row, count)
+
+    def _take_checkpoints(self, row: Row, count: int) -> None:
+        """Copy and book the point state of a row at the stops of its last tokens, as far as the budget allows."""
+        with self._lock:
+            for at, kind in row.stops.items():
+                is_here = row.position - count < at <= row.position
+                if is_here and self._room.has_room_for_checkpoint(row, at):
+                    self._core.pager.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
+
+    def step(self, model: Any, rows: Sequence[Row], array: mx.array) -> mx.array:
+        """As Group.step, with the tokens as an array (N, 1)."""
+        if any(row.owed_tokens for row in rows):
+            found: list[mx.array] = []
+
+            def keep(logits: mx.array) -> list[int]:
+                found.append(logits)
+                return [1] * len(rows)
+
+            self.check(model, rows, list(np.asarray(array)), keep)
+            return found[0]
+        self.start(model, rows)
+        self._room.require_tokens(len(rows))
+        side_by_side = self.way(model).way is not Way.SINGLE and self._begin_alike(rows)
+        logits: mx.array = self.run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
+        if not self._layout.is_known:
+            with self._lock:
+                self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
+        for index, row in enumerate(rows):
+            if row.position > row.known_tokens:
+                row.known.report(array, index, index + 1)
+        for index, row in enumerate(rows if self.checks else ()):
+            if (cold := self.checks.compare_last(row, logits[index : index + 1], row.position - 1)) is not None:
+                logits[index, 0] = cold
+            self.checks.note(row, logits[index, 0], is_wide=False)
+        self.checks.begin_again(rows)
+        self._say(rows)
+        self._room.measure()
+        return logits
+
+    def check(self, model: Any, rows: Sequence[Row], given: Sequence[TokenIds], accept: Accept) -> list[int]:
+        """As `check_drafts`, also for rows that have not begun, or have more of their prompt left."""
+        owed = [row.owed_tokens for row in rows]
+        ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
+        longest = max(map(len, ids))
+        if longest > BLOCK_TOKENS:
+            raise ValueError(f"a check of {longest} tokens of a row; wanted at most {BLOCK_TOKENS}.")
+        self.start(model, rows)
+        self._room.require_tokens(len(rows) * longest)
+        counts, answers = list[int](), list[mx.array]()
+
+        def kept(logits: mx.array) -> list[int]:
+            found = _behind(logits, owed, max(map(len, given)))
+            for index, row in enumerate(rows if self.checks else ()):
+                last = len(row.prompt) - in_prompt[index]
+                if (cold := self.checks.compare_last(row, found[index : index + 1, :1], last)) is not None:
+                    found[index, 0] = cold
+            answers.append(found)
+            counts.extend(accept(found))
+            pairs = zip(counts, given, strict=False)
+            if len(counts) != len(given) or any(not 1 <= count <= len(its) for count, its in pairs):
+                raise ValueError(
+                    f"accept keeps {counts} of {[*map(len, given)]} tokens; wanted at least one of each row."
+                )
+            return list(map(add, counts, owed))
+
+        array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
+        lengths, side_by_side = [*map(len, ids)], self.way(model).is_ragged and self._begin_alike(rows)
+        in_prompt = [row.prompt_left for row in rows]
+        self.run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=side_by_side))
+        for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
+            row.known.report(its, min(known, count), count)
+        for index, row in enumerate(rows if self.checks else ()):
+            self.checks.note(row, answers[0][index, counts[index] - 1], is_wide=longest > 1)
+        self.checks.begin_again(rows)
+        self._say(rows)
+        self._room.measure()
+        return counts
+
+    def draft(
+        self, both: BothModels, rows: Sequence[Row], array: mx.array, count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """As Group.draft, with the next tokens as an array (N, 1)."""
+        self.start(both, rows)
+        self._room.require_tokens(len(rows) * count)
+        try:
+            found = self.run(lambda: self._passes.draft(both, rows, array, count))
+        except OverBudgetError:
+            return []
+        self._room.measure()
+        return list(zip(*found, strict=True))
+
+    def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
+        """As Group.remove."""
+        self.start(model, [row])
+        with self._lock:
+            self.run(lambda: Removal(self._room, row, begin, end).run(model))
+            row.cut(begin, end)
+            row.own.cut(0, begin)
+            self.checks.forget_logits(row)
+            self._room.book()
+
+    def compare_ends(self, rows: Sequence[Row]) -> None:
+        """Verify what rows evaluated that are about to be closed."""
+        if self.checks.has_any(rows) and not (self.is_lost or self._lock.is_foreign):
+            self.evaluate(rows)
+            self.checks.compare_ends(() if self.is_lost else rows)
+
+    def evaluate(self, rows: Sequence[Row]) -> None:
+        try:
+            mx.eval([row.batch.arrays for row in rows if not row.is_closed])
+        except Exception:  # whatever MLX raised: the state is lost
+            self.is_lost = True
+
+    def settle(self) -> None:
+        """Free the spare columns and holes of all batches."""
+        self._passes.settle()
+
+    def _say(self, rows: Sequence[Row]) -> None:
+        """Let the suffix index have what rows said, now and then."""
+        core = self._core
+        for row in rows:
+            if core.said.has_more(row.known, row.clean_tokens):
+                with self._lock:
+                    core.said.add(
+                        row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True
+                    )
+
+    def way(self, model: Any) -> WayTrial:
+        own = self._core.settings.model
+        tried = model if own is None or isinstance(model, nn.Module) else own  # not a callable around it
+        if self._tried is None or self._tried[0] is not tried:
+            self._tried = tried, way_of(tried, self._layout.fresh)
+        return self._tried[1]
+
+    def run(self, call: Callable[[], Any], *, makes_state: bool = False) -> Any:
+        """Run what touches the rows' state. A failed evaluation loses it, and any error of what makes new state."""
+        try:
+            return call()
+        except BaseException as error:
+            if is_evaluation_failure(error) or (makes_state and isinstance(error, Exception)):
+                self.is_lost = True
+            self._room.measure()  # room may have been asked for and not taken
+            raise
+
+
 class Group:
     """Requests that decode together; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
         namespace, priority: of the rows; `admit` may name another namespace.
         is_closed: whether the group was closed.
-        is_lost: whether the rows' state was lost, because an evaluation failed.
     """
 
     def __init__(self, room: Room, namespace: str, priority: int, segment_bytes: int | None, chats: ChatLog) -> None:
         self.namespace, self.priority = namespace, priority
         self._chats = chats
-        self.is_lost = False
         self._room = room
         self._core, self._layout, self._lock = room.core, room.layout, room.core.lock
         with self._lock:
             self._core.reclaim_vanished()
             room.booking = self._core.open_booking(self)
         self._sharing = Sharing(room, segment_bytes)
-        self._passes = Passes(room)
-        self._checks = RowChecks(room)
+        self._progress = RowProgress(room, self._sharing)
         self._next_id = 0
-        self._tried: tuple[Any, WayTrial] | None = None
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -99,6 +388,11 @@ class Group:
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True) and not sys.is_finalizing():
             self._lock.when_free(self._close_unattended)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rows' state was lost, because an evaluation failed."""
+        return self._progress.is_lost
 
     @property
     def rows(self) -> list[Row]:
@@ -124,21 +418,9 @@ class Group:
             ends: where each open row will end.
             keys, end, namespace: of the new row.
         """
-        namespace, room, core = self.namespace if namespace is None else namespace, self._room, self._core
         with self._lock:
-            shared = self._sharing.sharable_tokens(keys, namespace)
-            match = room.states.match(core.unquarantined(keys, namespace), namespace)
-            in_use = max((node.end for node in match.path if node.payload.readers), default=0)
-            tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
-            tails.append(end - shared if self._sharing.is_long(shared) else end)
-            furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
-            # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
-            nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
-            nbytes += room.bytes_of(1, more, more) if more else 0
-            nbytes += self._sharing.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
-            if self._layout.stored_bits:
-                nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
-            return core.budget.could_fit(nbytes - room.booking.live_bytes)
+            need = self._sharing.bytes_with(ends, keys, end, self.namespace if namespace is None else namespace)
+            return self._core.budget.fits(need, self._room.booking.live_bytes, "eviction").is_ok
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
         """The error if there is no memory for a row of `tokens` tokens even alone; None: there is, or not known."""
@@ -206,17 +488,18 @@ class Group:
                 self._require_open()
                 room.require_row(len(prompt))
             row = Row(self._next_id, request, core.settings.vocab_size, WeakMethod(self.close_rows))
-            row.own = OwnState(self._layout, room.booking, len(prompt))
-            self._run(lambda: self._sharing.restore(row))
+            row.own = OwnState(core.budget, room.booking, len(prompt))
+            self._progress.run(lambda: self._sharing.restore(row))
             row.own.start = row.position
             self._next_id += 1
             row.mark_tokens = mark_tokens
             if self._layout.has_points:
                 room.plan_stops(row)
-            self._checks.draw(row)
+            self._progress.checks.draw(row)
             room.rows[row.id] = row
             room.book()
-        self._chats.add_copy(prompt_keys, chat, namespace)
+        if chat is not None:
+            self._chats.add_copy(prompt_keys, chat, namespace)
         return row
 
     def prefill(self, model: Any, row: Row, tokens: int | None = None) -> mx.array | None:
@@ -262,19 +545,7 @@ class Group:
             if row.prompt_left == 0:
                 raise ValueError(f"row {row.id}: all {len(row.prompt)} tokens of its prompt are evaluated; use step().")
         wanted = None if tokens is None else require_count("tokens", tokens, "tokens")
-        self._start(model, rows, is_prefill=True)
-        ends = {}
-        for row in rows:
-            ends[row] = row.position + min(row.prompt_left, wanted or row.prompt_left)
-            ends[row] -= leaves_last and self._parts_with_last(row, ends[row], len(rows))
-        self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
-        if not self._layout.is_known:
-            row = rows[0]
-            yield from self._compared(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
-        with self._lock:
-            for row in rows:
-                self._room.require_row(len(row.prompt))
-        yield from self._compared(model, ends)
+        yield from self._progress.prefill(model, rows, wanted, leaves_last=leaves_last)
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
         """Evaluate one more token of each of some rows, in one forward pass where the model can.
@@ -295,36 +566,10 @@ class Group:
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
         self._require_rows(rows)
-        self._catch_up(model, rows)
+        self._progress.catch_up(model, rows)
         array = one_each(tokens, len(rows), self._core.settings.vocab_size)
         self._require_prompts(rows, array)
-        if any(row.owed_tokens for row in rows):
-            found: list[mx.array] = []
-
-            def keep(logits: mx.array) -> list[int]:
-                found.append(logits)
-                return [1] * len(rows)
-
-            self._check(model, rows, list(np.asarray(array)), keep)
-            return found[0]
-        self._start(model, rows)
-        self._room.require_tokens(len(rows))
-        side_by_side = self._way(model).way is not Way.SINGLE and self._begin_alike(rows)
-        logits: mx.array = self._run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
-        if not self._layout.is_known:
-            with self._lock:
-                self._layout.learn(rows[0].batch.specimen(self._layout.fresh()))
-        for index, row in enumerate(rows):
-            if row.position > row.known_tokens:
-                row.known.report(array, index, index + 1)
-        for index, row in enumerate(rows if self._checks else ()):
-            if (cold := self._checks.compare_last(row, logits[index : index + 1], row.position - 1)) is not None:
-                logits[index, 0] = cold
-            self._checks.note(row, logits[index, 0], is_wide=False)
-        self._checks.begin_again(rows)
-        self._say(rows)
-        self._room.measure()
-        return logits
+        return self._progress.step(model, rows, array)
 
     def with_draft_model(self, model: Any, draft_model: Any) -> BothModels:
         """Both as the model of all passes, which `draft` needs. ValueError: the cache was not made for both."""
@@ -351,7 +596,7 @@ class Group:
             SessionClosedError: a row or the group is closed, or its state was lost.
         """
         self._require_rows(rows)
-        self._catch_up(both, rows)
+        self._progress.catch_up(both, rows)
         array, count = (
             one_each(tokens, len(rows), self._core.settings.vocab_size),
             require_count("count", count, "tokens"),
@@ -360,14 +605,7 @@ class Group:
             if not row.position or row.prompt_left > 1:
                 raise ValueError(f"row {row.id}: {row.prompt_left} tokens of its prompt are left; prefill it first.")
         self._require_prompts(rows, array)
-        self._start(both, rows)
-        self._room.require_tokens(len(rows) * count)
-        try:
-            found = self._run(lambda: self._passes.draft(both, rows, array, count))
-        except OverBudgetError:
-            return []
-        self._room.measure()
-        return list(zip(*found, strict=True))
+        return self._progress.draft(both, rows, array, count)
 
     def check_drafts(
         self, model: Any, rows: Sequence[Row], tokens: Sequence[Sequence[int]], accept: Accept
@@ -396,7 +634,7 @@ class Group:
             Exception: what `accept` raised; the rows are in front of the check again.
         """
         self._require_rows(rows)
-        self._catch_up(model, rows)
+        self._progress.catch_up(model, rows)
         given = [token_ids(its, self._core.settings.vocab_size) for its in tokens]
         if len(given) != len(rows):
             raise ValueError(f"tokens of {len(given)} rows; wanted those of {len(rows)}.")
@@ -406,50 +644,11 @@ class Group:
                     f"row {row.id}: {row.prompt_left} tokens of its prompt are left, and {len(its)} are to be checked."
                 )
         self._require_prompts(rows, mx.array(np.stack([its[:1] for its in given])))
-        return self._check(model, rows, given, accept)
-
-    def _check(self, model: Any, rows: Sequence[Row], given: Sequence[TokenIds], accept: Accept) -> list[int]:
-        """As `check_drafts`, also for rows that have not begun, or have more of their prompt left."""
-        owed = [row.owed_tokens for row in rows]
-        ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
-        longest = max(map(len, ids))
-        if longest > BLOCK_TOKENS:
-            raise ValueError(f"a check of {longest} tokens of a row; wanted at most {BLOCK_TOKENS}.")
-        self._start(model, rows)
-        self._room.require_tokens(len(rows) * longest)
-        counts, answers = list[int](), list[mx.array]()
-
-        def kept(logits: mx.array) -> list[int]:
-            found = _behind(logits, owed, max(map(len, given)))
-            for index, row in enumerate(rows if self._checks else ()):
-                last = len(row.prompt) - in_prompt[index]
-                if (cold := self._checks.compare_last(row, found[index : index + 1, :1], last)) is not None:
-                    found[index, 0] = cold
-            answers.append(found)
-            counts.extend(accept(found))
-            pairs = zip(counts, given, strict=False)
-            if len(counts) != len(given) or any(not 1 <= count <= len(its) for count, its in pairs):
-                raise ValueError(
-                    f"accept keeps {counts} of {[*map(len, given)]} tokens; wanted at least one of each row."
-                )
-            return list(map(add, counts, owed))
-
-        array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
-        lengths, side_by_side = [*map(len, ids)], self._way(model).is_ragged and self._begin_alike(rows)
-        in_prompt = [row.prompt_left for row in rows]
-        self._run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=side_by_side))
-        for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):
-            row.known.report(its, min(known, count), count)
-        for index, row in enumerate(rows if self._checks else ()):
-            self._checks.note(row, answers[0][index, counts[index] - 1], is_wide=longest > 1)
-        self._checks.begin_again(rows)
-        self._say(rows)
-        self._room.measure()
-        return counts
+        return self._progress.check(model, rows, given, accept)
 
     def drafts_together(self, model: Any) -> bool:
         """Whether several rows check drafted tokens in one pass; else in a pass each."""
-        return self._way(model).is_ragged
+        return self._progress.way(model).is_ragged
 
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
         """Take the tokens [begin, end), all evaluated, out of a row; later tokens move up (context shift).
@@ -464,30 +663,24 @@ class Group:
             SessionClosedError: row or group is closed, or its state was lost.
         """
         self._require_row(row)
-        self._catch_up(model, [row])
+        self._progress.catch_up(model, [row])
         if not 0 <= begin <= end <= row.position:
             raise ValueError(f"row {row.id} has tokens [0, {row.position}); [{begin}, {end}) is outside.")
         if begin == end:
             return
-        self._start(model, [row])
-        with self._lock:
-            self._run(lambda: Removal(self._room, row, begin, end).run(model))
-            row.cut(begin, end)
-            row.own.cut(0, begin)
-            self._checks.forget_logits(row)
-            self._room.book()
+        self._progress.remove(model, row, begin, end)
 
     def close(self) -> None:
         """Close all rows: store what they evaluated and release their state. Closing twice is fine."""
         try:
-            self._compare_ends(self.rows)
+            self._progress.compare_ends(self.rows)
         finally:
             self._close_now()
 
     def close_after(self, error: BaseException | None) -> None:
         """Close the group after an error. If an evaluation raised it, also one of the caller, nothing is stored."""
         if is_evaluation_failure(error):
-            self.is_lost = True
+            self._progress.is_lost = True
         if error is None:
             self.close()
         else:
@@ -495,12 +688,12 @@ class Group:
 
     def abandon(self) -> None:
         """Close the group and store nothing: the cache is about to close."""
-        self.is_lost = True
+        self._progress.is_lost = True
         self._close_now()
 
     def close_rows(self, rows: Sequence[Row]) -> None:
         try:
-            self._compare_ends(rows)
+            self._progress.compare_ends(rows)
         finally:
             with self._lock:
                 try:
@@ -508,8 +701,8 @@ class Group:
                 finally:
                     self._room.booking.book_live(self.nbytes)
                     if self._core.budget.over_bytes():
-                        self._passes.settle()
-                    self._core.enforce_budget()
+                        self._progress.settle()
+                    self._core.evictor.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """Let rows neither store nor share state of these keys from `start` on: it was found wrong."""
@@ -540,21 +733,6 @@ class Group:
         checkpoint_bytes = sum(row.own.nbytes for row in self._room.rows.values())
         assert self._room.booking.amounts == (self.nbytes, checkpoint_bytes, 0), self._room.booking.amounts
 
-    def _say(self, rows: Sequence[Row]) -> None:
-        """Let the suffix index have what rows said, now and then."""
-        core = self._core
-        for row in rows:
-            if core.has_said_more(row.known, row.clean_tokens):
-                with self._lock:
-                    core.say(row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True)
-
-    def _way(self, model: Any) -> WayTrial:
-        own = self._core.settings.model
-        tried = model if own is None or isinstance(model, nn.Module) else own  # not a callable around it
-        if self._tried is None or self._tried[0] is not tried:
-            self._tried = tried, way_of(tried, self._layout.fresh)
-        return self._tried[1]
-
     def _require_rows(self, rows: Sequence[Row]) -> None:
         """Raise unless these are open rows of this group, at least one, and none twice."""
         if not rows:
@@ -563,68 +741,6 @@ class Group:
             self._require_row(row)
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows {[row.id for row in rows]}: one of them is listed twice.")
-
-    def _start(self, model: Any, rows: Sequence[Row], *, is_prefill: bool = False) -> None:
-        """Place rows before their first pass, and verify what they resumed on.
-
-        `is_prefill`: first move them behind what other rows have of their prompts now, and let a row that begins again
-        go on from 0. Where the caller has given a token or a range, these are of the row's position: it catches up.
-        """
-        self._core.settings.require_model(model)
-        fresh = [row for row in rows if row.is_fresh]
-        for row in fresh:
-            in_segments = self._way(model).way is Way.SEGMENTS
-            with self._lock:
-                self._leave_wrong_state(row)
-                if is_prefill:
-                    self._run(partial(self._sharing.restore_more, row))
-                self._run(partial(self._sharing.place, row, in_segments=in_segments))
-                row.is_fresh = False
-                self._room.book()
-            self._checks.compare_restored(model, row)
-        for row in fresh:
-            with self._lock:
-                self._leave_wrong_state(row)  # the check of another one of these has found it
-        if not is_prefill:
-            self._catch_up(model, rows)
-        for row in rows:
-            row.due = 0
-
-    def _leave_wrong_state(self, row: Row) -> None:
-        """Let a row that has evaluated nothing begin again if what it stands on was found wrong. The lock is held."""
-        if row.right_tokens is not None:
-            self._core.count_more_hits(-row.position)
-            self._room.start_over(row)
-            self._room.book()
-
-    def _catch_up(self, model: Any, rows: Sequence[Row]) -> None:
-        """Evaluate again what the caller has seen evaluated of rows that began again at 0."""
-        for row in rows:
-            if row.position < row.due:
-                for _ in self._prefill_to(model, {row: row.due}):
-                    pass
-
-    def _compared(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
-        """As `_prefill_to`. After a mismatch, a row gives the cold logits, and its prompt is evaluated again."""
-        for row, logits in self._prefill_to(model, ends):
-            cold = self._checks.compare_last(row, logits, row.position - 1)
-            self._checks.begin_again([row])
-            self._catch_up(model, [row])
-            logits = logits if cold is None else cold[None, None]
-            self._checks.note(row, logits[0, 0], is_wide=False)
-            yield row, logits
-
-    def _compare_ends(self, rows: Sequence[Row]) -> None:
-        """Verify what rows evaluated that are about to be closed."""
-        if self._checks.has_any(rows) and not (self.is_lost or self._lock.is_foreign):
-            self._evaluate_rows(rows)
-            self._checks.compare_ends(() if self.is_lost else rows)
-
-    def _evaluate_rows(self, rows: Sequence[Row]) -> None:
-        try:
-            mx.eval([row.batch.arrays for row in rows if not row.is_closed])
-        except Exception:  # whatever MLX raised: the state is lost
-            self.is_lost = True
 
     def _close_now(self) -> None:
         if self.is_closed or self._lock.is_foreign:
@@ -637,15 +753,15 @@ class Group:
             finally:
                 self._core.close_booking(self._room.booking)
                 self._layout.release()
-                self._core.enforce_budget()
+                self._core.evictor.enforce_budget()
 
     def _close(self, rows: Sequence[Row]) -> None:
         try:
             if not self.is_lost:
-                self._evaluate_rows(rows)
+                self._progress.evaluate(rows)
             self._sharing.close(rows, is_intact=not self.is_lost)
         finally:
-            self._checks.end(rows)
+            self._progress.checks.end(rows)
             for row in rows:
                 self._room.rows.pop(row.id, None)
 
@@ -675,94 +791,6 @@ class Group:
                 if wanted != found:
                     raise ValueError(f"row {row.id}: token {row.position} is {found}; {wanted} follows in its prompt.")
 
-    def _run(self, call: Callable[[], Any], *, makes_state: bool = False) -> Any:
-        """Run what touches the rows' state. A failed evaluation loses it, and any error of what makes new state."""
-        try:
-            return call()
-        except BaseException as error:
-            if is_evaluation_failure(error) or (makes_state and isinstance(error, Exception)):
-                self.is_lost = True
-            self._room.measure()  # room may have been asked for and not taken
-            raise
-
-    def _prefill_to(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
-        """Evaluate the prompts of some rows up to their ends; yields rows that are through, with logits."""
-        while left := [row for row, end in ends.items() if row.position < end and not row.is_closed]:
-            counts = {row: self._cut(row, ends[row], len(left)) - row.position for row in left}
-            # The row with the most left goes first: so rows come together at the end of their prompts.
-            first = max(left, key=lambda row: ends[row] - row.position)
-            count = counts[first]
-            rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
-            rows = [row for row in rows if self._begin_alike([first, row])]
-            rows = rows if self._can_join(model, first, count) else [first]
-            if (logits := self._evaluate(model, rows, count)) is None:
-                rows = [first]
-                logits = self._evaluate(model, rows, count)
-            assert logits is not None
-            self._layout.release()  # or a checkpoint would take the chunk's larger buffers
-            if self._layout.has_states:
-                for row in rows:
-                    self._take_checkpoints(row, count)
-            yield from ((row, logits[at : at + 1]) for at, row in enumerate(rows) if not row.prompt_left)
-
-    def _cut(self, row: Row, end: int, rows: int) -> int:
-        """Where the next pass of a row ends, on its way to `end` together with so many rows."""
-        cuts = {end, *self._stops(row)} | ({end - 1} if self._parts_with_last(row, end, rows) else set())
-        return min(at for at in cuts if at > row.position)
-
-    def _parts_with_last(self, row: Row, end: int, rows: int) -> bool:
-        """Whether `end` is that of a prompt, and the last token has a pass of its own: logits of all take too long."""
-        last = max([row.position, *(at for at in self._stops(row) if at < end)])
-        return end - row.position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
-
-    def _stops(self, row: Row) -> Collection[int]:
-        return row.stops if self._layout.has_states else ()  # windows are copied after the pass
-
-    def _begin_alike(self, rows: Sequence[Row]) -> bool:
-        """Whether rows may share a pass: recurrent layers begin a text in another way than they go on with one."""
-        return not self._layout.has_states or len({row.position > 0 for row in rows}) == 1
-
-    def _can_join(self, model: Any, row: Row, count: int) -> bool:
-        is_short = count <= CASCADE_TOKENS and row.tail_tokens <= TOGETHER_COLUMNS
-        return is_short and self._way(model).is_wide
-
-    def _evaluate(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
-        """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
-        ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
-        start = rows[0].position
-        with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, start + count):
-            found = self._run(lambda: self._passes.prefill(model, rows, ids))
-            if found is None:
-                return None
-            logits, batch = owned(found[:, -1:]), rows[0].batch
-            # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
-            pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
-            self._run(lambda: mx.eval(pending), makes_state=True)
-            with self._lock:
-                self._layout.learn(batch.specimen(self._layout.fresh()))
-                for row in rows if self._layout.windows else ():
-                    self._copy_windows(row, count)
-            self._run(batch.own_points, makes_state=True)
-            with self._lock:
-                self._room.book()
-        return logits
-
-    def _copy_windows(self, row: Row, count: int) -> None:
-        """Copy the last tokens out of windows before the windows are cut."""
-        points, start, end = self._room.points_of(row), row.position - count, row.position
-        is_last = row.prompt_left <= 1 or any(start < at <= end for at in row.stops)
-        self._core.copy_windows(row.own, points, start, end, is_last=is_last)
-        if not self._layout.has_states:
-            self._take_checkpoints(row, count)
-
-    def _take_checkpoints(self, row: Row, count: int) -> None:
-        """Copy and book the point state of a row at the stops of its last tokens, as far as the budget allows."""
-        with self._lock:
-            for at, kind in row.stops.items():
-                is_here = row.position - count < at <= row.position
-                if is_here and self._room.has_room_for_checkpoint(row, at):
-                    self._core.take_checkpoint(row.own, row.path(), self._room.points_of(row), at, kind)
-
     def _close_unattended(self) -> None:
         try:
             self._close_now()
@@ -790,9 +818,7 @@ def open_group(
             f"begin_many() on an exact cache: rows that decode together do not give the bits of one row, and their "
             f"prefill does not use chunks of {core.settings.step_size} tokens. Use begin(), or exact=False."
         )
-    if isinstance(core.layout, SizedLayout):
-        raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")
-    if core.layout.is_quantized:
+    if room.layout.is_quantized:
         raise ValueError("begin_many() with kv_bits: quantized keys and values cannot be in a batch of rows.")
     Batch.of_one(core.layout.fresh(), None)  # raises for a layer that cannot be in a batch
     group = Group(room, namespace, priority, segment_bytes, chats)

@@ -39,9 +39,8 @@ from radixcache.adapters.contract import Spans
 from radixcache.adapters.registry import adapter_for
 from radixcache.errors import ShiftError, UnsupportedCacheError
 from radixcache.groups.attention import Pair, serve
-from radixcache.groups.batch import Batch, Held
+from radixcache.groups.batch import GROWTH_COLUMNS, Batch, Columns, Held, Part
 from radixcache.groups.row import OverBudgetError, Piece, Room, Row
-from radixcache.groups.tails import GROWTH_COLUMNS, Columns, Part
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import BothModels, allowed_error, by_slot, error_of, logits_alone, once_per_model
 

@@ -12,7 +12,7 @@ method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,15 +22,13 @@ from radixcache.adapters.contract import Spans
 from radixcache.core import Core
 from radixcache.errors import CacheFullError, RequestTooLargeError, refuse_copy
 from radixcache.groups.attention import Pair
-from radixcache.groups.batch import Batch
-from radixcache.groups.tails import TailLayer
+from radixcache.groups.batch import Batch, TailLayer
+from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.pager import Pager
-from radixcache.paging.resume import OwnState, PrefixRequest, ShortReason, checkpoint_stops, distant_marks
+from radixcache.paging.pager import OwnState
+from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
-from radixcache.tree.entries import StateNode
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode
 from radixcache.verify import Mismatch
 
 #: Keys and values of the tokens [start, start + T).
@@ -220,9 +218,12 @@ class OverBudgetError(Exception):
 class Room:
     """The open rows of one group, with their tokens and bytes; `capacity` is in tokens of all rows together."""
 
-    def __init__(self, core: Core, states: StateTree, evictor: Evictor, pager: Pager, capacity: int) -> None:
-        self.core, self.states, self.evictor, self.pager = core, states, evictor, pager
-        self.layout = layout = core.layout
+    def __init__(self, core: Core, capacity: int) -> None:
+        self.core, self.states, self.evictor, self.pager = core, core.states, core.evictor, core.pager
+        layout = core.layout
+        if not isinstance(layout, Layout):
+            raise ValueError("begin_many() needs the state of a model; this cache has only sizes.")
+        self.layout = layout
         self.capacity = capacity
         self.rows: dict[int, Row] = {}  # by id, in order of admission
         self.booking: Booking
@@ -255,12 +256,10 @@ class Room:
 
     def plan_stops(self, row: Row) -> None:
         """Choose where the prefill of a row is cut for checkpoints."""
-        length, limit, core = len(row.prompt), row.request.limit, self.core
-        found, kept = (row.matched_tokens, row.position, limit), core.budget.kept_tokens(length)
+        kept, settings = self.core.budget.kept_tokens(len(row.prompt)), self.core.settings
         least = row.mark_tokens if self.layout.has_states else 1  # with windows, a checkpoint cuts no pass
-        distant = distant_marks(row.request.marks, row.position, least)
-        stops = checkpoint_stops(core.settings, length, distant, *found, kept)
-        row.stops = {at: kind for at, kind in sorted(stops.items()) if row.position < at <= limit}
+        found = {"matched": row.matched_tokens, "resumed": row.position, "kept": kept, "least_tokens": least}
+        row.stops = checkpoint_stops(settings, row.request, row.position, row.request.limit, **found)
 
     def start_over(self, row: Row) -> None:
         """Let a row stand at 0, with no state, as if nothing of its prompt were stored."""
@@ -313,10 +312,11 @@ class Room:
 
     def has_room_for_checkpoint(self, row: Row, position: int) -> bool:
         """Whether the budget has room for a checkpoint; of a row that is larger, for the row up to there at its end."""
-        nbytes, length, budget_bytes = self.point_bytes(position), len(row.prompt), self.booking.budget_bytes
-        if self.bytes_of(1, length, length) <= budget_bytes:
+        nbytes, length, budget = self.point_bytes(position), len(row.prompt), self.core.budget
+        if budget.can_keep(self.bytes_of(1, length, length)):
             return self.evictor.find_room(nbytes)
-        return position * self.layout.token_bytes + 2 * nbytes <= budget_bytes  # twice: it is live, too
+        # Twice: it is live, too.
+        return budget.can_keep(position * self.layout.token_bytes + 2 * nbytes)
 
     def grows_at(self, position: int) -> bool:
         """Whether the layers without tails take more bytes behind this position."""
@@ -343,34 +343,27 @@ class Room:
         with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
         OverBudgetError: with `is_strict`, in place of going beyond the budget.
         """
-        budget, evictor = self.core.budget, self.evictor
-        generous = nbytes(spare) - freed_bytes
-        if not budget.over_bytes(generous):
-            self.booking.book_live(self.booking.live_bytes + max(0, generous))
-            return spare
-        need = nbytes(0) - freed_bytes
-        if need > 0 and not evictor.find_room(need):
-            if budget.could_fit(need - self.booking.checkpoint_bytes):
-                for row in self.rows.values():
-                    row.own.clear()
-            if not evictor.find_room(need):
-                if is_strict:
-                    raise OverBudgetError
-                return self._ask_device(nbytes, (spare, owed), freed_bytes)
-        self.booking.book_live(self.booking.live_bytes + max(0, need))
-        return 0
+        budget, evictor, need = self.core.budget, self.evictor, nbytes(0) - freed_bytes
+        if not budget.over_bytes(nbytes(spare) - freed_bytes):
+            return self._book_more(nbytes, spare, freed_bytes)
+        if need <= 0 or evictor.find_room(need):
+            return self._book_more(nbytes, 0, freed_bytes)
+        if budget.fits(need, self.booking.checkpoint_bytes, "eviction").is_ok:
+            for row in self.rows.values():
+                row.own.clear()
+            if evictor.find_room(need):
+                return self._book_more(nbytes, 0, freed_bytes)
+        if is_strict:
+            raise OverBudgetError
+        if not budget.fits(nbytes(spare), freed_bytes, "rows").is_ok:
+            spare = owed
+            budget.fits(nbytes(spare), freed_bytes, "rows").require()
+        evictor.make_room(max(0, nbytes(spare) - freed_bytes))
+        return self._book_more(nbytes, spare, freed_bytes)
 
-    def _ask_device(self, nbytes: Callable[[int], int], spares: Sequence[int], freed_bytes: int) -> int:
-        refused: RequestTooLargeError | None = None
-        for spare in spares:
-            refused = self.core.budget.fits(nbytes(spare), freed_bytes, "rows").refusal
-            if refused is None:
-                more_bytes = max(0, nbytes(spare) - freed_bytes)
-                self.evictor.make_room(more_bytes)
-                self.booking.book_live(self.booking.live_bytes + more_bytes)
-                return spare
-        assert refused is not None
-        raise refused
+    def _book_more(self, nbytes: Callable[[int], int], spare: int, freed_bytes: int) -> int:
+        self.booking.book_live(self.booking.live_bytes + max(0, nbytes(spare) - freed_bytes))
+        return spare
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ close      the tree gets all tokens of a row that are known, clean and not quara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,13 +18,12 @@ import mlx.core as mx
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
 from radixcache.groups.attention import Pair
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import Batch, Columns
 from radixcache.groups.row import Room, Row
-from radixcache.groups.tails import Columns
 from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
-from radixcache.paging.resume import ResumePlan, deepest_whole
+from radixcache.paging.resume import ResumePlan
 from radixcache.tokens import Keys, common_length
-from radixcache.tree.entries import StateNode
+from radixcache.tree.state_tree import StateNode
 
 #: From this many bytes per layer on, a span is worth a segment. On a CPU, two rows that share it save about what a
 #: segment costs (benchmarks.bench_decode). For a GPU it is estimated as what it reads at 1 TB/s while it starts the
@@ -55,7 +54,7 @@ class Sharing:
         plan = self._stand(row)
         self._states.touch(row.path(), plan.source, request.use)
         core.count_request(request, plan, "begin_many")
-        core.tidy_unpinned()
+        core.evictor.tidy_unpinned()
         if self._layout.has_points:
             for other in self._room.rows_of(request.namespace):
                 # A checkpoint where the two part cannot be made later.
@@ -77,14 +76,33 @@ class Sharing:
         match, _, plan = self._core.lookup(keys, namespace, limit, evaluate=False)
         offered, other = max(self._reaches(rows, keys, namespace), key=lambda each: each[0], default=(0, None))
         if other is not None and offered > plan.resume:
-            start, has_room = min(match.offset, offered), self._core.budget.could_fit
+            start = min(match.offset, offered)
             plain = self._in_place_from(other, keys[:offered]) is not None
-            end = self._end_with_room(other, start, offered, has_room, plain=plain)
+            end = self._end_with_room(other, start, offered, self._would_fit, plain=plain)
             if end is not None:
                 return min(end, limit)
         # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
         guarded = {id(node) for row in rows for node in row.path()}
         return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
+
+    def bytes_with(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str) -> int:
+        """Bytes beside the tree's of the open rows at their ends, and of a new row as in Group.has_bytes_for."""
+        room, shared = self._room, self.sharable_tokens(keys, namespace)
+        match = self._states.match(self._core.unquarantined(keys, namespace), namespace)
+        in_use = max((node.end for node in match.path if node.payload.readers), default=0)
+        tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
+        tails.append(end - shared if self.is_long(shared) else end)
+        furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
+        # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
+        nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
+        nbytes += room.bytes_of(1, more, more) if more else 0
+        nbytes += self.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
+        if self._layout.stored_bits:
+            nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
+        return nbytes
+
+    def _would_fit(self, nbytes: int) -> bool:
+        return self._core.budget.fits(nbytes, who="eviction").is_ok
 
     def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
         """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""
@@ -141,7 +159,7 @@ class Sharing:
         request, room = row.request, self._room
         match, _, plan = self._core.lookup(request.keys, request.namespace, request.limit)
         with self._states.guarded(match.node):
-            node = self._pager.allocating(self._end_of, plan)
+            node = next(reversed(self._pager.path_to(plan)), None)
             if node is not None:
                 self._states.read(node, 1)
         try:
@@ -170,15 +188,6 @@ class Sharing:
         if node is not None and node.payload is not None:
             self._states.read(node, -1)
             self._evictor.tidy(node)
-
-    def _end_of(self, plan: ResumePlan) -> StateNode | None:
-        """The node that ends where a plan resumes, split off if need be; None: it resumes at 0."""
-        for node in plan.path:
-            if node.start < plan.resume < node.end:
-                return self._states.split(node, plan.resume)
-            if node.end == plan.resume:
-                return node
-        return None
 
     def _restoring(self, make: Callable[[], Any]) -> Any:
         try:
@@ -211,7 +220,7 @@ class Sharing:
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
         keys = self._core.unquarantined(row.clean_keys(), row.request.namespace)
-        self._core.say(row.known, keys, row.matched_tokens, row.request.namespace)
+        self._core.said.add(row.known, keys, row.matched_tokens, row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return
@@ -238,12 +247,8 @@ class Sharing:
         is_there = row.lost is None and row.batch.rows[row.at] is row
         if is_there and row.position == limit:
             return limit
-        own = max((each.offset for each in row.own.checkpoints if each.offset <= limit), default=0)
-        if self._layout.has_states:
-            return own
-        stored = [*self._states.windows.stored(row.path()), *row.own.windows]
         held = self._layout.held(self._room.points_of(row)) if is_there else {}
-        return max(own, deepest_whole(self._layout, stored, limit, held))
+        return self._pager.reach(row.path(), row.own, limit, held)[0]
 
     def _offer_from_others(self, row: Row) -> None:
         """Give the tree what the best other row has of a row's prompt and the tree lacks."""
@@ -316,7 +321,7 @@ class Sharing:
             if self._takes_checkpoint(row, end):
                 # Behind the match, a node has the windows of another prompt.
                 path = [each for each in match.path if each.end <= start]
-                core.capture(row.own, path, self._room.points_of(row), end)
+                core.pager.capture(row.own, path, self._room.points_of(row), end)
                 leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)

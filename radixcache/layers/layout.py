@@ -4,6 +4,10 @@ A model's cache is a list with an object per layer. A layer may have none (None)
 never uses. The leaves are the objects that hold state. Generators replace objects and models reassign arrays, so each
 call walks the leaves. The layout stores only what does not change: shapes, bytes, and which leaves are in use.
 
+    Shape         sizes, windows and kinds of state, of any model
+    ModelShape    the same, learnt from the first forward passes of a model of mlx-lm
+    AnyLayout     a shape, and the operations on state: `Layout` has them on arrays, `SizedLayout` on sizes
+
 Leaves of one class with equal windows and shapes are a stack: they always stand at the same offset, and one snapshot
 with arrays (S, H, T, D) under the first leaf holds the state of all S.
 
@@ -23,14 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import psutil
 from mlx_lm.models.cache import CacheList, KVCache
 
 from radixcache.adapters.contract import NEVER, Adapter, Checkpoint, Range, Spans, Window, WindowSnapshot
-from radixcache.adapters.point import copied
+from radixcache.adapters.point import untouched
 from radixcache.adapters.registry import PROBED, adapter_for, leaves
 from radixcache.adapters.span import KeysAndValues, SpanSnapshot, stored_nbytes
 from radixcache.adapters.window import WindowAdapter, is_windowed
@@ -51,18 +55,155 @@ class LiveStateError(RadixCacheError):
     """A write into live buffers failed half way. Their content must not be used."""
 
 
-class Layout:
-    """Operations on live caches: lists of mlx-lm cache objects that `factory` makes, with the same classes each time.
+class AnyLayout(Protocol):
+    """A shape, and the operations on live caches and snapshots of it; `Layout` says what each one does."""
+
+    leaf_count: int
+    token_bytes: int
+    stored_token_bytes: int
+    windows: tuple[Window, ...]
+    has_states: bool
+    has_points: bool
+
+    @property
+    def is_known(self) -> bool: ...
+    @property
+    def is_smaller_at_rest(self) -> bool: ...
+
+    # The shape
+    def request_bytes(self, tokens: int) -> int: ...
+    def window_bytes(self, window: Window) -> int: ...
+    def stored_window_bytes(self, window: Window) -> int: ...
+    def layers_of(self, window: Window) -> int: ...
+    def stored(self, spans: Spans, window: Window) -> list[Range]: ...
+    def with_more(self, spans: Spans, more: Spans) -> Spans: ...
+    def learn(self, caches: Sequence[Any]) -> None: ...
+    def take_over(self, shapes: Sequence[Any]) -> None: ...
+
+    # The device
+    def device_bytes(self) -> int: ...
+    def release(self) -> None: ...
+
+    # The live caches
+    def fresh(self) -> list[Any]: ...
+    def offsets(self, caches: Sequence[Any], trusted: bool = False) -> tuple[int, int] | None: ...
+    def first_offset(self, caches: Sequence[Any]) -> int | None: ...
+    def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]: ...
+    def is_empty(self, caches: Sequence[Any]) -> bool: ...
+    def uses_points(self, caches: Sequence[Any]) -> bool: ...
+    def compare(self, caches: Sequence[Any]) -> None: ...
+    def live_nbytes(self, caches: Sequence[Any]) -> int: ...
+    def spare_nbytes(self, caches: Sequence[Any]) -> int: ...
+    def capacity(self, caches: Sequence[Any]) -> int: ...
+    def span_capacity(self, caches: Sequence[Any]) -> int: ...
+    def reserve(
+        self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None, *, wait: bool = True
+    ) -> None: ...
+    def evaluate(self, caches: Sequence[Any]) -> None: ...
+    def own(self, caches: Sequence[Any], *, was_empty: bool = True, wait: bool = True) -> None: ...
+    def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]: ...
+    def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool: ...
+    def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool: ...
+    def rewind(self, caches: Sequence[Any], offset: int, target: int) -> None: ...
+    def rewind_spans(self, caches: Sequence[Any], target: int) -> None: ...
+    def empty(self, caches: Sequence[Any]) -> None: ...
+
+    # Snapshots
+    def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans: ...
+    def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans: ...
+    def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]: ...
+    def page_in(self, caches: Sequence[Any], spans: Spans, target: int, *, wait: bool = True) -> int: ...
+    def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans: ...
+    def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]: ...
+    def merge(self, upper: Spans, lower: Spans) -> tuple[Spans, int]: ...
+    def without_plain(self, spans: Spans) -> Spans: ...
+    def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]: ...
+    def capture(
+        self, caches: Sequence[Any], start: int, end: int, wanted: Mapping[Window, Sequence[Range]]
+    ) -> Spans: ...
+    def within(self, spans: Spans, wanted: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]: ...
+    def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint: ...
+    def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint: ...
+    def restore_points(
+        self, caches: Sequence[Any], checkpoint: Checkpoint | None, target: int, stored: Sequence[Spans] = ()
+    ) -> None: ...
+
+    # In a store
+    def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> Buffers: ...
+    def point_buffers(self, checkpoint: Checkpoint) -> Buffers: ...
+    def spans_in(self, buffers: Buffers, start: int, end: int) -> list[Any]: ...
+    def windows_in(self, buffers: Buffers, start: int, end: int) -> list[Any]: ...
+    def points_in(self, buffers: Buffers, end: int) -> list[Any]: ...
+
+
+class Shape:
+    """Sizes of a model's state and its kinds.
+
+    Attributes:
+        leaf_count: objects that hold state, in one live cache.
+        token_bytes: bytes of a live token over all span leaves; 0 before a forward pass was seen.
+        stored_token_bytes: the same in snapshots.
+        state_bytes: bytes of the state of all recurrent layers.
+        windows: the different windows of leaves in use.
+        has_states, has_points: some leaf in use is a point leaf but no window; a point leaf.
+    """
+
+    leaf_count = token_bytes = stored_token_bytes = state_bytes = 0
+    windows: tuple[Window, ...] = ()
+    has_states = has_points = False
+
+    def __init__(self) -> None:
+        #: For each window bytes of a token, live and in snapshots; how many leaves have it, and the first of them.
+        self._window_bytes: dict[Window, int] = {}
+        self._stored_window_bytes: dict[Window, int] = {}
+        self._layers_of: dict[Window, int] = {}
+        self._first_leaf: dict[Window, int] = {}
+
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
+        nbytes = tokens * self.token_bytes + self.state_bytes
+        for window in self.windows:
+            nbytes += window.count(tokens) * self.window_bytes(window)
+        return nbytes
+
+    def window_bytes(self, window: Window) -> int:
+        """Bytes of a token in all leaves with this window; 0 before it is known."""
+        return self._window_bytes.get(window, 0)
+
+    def stored_window_bytes(self, window: Window) -> int:
+        """The same in snapshots."""
+        return self._stored_window_bytes.get(window, 0)
+
+    def layers_of(self, window: Window) -> int:
+        """How many leaves in use have this window."""
+        return self._layers_of.get(window, 0)
+
+    @property
+    def is_smaller_at_rest(self) -> bool:
+        """Whether tokens take fewer bytes in the tree than in live buffers."""
+        return self.stored_token_bytes < self.token_bytes
+
+    def stored(self, spans: Spans, window: Window) -> list[Range]:
+        """The tokens that these spans have of the leaves with this window, in order."""
+        snapshot = spans.leaves[self._first_leaf[window]]
+        return [] if snapshot is None else snapshot.ranges
+
+    def with_more(self, spans: Spans, more: Spans) -> Spans:
+        """Join state of windows with state of other tokens of the same edge."""
+        both = [
+            ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
+            for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
+        ]
+        return Spans(spans.start, spans.end, both, spans.nbytes + more.nbytes)
+
+
+class ModelShape(Shape):
+    """The shape of lists of mlx-lm cache objects that `factory` makes, with the same classes each time.
 
     Attributes:
         is_quantized: KVCache layers are quantized from offset 0, as `kv_bits` and `kv_group_size` say.
         stored_bits: bits of a value of spans and windows in snapshots; None: as in the live caches.
-        token_bytes: bytes of a live token over all span leaves; 0 before a forward pass was seen.
-        stored_token_bytes: the same in snapshots.
         shapes: of each leaf its adapter's `shapes`; None before the leaf was written.
-        state_bytes: bytes of the state of all recurrent layers.
-        windows: the different windows of leaves in use.
-        has_states, has_points: some leaf in use is a point leaf but no window; a point leaf.
 
     Raises:
         UnsupportedCacheError: a cache class has no adapter.
@@ -75,6 +216,7 @@ class Layout:
         kv_group_size: int,
         stored_bits: int | None = None,
     ) -> None:
+        super().__init__()
         self._factory = factory
         self._kv_bits = kv_bits
         self._kv_group_size = kv_group_size
@@ -92,8 +234,6 @@ class Layout:
         # Leaves that a forward pass writes; None before one was seen. A model may leave some unused.
         self._in_use: list[bool] | None = None
         self._note_use([True] * len(pairs))
-
-    # What is known of the model
 
     def fresh(self) -> list[Any]:
         return [cache if self._kv_bits is None else self._quantized(cache) for cache in self._factory()]
@@ -128,36 +268,6 @@ class Layout:
         """Bytes of a token in a leaf's snapshots; 0 before it is known."""
         its = isinstance(self._adapters[leaf], KeysAndValues)
         return stored_nbytes(self.shapes[leaf] or (), self.stored_bits) if its else self.leaf_bytes(leaf)
-
-    def request_bytes(self, tokens: int) -> int:
-        """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
-        nbytes = tokens * self.token_bytes + self.state_bytes
-        for window in self.windows:
-            nbytes += window.count(tokens) * self.window_bytes(window)
-        return nbytes
-
-    def device_bytes(self) -> int:
-        """Bytes that the device can still give to MLX.
-
-        Source: MLX's recommended working set less its active memory, if the device states one (Metal); else the
-        available memory of the system, and what MLX keeps of freed buffers.
-        """
-        working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
-        if working_set:
-            return max(0, working_set - mx.get_active_memory())
-        return int(psutil.virtual_memory().available) + mx.get_cache_memory()
-
-    def window_bytes(self, window: Window) -> int:
-        """Bytes of a token in all leaves with this window; 0 before it is known."""
-        return self._window_bytes.get(window, 0)
-
-    def stored_window_bytes(self, window: Window) -> int:
-        """The same in snapshots."""
-        return self._stored_window_bytes.get(window, 0)
-
-    def layers_of(self, window: Window) -> int:
-        """How many leaves in use have this window."""
-        return sum(len(stack.leaves) for stack in self._stacks if stack.window == window)
 
     def learn(self, caches: Sequence[Any]) -> None:
         """Learn shapes, sizes and the leaves in use from a live cache after a forward pass."""
@@ -214,6 +324,10 @@ class Layout:
         # The first stack of a window speaks for all of them.
         self._first_stack = {stack.window: stack for stack in reversed(self._stacks)}
         self._first_leaf = {window: stack.leaves[0] for window, stack in self._first_stack.items()}
+        self._layers_of = {
+            window: sum(len(stack.leaves) for stack in self._stacks if stack.window == window)
+            for window in self._first_stack
+        }
         self._window_bytes, self._stored_window_bytes = (
             {
                 window: sum(nbytes(leaf) for leaf, its in enumerate(self._windows) if its == window)
@@ -221,6 +335,30 @@ class Layout:
             }
             for nbytes in (self.leaf_bytes, self.stored_leaf_bytes)
         )
+
+    def _quantized(self, cache: Any) -> Any:
+        if type(cache) is CacheList:
+            return CacheList(*(self._quantized(inner) for inner in cache.caches))
+        if type(cache) is KVCache:
+            return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
+        return cache
+
+
+class Layout(ModelShape):
+    """The shape of a model, and its state as arrays: operations on live caches and on snapshots."""
+
+    # The device
+
+    def device_bytes(self) -> int:
+        """Bytes that the device can still give to MLX.
+
+        Source: MLX's recommended working set less its active memory, if the device states one (Metal); else the
+        available memory of the system, and what MLX keeps of freed buffers.
+        """
+        working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+        if working_set:
+            return max(0, working_set - mx.get_active_memory())
+        return int(psutil.virtual_memory().available) + mx.get_cache_memory()
 
     # The live caches
 
@@ -315,16 +453,12 @@ class Layout:
     def scratch(self, caches: Sequence[Any], first: int) -> Iterator[list[Any]]:
         """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
         pairs = self.leaves(caches)[len(leaves(caches[:first])) :]
-        # Spans only need their offset. Of points, a second handle on each array keeps it from being written in place.
-        held = [copied(vars(each), mx.array) if its.is_point else its.hold(each, 1) for each, its in pairs]
-        try:
-            yield list(caches[first:])
-        finally:
-            for (cache, adapter), before in zip(pairs, held, strict=True):
-                if adapter.is_point:
-                    cache.__dict__.clear()
-                    cache.__dict__.update(before)
-                else:
+        spans = [(adapter, cache, adapter.hold(cache, 1)) for cache, adapter in pairs if not adapter.is_point]
+        with untouched([cache for cache, adapter in pairs if adapter.is_point]):
+            try:
+                yield list(caches[first:])
+            finally:
+                for adapter, cache, before in spans:
                     adapter.roll_back(cache, before)
 
     def can_rewind(self, caches: Sequence[Any], offset: int, target: int) -> bool:
@@ -431,11 +565,6 @@ class Layout:
         found = [each.without_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
         return _spans(found, spans.start, spans.end) if any(map(is_not, found, spans.leaves)) else spans
 
-    @property
-    def is_smaller_at_rest(self) -> bool:
-        """Whether tokens take fewer bytes in the tree than in live buffers."""
-        return self.stored_token_bytes < self.token_bytes
-
     def is_plain(self, spans: Spans | None) -> bool:
         """Whether these are spans with the values that a model evaluated."""
         return spans is not None and not any(isinstance(each, SpanSnapshot) and each.forms for each in spans.leaves)
@@ -478,11 +607,6 @@ class Layout:
 
     # Windows
 
-    def stored(self, spans: Spans, window: Window) -> list[Range]:
-        """The tokens that these spans have of the leaves with this window, in order."""
-        snapshot = spans.leaves[self._first_leaf[window]]
-        return [] if snapshot is None else snapshot.ranges
-
     def held(self, caches: Sequence[Any]) -> dict[Window, list[Range]]:
         """The tokens in the live windows, in order."""
         pairs, held = self.leaves(caches), {}
@@ -515,14 +639,6 @@ class Layout:
         mx.eval(new)
         nbytes = sum(leaf.nbytes for leaf in cut if leaf is not None)
         return Spans(spans.start, spans.end, cut, nbytes), sum(array.nbytes for array in new)
-
-    def with_more(self, spans: Spans, more: Spans) -> Spans:
-        """Join state of windows with state of other tokens of the same edge."""
-        both = [
-            ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
-            for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
-        ]
-        return Spans(spans.start, spans.end, both, spans.nbytes + more.nbytes)
 
     # Point state
 
@@ -598,13 +714,6 @@ class Layout:
             elif adapter.is_point and not adapter.is_empty(cache):
                 adapter.free(cache)
 
-    def _quantized(self, cache: Any) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*(self._quantized(inner) for inner in cache.caches))
-        if type(cache) is KVCache:
-            return cache.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
-        return cache
-
 
 class Stack(NamedTuple):
     """Leaves, by index, that are stored as one."""
@@ -631,6 +740,10 @@ class Stack(NamedTuple):
         if not self.adapter.restore_stack(caches, WindowSnapshot(0, target, pieces), target):
             raise _incomplete(caches[0], target)
         return self.leaves
+
+
+def _incomplete(cache: Any, target: int) -> LiveStateError:
+    return LiveStateError(f"{type(cache).__name__}: the state at {target} is not complete.")
 
 
 def is_evaluation_failure(error: BaseException | None) -> bool:
@@ -661,10 +774,6 @@ def _fit(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
     if ours == theirs or ("none",) in (ours, theirs):
         return True
     return len(ours) == len(theirs) == 3 and ours[-1] == theirs[-1] and mx.issubdtype(ours[-1], mx.integer)
-
-
-def _incomplete(cache: Any, target: int) -> LiveStateError:
-    return LiveStateError(f"{type(cache).__name__}: the state at {target} is not complete.")
 
 
 def _evaluate_written(arrays: list[mx.array]) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common
-from radixcache.layers.layout import Layout, Leaf
+from radixcache.layers.layout import Shape
 
 
-class SizedLayout(Layout):
-    """Sizes of a live cache, which has no leaves.
+class SizedLayout(Shape):
+    """The shape of a model, and its state as sizes, in one SizedCache; the operations are those of `Layout`.
 
     Args:
         token_bytes: bytes of a key over all span layers.
@@ -29,6 +29,8 @@ class SizedLayout(Layout):
         stored_token_bytes: bytes of a key in the snapshots of all span layers; None: `token_bytes`. Windows have one
             size, live and stored.
     """
+
+    is_known = True
 
     def __init__(
         self,
@@ -44,8 +46,7 @@ class SizedLayout(Layout):
         if token_bytes + points == 0:
             raise ValueError("all sizes are 0; wanted bytes per token or per checkpoint.")
         self._grow_keys = grow_keys if token_bytes else 0
-        super().__init__(lambda: [SizedCache(self._grow_keys)], None, 0)
-        self._in_use = []
+        super().__init__()
         self.leaf_count = 1
         self.token_bytes = token_bytes
         self.stored_token_bytes = token_bytes if stored_token_bytes is None else stored_token_bytes
@@ -58,17 +59,14 @@ class SizedLayout(Layout):
         self._stored_window_bytes = self._window_bytes
         self.windows = tuple(self._window_bytes)
         self._first_leaf = {window: leaf for leaf, window in enumerate(self.windows)}
+        self._layers_of = dict.fromkeys(self.windows, 1)
 
-    def leaves(self, caches: Sequence[Any]) -> list[Leaf]:
-        return []
-
-    def leaf_bytes(self, leaf: int) -> int:
-        return self.token_bytes
-
-    def layers_of(self, window: Window) -> int:
-        return 1
+    def fresh(self) -> list[Any]:
+        return [SizedCache(self._grow_keys)]
 
     def learn(self, caches: Sequence[Any]) -> None: ...
+    def take_over(self, shapes: Sequence[Any]) -> None: ...
+    def compare(self, caches: Sequence[Any]) -> None: ...
     def evaluate(self, caches: Sequence[Any]) -> None: ...
     def release(self) -> None: ...
 
@@ -82,6 +80,9 @@ class SizedLayout(Layout):
 
     def first_offset(self, caches: Sequence[Any]) -> int:
         return int(caches[0].spans if self.token_bytes else caches[0].points)
+
+    def identities(self, caches: Sequence[Any]) -> list[Any]:
+        return []
 
     def is_empty(self, caches: Sequence[Any]) -> bool:
         return bool(caches[0].capacity == caches[0].spans == caches[0].points == 0)
@@ -162,6 +163,9 @@ class SizedLayout(Layout):
             caches[0].reserve(target + 1)
         caches[0].spans = target
         return int(max(0, target - begin) * self.token_bytes)
+
+    def without_plain(self, spans: Spans) -> Spans:
+        return spans
 
     def split(self, spans: Spans, at: int) -> tuple[Spans, Spans, int]:
         upper, lower = Spans(spans.start, at, [], 0), Spans(at, spans.end, [], spans.nbytes)

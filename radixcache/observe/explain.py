@@ -5,7 +5,7 @@
     |            |  not to be    |  parted from a stored path,    |
     |            |  resumed      |  quarantined, or new           |
 
-The gaps tile [resumable, prompt_tokens), each with one reason. `Core.foresee` runs the code of `begin` and changes
+The gaps tile [resumable, prompt_tokens), each with one reason. `foresee` runs the code of `begin` and changes
 nothing; the history adds what the tree no longer has. `view_of` and `snapshot_of` read the tree and all metrics.
 """
 
@@ -17,23 +17,39 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from radixcache.chat_parts import Change, ChatLog
-from radixcache.core import Core, Foresight
+from radixcache.chat_parts import Change, Chat, ChatLog
+from radixcache.core import Core
 from radixcache.observe.hints import Hint, both_words, variations
 from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
 from radixcache.observe.tree_view import TreeView, collect
 from radixcache.observe.words import bytes_words, tokens_words
-from radixcache.paging.pins import Pins
-from radixcache.paging.resume import ShortReason
+from radixcache.paging.resume import ResumePlan, ShortReason, stored_from
 from radixcache.paging.tier import Foreseen
 from radixcache.tokens import Keys, TokenIds, token_text
-from radixcache.tree.entries import StateNode
 from radixcache.tree.history import History
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import NodeState, StateNode
 
 #: Tokens shown before a divergence, and on both sides behind it.
 BEFORE_TOKENS, AFTER_TOKENS = 24, 16
+
+
+class Foresight(NamedTuple):
+    """What `begin` would find, and how far it would get if all buffers could be read.
+
+    Attributes:
+        windows: for each window the number of layers that have it, and the token from which on it is stored, without a
+            gap, up to where the request resumes.
+        quarantined_from: offset from which on the keys are quarantined; None: they are not.
+        in_store: what the store has of the prompt beyond memory; None: there is no store.
+    """
+
+    match: Match[NodeState]
+    plan: ResumePlan
+    readable: ResumePlan
+    windows: tuple[tuple[int, int], ...]
+    quarantined_from: int | None
+    in_store: Foreseen | None
 
 
 class Reason(StrEnum):
@@ -167,43 +183,92 @@ class About(NamedTuple):
     chats: ChatLog
 
 
-def in_a_line(core: Core, states: StateTree, about: About) -> str:
+def stats_of(core: Core, about: About) -> CacheStats:
+    """What a cache has done and holds. The lock is held."""
+    states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.said.suffixes
+    account, ledger = states.account, states.account.ledger
+    counts: dict[str, Any] = {**states.tally.counts(), **core.counts}
+    return CacheStats(
+        **counts,
+        budget_source=about.budget_source,
+        short_reasons=dict(core.short_reasons),
+        evictions=core.evictor.evictions,
+        evicted_bytes=core.evictor.evicted_bytes,
+        copied_bytes=states.copied_bytes,
+        paged_in_bytes=states.paged_in_bytes,
+        paged_out_bytes=states.paged_out_bytes,
+        live_bytes=account.live_bytes,
+        paged_bytes=account.span_bytes + account.checkpoint_bytes,
+        checkpoint_bytes=account.checkpoint_bytes,
+        window_bytes=states.windows.nbytes,
+        duplicate_bytes=states.duplicate_bytes,
+        spare_bytes=core.slots.spare_nbytes(),
+        pinned_bytes=pinned_bytes,
+        nodes=states.tree.node_count,
+        tokens=states.tree.key_count,
+        budget_bytes=ledger.budget_bytes,
+        over_budget_bytes=ledger.over_bytes(),
+        held_bytes={
+            "sessions": sum(sum(path.booking.amounts) for path in core.slots.paths if path.is_open),
+            "rows": sum(sum(booking.amounts) for booking, _ in core.bookings),
+            "pins": pinned_bytes,
+        },
+        peak_bytes=ledger.peak_bytes,
+        verified_requests=verifier.verified,
+        verify_skipped=verifier.skipped,
+        verify_mismatches=verifier.mismatch_count,
+        verify_largest_error=verifier.largest_error,
+        verify_bytes=account.second_bytes,
+        suffix_index_tokens=0 if suffixes is None else suffixes.tokens,
+        suffix_index_bytes=0 if suffixes is None else suffixes.nbytes,
+        quarantined=len(core.quarantine),
+        event_failures=states.events.failures,
+        dropped_events=states.events.dropped,
+    )
+
+
+def in_a_line(core: Core, about: About) -> str:
     """A cache in a few words; takes no lock."""
-    ledger, slots = states.account.ledger, core.slots()
+    states = core.states
+    ledger, slots = states.account.ledger, core.slots.figures()
     taken = sum(is_open for is_open, _, _ in slots)
     held = f"{bytes_words(states.account.total_bytes)} of {bytes_words(ledger.budget_bytes)}"
     return f"{about.policy}: {states.tree.node_count} nodes, {held}, {taken} of {len(slots)} live slots taken"
 
 
-def view_of(states: StateTree, pins: Pins, slot_count: int, namespace: str | None, about: About) -> TreeView:
+def view_of(core: Core, namespace: str | None, about: About) -> TreeView:
     """A view of one namespace, or of all (None)."""
-    budget_bytes = states.account.ledger.budget_bytes
+    budget_bytes = core.states.account.ledger.budget_bytes
     facts = ("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")
-    view = collect(states, pins, namespace, slot_count, about.tokenizer)
+    view = collect(core.states, core.pins, namespace, core.settings.live_slots, about.tokenizer)
     return replace(view, about=facts) if namespace is None else view
 
 
-def snapshot_of(core: Core, states: StateTree, pins: Pins, namespace: str | None, about: About) -> StatsSnapshot:
+def snapshot_of(core: Core, namespace: str | None, about: About) -> StatsSnapshot:
     """All metrics; of one namespace only the counts of its nodes and pins."""
+    states, pins = core.states, core.pins
     seen: dict[str, Any] = {}
 
     def meanwhile() -> None:
         seen.update(pins=pins.count(namespace), named_pins=pins.count(namespace, named=True))
         if namespace is None:
-            stats = CacheStats(budget_source=about.budget_source, **core.counters())
+            stats = stats_of(core, about)
             ledger_bytes, namespaces = states.account.ledger.total_bytes, len(states.tree.roots())
-            seen.update(of_cache=metrics_of_cache(stats, core.slots(), about.policy, ledger_bytes, namespaces))
+            seen.update(of_cache=metrics_of_cache(stats, core.slots.figures(), about.policy, ledger_bytes, namespaces))
 
     view = collect(states, pins, namespace, core.settings.live_slots, None, meanwhile)
     return snapshot(view.nodes, **seen)
 
 
 def explanation_of(
-    core: Core, states: StateTree, prompt: TokenIds, keys: Keys, namespace: str, about: About
+    core: Core, prompt: TokenIds, keys: Keys, namespace: str, about: About, chat: Chat | None = None
 ) -> Explanation:
-    """What a request for a prompt would find, and why not more; changes nothing."""
+    """What a request for a prompt would find, and why not more; changes nothing. Of a chat, the part that differs."""
+    if chat is not None and about.tokenizer is None:
+        raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
+    states = core.states
     with core.lock:
-        history, cost, foresight = states.events.history, states.cost, core.foresee(keys, namespace)
+        history, cost, foresight = states.events.history, states.cost, foresee(core, keys, namespace)
         plan, store, length = foresight.plan, foresight.in_store or Foreseen(), len(keys)
         gaps = [*_stored_gaps(foresight, history, keys, namespace)]
         gaps += _missing_gaps(foresight, history, prompt, keys, namespace)
@@ -223,7 +288,7 @@ def explanation_of(
         asked, cost_ = _shown(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
         return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
 
-    return Explanation(
+    found = Explanation(
         prompt_tokens=length,
         matched_tokens=plan.matched,
         resumable_tokens=plan.resume,
@@ -236,6 +301,10 @@ def explanation_of(
         tiers=store.tiers,
         path=path,
     )
+    if chat is None or found.fork is None:
+        return found
+    nearest = about.chats.first_change(about.tokenizer, keys, chat, found.fork.start, namespace)
+    return found if nearest is None else replace(found, change=nearest[0])
 
 
 def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: str) -> Iterator[Gap]:
@@ -283,6 +352,33 @@ def _missing_gaps(
         start = end
     if start < length:
         yield Gap(start, length, Reason.QUARANTINED)
+
+
+def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
+    """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing.
+
+    Gives the lock up while a store is asked.
+    """
+    limit, states, in_store = len(keys) - 1, core.states, None
+    if core.tier is not None:
+        in_store = core.tier.foresee(core.unquarantined(keys, namespace)[:limit], namespace)
+    quarantined_from = core.quarantine.offset(keys, namespace)
+    keys = keys[:quarantined_from]
+    match = states.match(keys, namespace)
+    gone = sum(1 << path.slot for path in core.slots.vanished())
+    for node in match.path if gone else []:
+        if node.payload.spans is None and not node.payload.live_mask & ~gone:
+            # The next request gives up what only the buffers of a vanished session hold.
+            match = Match(node.parent or node, node.start, match.path[: match.path.index(node)])
+            break
+    has_slot = not all(path.is_open for path in core.slots.paths)
+    live = core.slots.choose(match.path, min(match.offset, limit)) if has_slot else None
+    hidden = core.slots.hidden(match.path, live, evaluate=False)
+    plan = core.plan(match, keys, limit, live, hidden)
+    readable = plan if hidden is None else core.plan(match, keys, limit, live, None)
+    windows = core.layout.windows if plan.resume else ()
+    stored = tuple((core.layout.layers_of(each), stored_from(core.layout, plan, each)) for each in windows)
+    return Foresight(match, plan, readable, stored, quarantined_from, in_store)
 
 
 def _other_way(match: Match[Any]) -> tuple[int, ...]:

@@ -14,22 +14,23 @@ out of their rows' tails themselves and call `put`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from radixcache.adapters.contract import Checkpoint, Spans
-from radixcache.errors import SnapshotError
-from radixcache.layers.layout import NATIVE_ERRORS, Layout, LiveStateError
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import LivePath, Slots
-from radixcache.paging.resume import OwnState, ResumePlan
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
+from radixcache.errors import SessionClosedError, SnapshotError
+from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
+from radixcache.ledger import Booking
+from radixcache.paging.budget import ByteBudget, Evictor
+from radixcache.paging.resume import LivePath, PrefixRequest, ResumePlan, Slots, deepest_whole
 from radixcache.tokens import Keys
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use, is_dear
 
 A = ParamSpec("A")
 R = TypeVar("R")
 
+#: Windows are copied out at least this many tokens at a time, unless they are about to be lost.
+LEAST_TOKENS = 64
 #: Tokens that are copied at a time from the buffers of one slot to those of another.
 CUT_TOKENS = 2048
 
@@ -37,16 +38,14 @@ CUT_TOKENS = 2048
 class Pager:
     """Page-in and page-out for one cache."""
 
-    def __init__(self, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
+    def __init__(self, layout: AnyLayout, states: StateTree, evictor: Evictor, slots: Slots) -> None:
         self._layout, self._states, self._slots = layout, states, slots
         self._evictor, self._budget = evictor, evictor.budget
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
         """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
-        path = plan.path
-        if path and path[-1].end > plan.resume:
-            path = self.allocating(self._split_at, plan)
+        path = self.path_to(plan)
         incoming = [node for node in path if node.end > shared]
         has_changed = before != shared or len(incoming) > 0
         self._evictor.spared = incoming
@@ -90,7 +89,9 @@ class Pager:
             self._evictor.empty_slot(source, self._budget.over_bytes)
 
     def retreat(self, live: LivePath, end: int) -> None:
-        """Leave the live nodes beyond `end`: make room, and page out what is nowhere else."""
+        """Leave the live nodes beyond `end`, about to be overwritten: make room, and page out what is nowhere else."""
+        if end >= live.offset:
+            return
         leaving = live.leave(end)
         self._evictor.make_room()
         for node in leaving:
@@ -110,6 +111,174 @@ class Pager:
         if plan.resume and self._layout.has_points:
             self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
+
+    def grow(self, live: LivePath, need_tokens: int) -> None:
+        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing.
+
+        RequestTooLargeError: there is no memory for so many tokens.
+        """
+        self._budget.fits(self._layout.request_bytes(need_tokens), live.booking.live_bytes, "request").require()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = self._generous(capacity, need_tokens + 256)
+        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
+        self._layout.reserve(live.caches, wanted, wait=False)
+        live.measure()
+
+    def after_forward(
+        self, live: LivePath, caches: Sequence[Any], request: PrefixRequest, own: OwnState, wait: bool
+    ) -> None:
+        """Learn from the buffers that a forward pass may have changed, book them and enforce the budget."""
+        if not live.is_open:
+            raise SessionClosedError("the cache was closed during the forward pass.")
+        self._layout.learn(caches)
+        self._fit_capacity(live, len(request.prompt), request.reserve, wait)
+        live.measure(caches)
+        self.thin(own)
+
+    def _fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
+        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
+        live.measure()
+        capacity = self._layout.span_capacity(live.caches)
+        wanted = prompt_tokens + reserve_tokens
+        if capacity >= wanted:
+            return
+        wanted = self._generous(capacity, wanted)
+        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
+            wanted = max(prompt_tokens + 1, capacity)
+        if wait:
+            self.allocating(self._layout.reserve, live.caches, wanted)
+        else:
+            self._layout.reserve(live.caches, wanted, wait=False)
+        live.measure()
+
+    def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
+        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
+        try:
+            return make(*args, **options)
+        except NATIVE_ERRORS:
+            self._evictor.halve()
+            self._layout.release()
+            return make(*args, **options)
+
+    # Going back
+
+    def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
+        """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
+        target, checkpoint = self.reach(live.nodes(), own, limit, None)
+        self.go_back(live, own, target, checkpoint)
+        return target
+
+    def reach(
+        self, path: Sequence[StateNode], own: OwnState, limit: int, held: Mapping[Window, Sequence[Range]] | None
+    ) -> tuple[int, Checkpoint | None]:
+        """The deepest offset at or below `limit` with all state of point layers, and the checkpoint that has it.
+
+        `held`: what the live windows of the request hold; None: they may be wrong, and only a checkpoint is certain.
+        """
+        layout, windows, grid_tokens = self._layout, self._states.windows, self._states.grid_tokens
+        if held is not None and not layout.has_states:
+            stored = [*windows.stored(path), *own.windows]
+            return deepest_whole(layout, stored, limit, held, grid=grid_tokens), None
+        found = [*own.checkpoints, *(node.payload.checkpoint for node in path if node.payload.checkpoint is not None)]
+        near = (each for each in found if each.offset <= limit)
+        whole = (each for each in near if not windows.lacking(path, each.offset, own.windows))
+        checkpoint = max(whole, key=lambda each: each.offset, default=None)
+        return (0 if checkpoint is None else checkpoint.offset), checkpoint
+
+    def go_back(self, live: LivePath, own: OwnState, target: int, checkpoint: Checkpoint | None) -> None:
+        """Move live caches back to an offset; all state of their point layers there is in the checkpoint or stored.
+
+        Without a checkpoint, windows also take what the live caches hold.
+        """
+        # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
+        stored = [*self._states.windows.stored(live.nodes()), *own.windows]
+        if checkpoint is None and target:
+            held = self.captured(live.caches, live.nodes(), target, own.windows)
+            stored += [] if held is None else [held]
+        self.retreat(live, target)
+        self._layout.rewind_spans(live.caches, target)
+        self._layout.restore_points(live.caches, checkpoint, target, stored)
+        own.cut(0, target)
+        live.measure()
+        self._evictor.enforce_budget()
+
+    def empty(self, live: LivePath) -> None:
+        """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
+        nodes = live.nodes()
+        try:
+            self.retreat(live, 0)
+        except NATIVE_ERRORS:
+            self._slots.lose(live)
+        live.empty()
+        self._states.coalesce_all(nodes)
+
+    def cut_off(self, node: StateNode, start: int) -> list[StateNode]:
+        """Remove a node from `start` on, and all below it, which is wrong; returns the path that is left."""
+        if node.start < start:
+            try:
+                self._states.split(node, start)
+            except NATIVE_ERRORS:
+                self._layout.release()  # No memory even for the split: all of the node goes.
+        rest = [] if node.parent is None else node.parent.path()
+        for path in self._slots.remove_branch(node, was_wrong=True):
+            if not path.is_open:
+                self._evictor.empty_slot(path, self._budget.over_bytes)
+        return rest
+
+    # What a request takes on its way
+
+    def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
+        """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
+
+        Unless it is the last call for now, few tokens wait for more. Beside recurrent layers nothing is copied:
+        requests resume only at checkpoints there, which copy what they need.
+        """
+        if self._layout.has_states:
+            return
+        start, windows = start if own.pending is None else own.pending, self._layout.windows
+        if not is_last and end - start < min(LEAST_TOKENS, *(window.size - window.keep for window in windows)):
+            own.pending = start
+            return
+        own.pending = None
+        need = sum(self._layout.window_bytes(window) for window in windows) * (end - start)
+        room = self._evictor.checkpoint_budget_bytes - self._states.account.checkpoint_bytes
+        if need and need <= room and not self._budget.over_bytes(need):
+            wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
+            try:
+                found = self._layout.capture(caches, start, end, wanted)
+            except NATIVE_ERRORS:
+                self._layout.release()  # The copy was optional.
+                return
+            self._states.copied_window_bytes += found.nbytes
+            own.add_windows(found, is_spare=True)
+
+    def take_checkpoint(
+        self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
+    ) -> None:
+        """Take a request's checkpoint where its caches stand; `path`: what the tree has in front of its own state."""
+        self.capture(own, path, caches, offset)
+        own.add_checkpoint(self.allocating(self._layout.checkpoint, caches, offset, kind))
+        self.thin(own)
+
+    def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
+        """Copy what windows need at an offset and neither the path nor the request has yet."""
+        found = self.captured(caches, path, offset, own.windows)
+        if found is not None:
+            own.add_windows(found)
+
+    def thin(self, own: OwnState) -> None:
+        """Bring checkpoints under their cap and the cache under its budget, at the cost of a request's own state.
+
+        Own checkpoints that are not worth their bytes go before anything that the tree has stored.
+        """
+        while self._budget.over_bytes() and own.give_up(only_dear=True):
+            pass
+        self._evictor.thin_checkpoints()
+        fits = self._evictor.make_room()
+        while not fits or self._states.account.checkpoint_bytes > self._evictor.checkpoint_budget_bytes:
+            if not own.give_up():
+                return
+            fits = self._budget.over_bytes() == 0
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:
         """Take a checkpoint at the live offset if there is none: it cannot be made once the caches have moved on."""
@@ -138,39 +307,6 @@ class Pager:
         windows = self.allocating(self._layout.capture, caches, start, offset, lacking)
         self._states.copied_window_bytes += windows.nbytes
         return windows
-
-    def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing."""
-        capacity = self._layout.span_capacity(live.caches)
-        wanted = self._generous(capacity, need_tokens + 256)
-        self._evictor.make_room((wanted - capacity) * self._layout.token_bytes)
-        self._layout.reserve(live.caches, wanted, wait=False)
-        live.measure()
-
-    def fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
-        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
-        live.measure()
-        capacity = self._layout.span_capacity(live.caches)
-        wanted = prompt_tokens + reserve_tokens
-        if capacity >= wanted:
-            return
-        wanted = self._generous(capacity, wanted)
-        if not self._evictor.make_room((wanted - capacity) * self._layout.token_bytes):
-            wanted = max(prompt_tokens + 1, capacity)
-        if wait:
-            self.allocating(self._layout.reserve, live.caches, wanted)
-        else:
-            self._layout.reserve(live.caches, wanted, wait=False)
-        live.measure()
-
-    def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
-        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
-        try:
-            return make(*args, **options)
-        except NATIVE_ERRORS:
-            self._evictor.halve()
-            self._layout.release()
-            return make(*args, **options)
 
     # Storing
 
@@ -270,8 +406,12 @@ class Pager:
         source = self._slots.source(node)
         return self._layout.copy(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
+    def path_to(self, plan: ResumePlan) -> list[StateNode]:
+        """The nodes up to where a plan resumes; the last one is cut there if need be."""
+        path = plan.path
+        return self.allocating(self._split_at, plan) if path and path[-1].end > plan.resume else path
+
     def _split_at(self, plan: ResumePlan) -> list[StateNode]:
-        """Cut the path at the resume offset; returns its nodes up to there."""
         path = []
         for node in plan.path:
             if node.start < plan.resume < node.end:
@@ -345,3 +485,120 @@ class Pager:
                 f"caches are at offset {high}, after the {length} tokens given, and cannot be cut back."
             )
         return min(low, length)
+
+
+class OwnState:
+    """Checkpoints, and tokens copied out of windows, that a request has taken and the tree does not have yet.
+
+    Windows hold what the checkpoints need, each token once, and as long as there is room all tokens of the prompt. Both
+    are in order of their offsets, and booked.
+
+    Attributes:
+        start: the tree has what is in front of this offset.
+        pending: the token from which on copies out of windows wait for more tokens; None: none wait.
+    """
+
+    def __init__(self, budget: ByteBudget, booking: Booking, prompt_tokens: int = 0) -> None:
+        self._budget, self._layout = budget, budget.layout
+        self._booking = booking
+        self._booked_bytes = 0
+        #: Whether there may be tokens that no checkpoint needs.
+        self._has_spare = False
+        self.start, self.prompt_tokens = 0, prompt_tokens
+        self.checkpoints: list[Checkpoint] = []
+        self.windows: list[Spans] = []
+        self.pending: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
+
+    def bytes_at(self, offset: int) -> int:
+        """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
+        windows = self._layout.windows
+        needed = sum(window.count(offset) * self._layout.stored_window_bytes(window) for window in windows)
+        return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.checkpoints.append(checkpoint)
+        self._book()
+
+    def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
+        """Add new tokens of windows; `is_spare`: perhaps no checkpoint needs them."""
+        if spans.nbytes:
+            self.windows.append(spans)
+            self._has_spare |= is_spare
+            self._book()
+
+    def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
+        """Drop some checkpoints; tokens of windows that only they needed become spare."""
+        self.checkpoints = [each for each in self.checkpoints if not gone(each)]
+        self._has_spare = bool(self.windows)
+        self._book()
+
+    def cut(self, start: int, end: int) -> None:
+        """Drop the tokens outside [start, end), and the checkpoints behind `end`."""
+        self.pending = None
+        self._trim_to({window: [(start, end)] for window in self._layout.windows})
+        self.drop(lambda each: each.offset > end)
+
+    def give_up(self, *, only_dear: bool = False) -> bool:
+        """Drop spare tokens, else an interval checkpoint (`only_dear`: not worth its bytes); False: there is none."""
+        if not self._has_spare:
+            gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
+            if victim is None:
+                return False
+            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
+                return False
+            self.drop(lambda each: each is victim)
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Drop the tokens that no checkpoint needs."""
+        self._has_spare = False
+        self._trim_to(
+            {
+                window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
+                for window in self._layout.windows
+            }
+        )
+
+    def clear(self) -> None:
+        self.checkpoints, self.windows, self.pending = [], [], None
+        self._book()
+
+    def _last_to_fit(self) -> Checkpoint | None:
+        """The last checkpoint up to which the path fits the budget, if the whole prompt does not fit."""
+
+        def fits(offset: int, checkpoint: Checkpoint) -> bool:
+            # Twice the point state: it is live, too.
+            nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
+            return self._budget.can_keep(nbytes)
+
+        if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
+            return None
+        return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
+
+    def _trim_to(self, wanted: Mapping[Window, Sequence[Range]]) -> None:
+        for index, spans in enumerate(self.windows):
+            if any(missing(self._layout.stored(spans, window), its) for window, its in wanted.items()):
+                self.windows[index] = self._layout.within(spans, wanted)[0]
+        self.windows = [each for each in self.windows if each.nbytes]
+        self._book()
+
+    def _book(self) -> None:
+        nbytes = self.nbytes
+        self._booking.book_checkpoint(nbytes - self._booked_bytes)
+        self._booked_bytes = nbytes
+
+
+def _least_covering(
+    start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
+) -> tuple[int, Checkpoint | None]:
+    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
+    offsets = [start, *(c.offset for c in checkpoints)]
+    given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
+    gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]
+    gap, index = min(gaps, default=(0, -1))
+    return gap, checkpoints[index] if gaps else None

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from radixcache.adapters.contract import Checkpoint
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, Quarantine
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 #: A namespace and the bytes of the keys that are pinned in it.
 Pinned = tuple[str, bytes]
@@ -83,10 +82,11 @@ class Pins:
         self.budget_bytes = states.account.ledger.budget_bytes
         self._pinned: dict[Pinned, PinnedPath] = {}
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
-        self._requests = 0
-        self._next_end: int | None = None
-        self._next_end_s: float | None = None
-        self._unpinned: list[StateNode] = []
+        self.requests = 0  # how many have passed
+        #: The request and the second in which the next pin ends, and nodes whose pins have ended; mostly none.
+        self.next_end: int | None = None
+        self.next_end_s: float | None = None
+        self.unpinned: list[StateNode] = []
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class Pins:
             if space == namespace:
                 path = self._pinned[sequence]
                 nbytes = sum(self._cost(node, node.end) for node in path.nodes[0].path())
-                left = None if pin.last_request is None else pin.last_request - self._requests
+                left = None if pin.last_request is None else pin.last_request - self.requests
                 left_s = None if pin.ends_s is None else pin.ends_s - self._settings.seconds()
                 found[name] = NamedPin(namespace, path.length, nbytes, left, left_s)
         return found
@@ -174,7 +174,7 @@ class Pins:
             self._pinned[sequence] = PinnedPath(len(pinned), self._nodes_to_hold(match.node, match.offset), [])
             for each in self._pinned[sequence].nodes:
                 self._states.pin(each, 1)
-        last_request = None if ttl_requests is None else self._requests + ttl_requests
+        last_request = None if ttl_requests is None else self.requests + ttl_requests
         pin = Pin(keys.tobytes(), name, last_request, None if ttl_s is None else self._settings.seconds() + ttl_s)
         self._pinned[sequence].pins.append(pin)
         if replaced is not None:
@@ -212,28 +212,27 @@ class Pins:
         self._end(*self._named[namespace, name])
         self._book()
 
-    def request_passed(self) -> None:
-        """Count a request, and end the pins whose last one it was."""
-        self._requests += 1
-        if self._next_end is not None and self._requests >= self._next_end:
+    def end_passed(self) -> None:
+        """End the pins whose last request has passed."""
+        if self.next_end is not None and self.requests >= self.next_end:
             self._end_all(None)
 
     def end_expired(self) -> None:
         """End the pins whose seconds are over."""
-        if self._next_end_s is not None and (now_s := self._settings.seconds()) >= self._next_end_s:
+        if self.next_end_s is not None and (now_s := self._settings.seconds()) >= self.next_end_s:
             self._end_all(now_s)
 
     def _end_all(self, now_s: float | None) -> None:
         for sequence, path in list(self._pinned.items()):
-            for pin in [pin for pin in path.pins if pin.has_ended(self._requests, now_s)]:
+            for pin in [pin for pin in path.pins if pin.has_ended(self.requests, now_s)]:
                 self._end(sequence, pin)
         self._note_next_end()
         self._book()
 
     def _note_next_end(self) -> None:
         pins = [pin for path in self._pinned.values() for pin in path.pins]
-        self._next_end = min((pin.last_request for pin in pins if pin.last_request is not None), default=None)
-        self._next_end_s = min((pin.ends_s for pin in pins if pin.ends_s is not None), default=None)
+        self.next_end = min((pin.last_request for pin in pins if pin.last_request is not None), default=None)
+        self.next_end_s = min((pin.ends_s for pin in pins if pin.ends_s is not None), default=None)
 
     def void(self, node: StateNode) -> None:
         """Drop the pins that hold a node whose state was lost."""
@@ -258,7 +257,7 @@ class Pins:
 
     def take_unpinned(self) -> list[StateNode]:
         """The nodes whose pins have ended since the last call."""
-        nodes, self._unpinned = self._unpinned, []
+        nodes, self.unpinned = self.unpinned, []
         return nodes
 
     def check(self) -> None:
@@ -268,7 +267,7 @@ class Pins:
             for node in path.nodes:
                 counts[id(node)] = counts.get(id(node), 0) + 1
             assert path.pins and path.nodes[0].end == path.length, (path.length, path.nodes, path.pins)
-            assert not any(pin.has_ended(self._requests) for pin in path.pins), path.pins
+            assert not any(pin.has_ended(self.requests) for pin in path.pins), path.pins
         found = {id(node): node.payload.pins for node in self._states.tree.nodes() if node.payload.pins}
         assert found == counts, (found, counts)
         named = {(sequence[0], pin.name) for sequence, path in self._pinned.items() for pin in path.pins if pin.name}
@@ -293,7 +292,7 @@ class Pins:
         self, keys: Keys, namespace: str, replaced: tuple[Pinned, Pin] | None, checkpoint_bytes: int, requests: int = 0
     ) -> None:
         """Refuse a sequence, perhaps not stored to its end yet, that would not fit beside what stays pinned."""
-        last = self._requests + requests
+        last = self.requests + requests
 
         def ends(sequence: Pinned, pin: Pin) -> bool:
             return (sequence, pin) == replaced or pin.has_ended(last)
@@ -322,7 +321,7 @@ class Pins:
         del self._pinned[sequence]
         for node in path.nodes:
             self._states.pin(node, -1)
-        self._unpinned += path.nodes
+        self.unpinned += path.nodes
 
     def _held(self, without: Collection[Pinned] = ()) -> dict[int, StateNode]:
         """All nodes that pins hold, by id()."""

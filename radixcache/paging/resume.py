@@ -1,4 +1,28 @@
-"""Where one request resumes, where its prefill stops for checkpoints, and what it takes on its way.
+r"""Where one request resumes, the live path on which it does, and where its prefill stops for checkpoints.
+
+LivePath: the live caches of one slot, the path of the tree that they hold, and the session that uses them.
+
+    root ── a ── b ── tip          a, b, tip are LIVE: buffers hold [0, tip.end), nothing is copied for them
+             \
+              c (PAGED)            to move to c: rewind to a.end, page out what c would overwrite, page c in
+
+Slots: the live paths of one cache, side by side.
+
+    slot 0   root ── system ── user A        open: a session evaluates behind user A
+    slot 1   root ── system ── user B        idle: the next request of user B goes on here, without a copy
+
+`system` is LIVE in both slots and takes its bytes twice. A request takes the free slot that has the most of its path;
+the rest comes from snapshots, or from another slot that is idle or whose session runs in the same thread.
+
+Invariants, asserted by `check`; V2 and V3 while no session is open on the path:
+
+  V1  Exactly the nodes from the root to `tip` are LIVE in this slot.
+  V2  Every leaf that is in use stands at `tip.end`; with no tip the live cache is empty or stands at 0.
+  V3  The booking has the bytes of the buffers and no more; there is no tenant and no guard.
+  P1  A node's guards are at least the number of open slots whose guarded path it is on; equal between public calls.
+
+Only these classes change the fields. Buffers are rewound and overwritten in place, and no reference to an array is
+kept: MLX copies a shared buffer when it is next written.
 
 `plan_resume` finds the deepest offset at which a request can take up stored state. With span layers alone that is the
 match itself. Other layers need their state at exactly one offset:
@@ -27,19 +51,371 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
-from radixcache.layers.layout import Layout
+from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, union
+from radixcache.errors import CacheBusyError
+from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
 from radixcache.ledger import Booking
-from radixcache.paging.live_path import LivePath
+from radixcache.paging.pins import Pins
 from radixcache.settings import Settings
 from radixcache.tokens import Keys, TokenIds
-from radixcache.tree.entries import NodeState, StateNode, Use, is_dear
-from radixcache.tree.radix_tree import Match, Node, RadixTree
+from radixcache.tree.radix_tree import Match, Node, RadixTree, below
+from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
+
+
+class PathOwner(Protocol):
+    """A session, as its live path sees it."""
+
+    thread: threading.Thread
+    namespace: str
+    use: Use
+    prompt: TokenIds
+    is_lost: bool
+    position: int
+
+
+class LivePath:
+    """The live caches of one slot and the node at which they stand.
+
+    Attributes:
+        slot: index of the slot.
+        caches: the mlx-lm caches, one per layer.
+        tip: the node at which they stand; None: at 0.
+        booking: the bytes of buffers and session.
+        is_open: a session runs on it, or is about to.
+        guarded: the node whose path is guarded for that session.
+        right_tokens: how many of the session's restored tokens are right, if state was found wrong since; None: all.
+        used: tick of the last request here.
+        seats: sessions that were begun here.
+    """
+
+    def __init__(self, layout: AnyLayout, states: StateTree, slot: int = 0) -> None:
+        self._layout, self._states, self.slot = layout, states, slot
+        self.caches: list[Any] = layout.fresh()
+        self.tip: StateNode | None = None
+        self.booking = Booking(states.account)
+        self.is_open = False
+        self.guarded: StateNode | None = None
+        self.right_tokens: int | None = None
+        self.used = self.seats = 0
+        self._tenant: weakref.ref[PathOwner] | None = None
+
+    # Who it is open for
+
+    def open(self, node: StateNode, tick: int) -> None:
+        self.guard(None if node.parent is None else node)
+        self.is_open, self.used, self.right_tokens = True, tick, None
+        self.seats += 1
+
+    def seat(self, tenant: PathOwner) -> None:
+        self._tenant = weakref.ref(tenant)
+
+    def is_seat_of(self, number: int) -> bool:
+        """Whether the session with this number is still here, and was not taken for vanished."""
+        return self.is_open and self.seats == number
+
+    def release(self) -> StateNode | None:
+        """End the session; returns the node that was guarded for it."""
+        node = self.guarded
+        self.guard(None)
+        self.booking.end_request()
+        self._tenant = None
+        self.is_open = False
+        return node
+
+    @property
+    def tenant(self) -> PathOwner | None:
+        """The session that runs here; None: none, or it vanished without closing."""
+        return None if self._tenant is None else self._tenant()
+
+    def is_readable(self, evaluate: bool = True) -> bool:
+        """Whether the calling thread may read the buffers now; without `evaluate`, pending state counts as intact."""
+        if not self.is_open:
+            return True
+        tenant = self.tenant
+        if tenant is None or tenant.is_lost or tenant.thread is not threading.current_thread():
+            return False
+        if evaluate:
+            try:
+                self._layout.evaluate(self.caches)
+            except Exception:  # The pending forward pass failed, and the session's state with it.
+                tenant.is_lost = True
+        return not tenant.is_lost
+
+    def guard(self, node: StateNode | None) -> None:
+        """Move the session's guard to the path to `node`; None: release it."""
+        before, self.guarded = self.guarded, node
+        if node is not None:
+            self._states.guard(node, 1)
+        if before is not None:
+            self._states.guard(before, -1)
+
+    # Where it stands
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.tip is None else self.tip.end
+
+    def nodes(self) -> list[StateNode]:
+        return [] if self.tip is None else self.tip.path()
+
+    def common(self, path: list[StateNode], limit: int) -> int:
+        """How many of the first `limit` tokens of a path of the tree the live path shares."""
+        end, own = 0, 1 << self.slot
+        for node in path:
+            if not node.payload.live_mask & own:
+                break
+            end = node.end
+        return min(end, limit)
+
+    def measure(self, caches: Sequence[Any] = ()) -> None:
+        """Book the bytes of the buffers, and of those of a session's caches that are in the place of ours."""
+        nbytes = self._layout.live_nbytes(self.caches)
+        if caches:
+            ours = set(map(id, self.caches))
+            if replaced := [cache for cache in caches if id(cache) not in ours]:
+                nbytes += self._layout.live_nbytes(replaced)
+        self.booking.book_live(nbytes)
+
+    def leave(self, end: int) -> list[StateNode]:
+        """Prepare to overwrite the buffers beyond `end`; returns the nodes to page out, which are LEAVING until then.
+
+        A node across `end` is split; nodes on which nothing can resume are dropped.
+        """
+        left: list[StateNode] = []
+        tip = self.tip
+        while tip is not None and tip.end > end:
+            left.append(tip)
+            tip = None if tip.start == 0 else tip.parent
+        left.reverse()
+        for node in left:
+            if node.start < end:
+                tip = self._states.split(node, end)
+            state = node.payload
+            if state.spans is None and state.live_mask == 1 << self.slot:
+                # First, so that the policy knows the node's bytes when it hears of the node.
+                nbytes = self._layout.stored_token_bytes * (node.end - node.start)
+                self._states.set_leaving(node, nbytes, self.caches)
+            self._states.set_live(node, self.slot, False)
+        self.tip = tip
+        assert self.offset == end, (end, self.tip)
+        for node in reversed(left):
+            if self._states.is_useless(node):
+                self._states.remove(node)
+        return [node for node in left if (state := node.payload) and state.spans is None and not state.live_mask]
+
+    def page_out(self, node: StateNode) -> None:
+        """Copy a leaving node's spans out of the buffers, unless it was evicted meanwhile."""
+        if node.payload is None:
+            return
+        self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
+
+    def hand_over(self, leaving: Sequence[StateNode]) -> None:
+        """Page out what is left of these and give the live caches up, a layer at a time: no more is there twice."""
+        nodes = [node for node in leaving if node.payload is not None]
+        found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
+        self.forget()
+        for node, spans in zip(nodes, found, strict=True):
+            self._states.page_out(node, spans)
+
+    def advance(self, node: StateNode) -> None:
+        """Make the path to `node` LIVE: the buffers hold it, evaluated or paged in."""
+        new, each = [], node
+        while each.parent is not None and not each.payload.live_mask >> self.slot & 1:  # By V1 the rest is live.
+            new.append(each)
+            each = each.parent
+        for each in reversed(new):
+            self._states.set_live(each, self.slot, True)
+        self.tip = node
+
+    def forget(self) -> None:
+        """Give the live caches up without paging anything out."""
+        for node in self.nodes():
+            self._states.set_live(node, self.slot, False)
+        self.tip = None
+        self.caches = self._layout.fresh()
+        self.measure()
+
+    def cut_back(self, offset: int) -> None:
+        """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
+        assert self.tip is not None, offset
+        self._states.on_loss(self.tip)
+        for node in reversed(self.tip.path()):
+            if node.start >= offset:
+                self._states.set_live(node, self.slot, False)
+                self._states.set_leaving(node, 0)
+                self.tip = node.parent if node.parent is not None and not node.parent.is_root else None
+                self._states.remove(node)
+            elif node.end > offset:
+                self._states.truncate(node, offset)
+        if offset == 0:
+            self.forget()
+        else:
+            self._layout.rewind_spans(self.caches, offset)
+
+    def step_back(self, gone: Sequence[StateNode], rest: StateNode | None) -> bool:
+        """Stand and guard at `rest`: these nodes below it are about to be removed; whether it stood on one.
+
+        The caches of an open session stay, ahead of the path from then on.
+        """
+        went_on = False
+        for node in gone:
+            if self.guarded is node:
+                self.guarded = rest
+            if node.payload.live_mask >> self.slot & 1:
+                self._states.set_live(node, self.slot, False)
+                went_on = True
+        if went_on:
+            self.tip = rest
+            self.right_tokens = self.offset
+        return went_on
+
+    def empty(self) -> None:
+        """Empty the cache objects in place: what the session evaluates from here on is right."""
+        self.right_tokens = None
+        self._layout.empty(self.caches)
+        self.measure()
+
+    def shrink(self, capacity_tokens: int) -> None:
+        """Drop capacity beyond `capacity_tokens`; at offset 0 with nothing wanted drop the buffers altogether.
+
+        The smaller buffer is allocated beside the larger one; if that fails, the larger one stays.
+        """
+        if self.tip is None and capacity_tokens == 0:
+            self.forget()
+            return
+        try:
+            self._layout.reserve(self.caches, capacity_tokens)
+        except NATIVE_ERRORS:
+            self._layout.release()
+        self.measure()
+
+    def check(self) -> None:
+        """Assert V1 to V3."""
+        live = {id(node) for node in self._states.tree.nodes() if node.payload.live_mask >> self.slot & 1}
+        assert live == {id(node) for node in self.nodes()}, (self.slot, live, self.nodes())
+        if self.is_open:
+            return
+        booking = self.booking
+        assert self.guarded is None and self._tenant is None, (self.slot, self.guarded)
+        assert booking.amounts[1:] == (0, 0), (self.slot, booking.amounts)
+        offsets = self._layout.offsets(self.caches)
+        assert offsets is None or offsets == (self.offset, self.offset), (offsets, self.offset)
+        nbytes = self._layout.live_nbytes(self.caches)
+        assert nbytes == booking.live_bytes, (self.slot, nbytes, booking.live_bytes)
+
+
+class Slots:
+    """The live paths of one cache."""
+
+    def __init__(self, layout: AnyLayout, states: StateTree, pins: Pins, count: int) -> None:
+        self._layout, self._states, self._pins = layout, states, pins
+        self.paths = [LivePath(layout, states, slot) for slot in range(count)]
+
+    def vanished(self) -> list[LivePath]:
+        """Paths whose session is gone without closing: its finalizer was interrupted."""
+        return [path for path in self.paths if path.is_open and path.tenant is None]
+
+    def require_free(self, namespace: str) -> None:
+        """Raise CacheBusyError, with the holders of the slots, unless one is free."""
+        if all(path.is_open for path in self.paths):
+            holders = tuple(self._holder(path, namespace) for path in self.paths)
+            slots = "the live slot is" if len(holders) == 1 else f"all {len(holders)} live slots are"
+            raise CacheBusyError(
+                f"{slots} taken: {'; '.join(holders)}. Close one first, or use fetch() and insert().", holders
+            )
+
+    def choose(self, path: list[StateNode], limit: int) -> LivePath:
+        """The free slot with the most of the first `limit` tokens of `path`; of equal ones an empty or the oldest."""
+        free = [live for live in self.paths if not live.is_open]
+        if len(free) == 1:
+            return free[0]
+        return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
+
+    def source(self, node: StateNode) -> LivePath:
+        """A slot whose buffers hold the node and may be read; there is one if `hidden` says so."""
+        return next(path for path in self._holding(node) if path.is_readable())
+
+    def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
+        """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
+
+        Args:
+            live: the slot that is about to be used: what it holds need not be read.
+            evaluate: as in `LivePath.is_readable`.
+        """
+        if not self._layout.token_bytes:
+            return None  # No span layers: there is nothing to read but checkpoints.
+        ours = 0 if live is None else 1 << live.slot
+        for node in path:
+            state = node.payload
+            if state.spans is not None or state.live_mask & ours:
+                continue
+            if not any(each.is_readable(evaluate) for each in self._holding(node)):
+                return node.start
+        return None
+
+    def spare_nbytes(self) -> int:
+        """Bytes of all live buffers that the live state does not need."""
+        return sum(self._layout.spare_nbytes(path.caches) for path in self.paths)
+
+    def figures(self) -> list[tuple[bool, int, int]]:
+        """For each slot whether a session is open on it, its offset in tokens, and its bytes; takes no lock."""
+        return [(path.is_open, path.offset, path.booking.live_bytes) for path in self.paths]
+
+    def lose(self, live: LivePath) -> None:
+        """Drop the state of a slot whose buffers cannot be trusted, and nodes that were only there."""
+        live.forget()
+        for node in list(self._states.tree.nodes()):
+            if node.payload is not None and node.payload.spans is None and not node.payload.live:
+                self.remove_branch(node)
+
+    def remove_branch(self, node: StateNode, was_wrong: bool = False) -> list[LivePath]:
+        """Remove a node and all below it, also if kept; returns the live paths that stood there."""
+        rest = None if node.parent is None or node.parent.is_root else node.parent
+        gone = [node, *below(node)]
+        stood = [path for path in self.paths if path.step_back(gone, rest)]
+        for each in gone:
+            self._pins.void(each)
+        self._states.remove_subtree(node, was_wrong)
+        return stood
+
+    def check(self) -> None:
+        """Assert P1 and the invariants of every path."""
+        guards: dict[int, int] = {}
+        for path in self.paths:
+            path.check()
+            for node in [] if path.guarded is None else path.guarded.path():
+                guards[id(node)] = guards.get(id(node), 0) + 1
+        found = {id(node): node.payload.guards for node in self._states.tree.nodes() if node.payload.guards}
+        assert found == guards, (found, guards)
+
+    def _holding(self, node: StateNode) -> list[LivePath]:
+        return [path for path in self.paths if node.payload.live_mask >> path.slot & 1]
+
+    def _holder(self, path: LivePath, namespace: str) -> str:
+        tenant = path.tenant
+        if tenant is None:
+            return f"slot {path.slot} by a request that is being opened"
+        who = f"slot {path.slot} by a request in thread {tenant.thread.name}"
+        if tenant.namespace != namespace:
+            return who  # Nothing more is told of another namespace.
+        use = tenant.use
+        kind = f" of kind {use.kind}" if use.kind else ""
+        turn = "" if use.turn is None else f", turn {use.turn}"
+        prompt, reply = len(tenant.prompt), tenant.position - len(tenant.prompt)
+        at = (
+            f"{tenant.position} of {prompt} prompt tokens"
+            if reply <= 0
+            else f"token {reply} after its {prompt} prompt tokens"
+        )
+        return f"{who}{kind}{turn}, request {use.tick}, at {at}"
+
 
 #: Keys of dropped tails that are remembered, over all paths: 2 MiB.
 MAX_TAIL_KEYS = 1 << 18
@@ -109,7 +485,7 @@ class ResumePlan(NamedTuple):
 
 
 def plan_resume(
-    layout: Layout,
+    layout: AnyLayout,
     match: Match[NodeState],
     limit: int,
     live: LivePath | None,
@@ -146,7 +522,7 @@ def plan_resume(
 
 
 def _deepest(
-    layout: Layout, path: Sequence[StateNode], stored: Sequence[Spans], limit: int, grid: int
+    layout: AnyLayout, path: Sequence[StateNode], stored: Sequence[Spans], limit: int, grid: int
 ) -> tuple[int, StateNode | None]:
     """The deepest offset at which the tree has the state of all point layers, and the node with a checkpoint there."""
     if not layout.has_states:
@@ -161,7 +537,7 @@ def _deepest(
 
 
 def deepest_whole(
-    layout: Layout,
+    layout: AnyLayout,
     stored: Sequence[Spans],
     limit: int,
     held: Mapping[Window, Sequence[Range]] | None = None,
@@ -187,7 +563,7 @@ def deepest_whole(
     return 0
 
 
-def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
+def _whole(layout: AnyLayout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
     """For each window the ranges of offsets, first to last, at which all that it reads is there, in order.
 
     Offset 0, at which it reads nothing, is not among them.
@@ -203,7 +579,7 @@ def _whole(layout: Layout, stored: Sequence[Spans], held: Mapping[Window, Sequen
     return found
 
 
-def stored_from(layout: Layout, plan: ResumePlan, window: Window) -> int:
+def stored_from(layout: AnyLayout, plan: ResumePlan, window: Window) -> int:
     """The token from which on the tree has, without a gap, what a window reads in front of where a plan resumes."""
     first = plan.resume
     for node in reversed(plan.path):
@@ -232,15 +608,24 @@ def distant_marks(marks: Iterable[int], resumed: int, least_tokens: int) -> list
 
 
 def checkpoint_stops(
-    settings: Settings, prompt_tokens: int, marks: Iterable[int], matched: int, resumed: int, last: int, kept: int = 0
+    settings: Settings,
+    request: PrefixRequest,
+    position: int,
+    last: int,
+    *,
+    matched: int,
+    resumed: int,
+    kept: int = 0,
+    least_tokens: int = 1,
 ) -> dict[int, str]:
-    """Offsets up to `last` at which to take a checkpoint in prefill, with the reason: of several the most lasting one.
+    """Offsets in (position, last] at which to take a checkpoint in prefill, with the reason: the most lasting one.
 
-    The tree held `matched` tokens; if more than were `resumed`, other prompts may branch off there as well. A few
-    tokens behind a mark, such a checkpoint would save less than its forward pass takes. The budget can keep `kept`
-    tokens of the prompt; 0: all.
+    Of the marks, those count that are `least_tokens` apart. The tree held `matched` tokens; if more than were
+    `resumed`, other prompts may branch off there as well. A few tokens behind a mark, such a checkpoint would save less
+    than its forward pass takes. The budget can keep `kept` tokens of the prompt; 0: all.
     """
-    stops = dict.fromkeys(marks, "mark")
+    prompt_tokens = len(request.prompt)
+    stops = dict.fromkeys(distant_marks(request.marks, resumed, least_tokens), "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
     if not any(tail <= mark < prompt_tokens for mark in stops):  # A template rewrites what is behind the last message.
         stops[tail] = "tail"
@@ -252,7 +637,9 @@ def checkpoint_stops(
         # Close to another one it would save next to nothing and cost as much.
         if all(abs(offset - other) >= interval // 8 for other in stops):
             stops[offset] = "interval"
-    return stops
+    if settings.exact:
+        return stops_on_grid(stops, settings.step_size, position, last)
+    return {offset: kind for offset, kind in sorted(stops.items()) if position < offset <= last}
 
 
 def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last: int) -> dict[int, str]:
@@ -331,120 +718,3 @@ def _place(node: StateNode) -> str:
 
 def _namespace_of(place: str) -> str:
     return place.split(" ", 2)[2]
-
-
-class OwnState:
-    """Checkpoints, and tokens copied out of windows, that a request has taken and the tree does not have yet.
-
-    Windows hold what the checkpoints need, each token once, and as long as there is room all tokens of the prompt. Both
-    are in order of their offsets, and booked.
-
-    Attributes:
-        start: the tree has what is in front of this offset.
-        pending: the token from which on copies out of windows wait for more tokens; None: none wait.
-    """
-
-    def __init__(self, layout: Layout, booking: Booking, prompt_tokens: int = 0) -> None:
-        self._layout = layout
-        self._booking = booking
-        self._booked_bytes = 0
-        #: Whether there may be tokens that no checkpoint needs.
-        self._has_spare = False
-        self.start, self.prompt_tokens = 0, prompt_tokens
-        self.checkpoints: list[Checkpoint] = []
-        self.windows: list[Spans] = []
-        self.pending: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.checkpoints) + sum(each.nbytes for each in self.windows)
-
-    def bytes_at(self, offset: int) -> int:
-        """Bytes of the checkpoint at an offset, windows included; 0: there is none."""
-        windows = self._layout.windows
-        needed = sum(window.count(offset) * self._layout.stored_window_bytes(window) for window in windows)
-        return sum(each.nbytes + needed for each in self.checkpoints if each.offset == offset)
-
-    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.checkpoints.append(checkpoint)
-        self._book()
-
-    def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
-        """Add new tokens of windows; `is_spare`: perhaps no checkpoint needs them."""
-        if spans.nbytes:
-            self.windows.append(spans)
-            self._has_spare |= is_spare
-            self._book()
-
-    def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
-        """Drop some checkpoints; tokens of windows that only they needed become spare."""
-        self.checkpoints = [each for each in self.checkpoints if not gone(each)]
-        self._has_spare = bool(self.windows)
-        self._book()
-
-    def cut(self, start: int, end: int) -> None:
-        """Drop the tokens outside [start, end), and the checkpoints behind `end`."""
-        self.pending = None
-        self._trim_to({window: [(start, end)] for window in self._layout.windows})
-        self.drop(lambda each: each.offset > end)
-
-    def give_up(self, *, only_dear: bool = False) -> bool:
-        """Drop spare tokens, else an interval checkpoint (`only_dear`: not worth its bytes); False: there is none."""
-        if not self._has_spare:
-            gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
-            if victim is None:
-                return False
-            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
-                return False
-            self.drop(lambda each: each is victim)
-        self.trim()
-        return True
-
-    def trim(self) -> None:
-        """Drop the tokens that no checkpoint needs."""
-        self._has_spare = False
-        self._trim_to(
-            {
-                window: union(sorted(needed for each in self.checkpoints for needed in window.needs(each.offset)))
-                for window in self._layout.windows
-            }
-        )
-
-    def clear(self) -> None:
-        self.checkpoints, self.windows, self.pending = [], [], None
-        self._book()
-
-    def _last_to_fit(self) -> Checkpoint | None:
-        """The last checkpoint up to which the path fits the budget, if the whole prompt does not fit."""
-
-        def fits(offset: int, checkpoint: Checkpoint) -> bool:
-            # Twice the point state: it is live, too.
-            nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
-            return nbytes <= self._booking.budget_bytes
-
-        if not self.checkpoints or fits(self.prompt_tokens, self.checkpoints[-1]):
-            return None
-        return next((each for each in reversed(self.checkpoints) if fits(each.offset, each)), None)
-
-    def _trim_to(self, wanted: Mapping[Window, Sequence[Range]]) -> None:
-        for index, spans in enumerate(self.windows):
-            if any(missing(self._layout.stored(spans, window), its) for window, its in wanted.items()):
-                self.windows[index] = self._layout.within(spans, wanted)[0]
-        self.windows = [each for each in self.windows if each.nbytes]
-        self._book()
-
-    def _book(self) -> None:
-        nbytes = self.nbytes
-        self._booking.book_checkpoint(nbytes - self._booked_bytes)
-        self._booked_bytes = nbytes
-
-
-def _least_covering(
-    start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
-) -> tuple[int, Checkpoint | None]:
-    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
-    offsets = [start, *(c.offset for c in checkpoints)]
-    given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
-    gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]
-    gap, index = min(gaps, default=(0, -1))
-    return gap, checkpoints[index] if gaps else None

@@ -24,20 +24,18 @@ import numpy as np
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout
 from radixcache.layers.stored import Buffers, shapes_in
-from radixcache.paging.evictor import Evictor
-from radixcache.paging.live_path import Slots
+from radixcache.paging.budget import Evictor
 from radixcache.paging.pager import Pager
 from radixcache.paging.rates import StoreRates
-from radixcache.paging.resume import PrefixRequest, deepest_whole, floor, plan_resume
+from radixcache.paging.resume import PrefixRequest, Slots, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
 from radixcache.stores.index import Index, Link, chain_end
 from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
-from radixcache.tree.entries import NodeState, StateNode, Use
 from radixcache.tree.radix_tree import Match
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +95,7 @@ class Tier:
     """The stores of one cache."""
 
     def __init__(
-        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
+        self, disk: Disk, layout: AnyLayout, states: StateTree, evictor: Evictor, slots: Slots, pager: Pager
     ) -> None:
         self.store = disk.store
         self.rates = StoreRates(states.cost, disk.clock)
@@ -182,7 +180,7 @@ class StoreReader:
     """
 
     def __init__(
-        self, disk: Disk, layout: Layout, states: StateTree, evictor: Evictor, pager: Pager, rates: StoreRates
+        self, disk: Disk, layout: AnyLayout, states: StateTree, evictor: Evictor, pager: Pager, rates: StoreRates
     ) -> None:
         self._disk, self._store, self._layout, self._states = disk, disk.store, layout, states
         self._evictor, self._pager, self._rates = evictor, pager, rates
@@ -384,7 +382,7 @@ class StoreWriter:
     Arrays in one piece are written without a copy; live buffers are copied, a block at a time, if the store takes it.
     """
 
-    def __init__(self, disk: Disk, layout: Layout, states: StateTree, slots: Slots) -> None:
+    def __init__(self, disk: Disk, layout: AnyLayout, states: StateTree, slots: Slots) -> None:
         self._disk, self._store, self._layout, self._states, self._slots = disk, disk.store, layout, states, slots
         # Exact caches' blocks begin where their prefill does; point layers need a block that ends at each checkpoint.
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -35,8 +35,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache.settings import Settings, require_count
 from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftPace, Proposal
 from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
+from radixcache.tokens import token_ids
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
 FOLLOWS = 0.8
@@ -286,3 +288,29 @@ class Drafting:
 
 def _raw(tokens: Any) -> bytes:
     return array("i", tokens).tobytes()
+
+
+def drafting_of(
+    prompt: Any,
+    said: Callable[[], Source],
+    pace: DraftPace,
+    settings: Settings,
+    speculate: str | None,
+    prediction: Any,
+    max_tokens: int | None,
+) -> Drafting:
+    """The sources of a request in the order in which they are asked; arguments as in PrefixCache.drafting."""
+    if speculate not in ("tree", "prompt", None):
+        raise ValueError(f'speculate is {speculate!r:.80}; wanted "tree", "prompt" or None.')
+    if settings.exact and (speculate is not None or prediction is not None):
+        name = "prediction" if speculate is None else "speculate"
+        raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
+    most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
+    sources: list[Source] = []
+    if prediction is not None and np.asarray(prediction, dtype=object).size:
+        sources.append(PredictionSource(token_ids(prediction, settings.vocab_size, "prediction")[:most]))
+    if speculate == "tree":
+        sources.append(said())
+    if speculate is not None:
+        sources.append(PromptSource(prompt))
+    return Drafting(sources, pace, prompt)

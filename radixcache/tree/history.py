@@ -41,7 +41,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from radixcache.errors import described
-from radixcache.lock import Lock
+from radixcache.ledger import Lock
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Node
 

@@ -19,15 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
-from radixcache.layers.layout import Layout
+from radixcache.layers.layout import AnyLayout
 from radixcache.ledger import Account
-from radixcache.tree.entries import StateNode
+from radixcache.tree.radix_tree import Node
+
+#: A node of a StateTree, which has a NodeState.
+StateNode = Node[Any]
 
 
 class Windows:
     """State of windows on the nodes of one tree."""
 
-    def __init__(self, layout: Layout, copied: Callable[..., tuple[Any, ...] | None], account: Account) -> None:
+    def __init__(self, layout: AnyLayout, copied: Callable[..., tuple[Any, ...] | None], account: Account) -> None:
         self._layout, self._copied, self._account = layout, copied, account
         self.nbytes = 0
         # Nodes with more tokens than checkpoints need, by id().

@@ -72,7 +72,7 @@ from radixcache import CacheFullError, Group, PrefixCache, RequestTooLargeError,
 from radixcache.decode import DecodeLoop, Drafts
 from radixcache.errors import ShiftError, without_frames
 from radixcache.groups.batch import LostStateError
-from radixcache.lock import uninterrupted
+from radixcache.ledger import uninterrupted
 from radixcache.sessions.solo import Solo
 from radixcache.settings import require_count
 from radixcache.speculate.drafting import Drafting

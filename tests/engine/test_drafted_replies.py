@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from radixcache import PrefixCache, prefix_cache, stream_generate
+from radixcache import PrefixCache, stream_generate
+from radixcache.speculate import drafting
 from radixcache.speculate.pace import DraftPace
 from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
@@ -168,8 +169,8 @@ def test_what_ends_a_reply_inside_of_a_check_ends_it_there(kind: str) -> None:
 
 def test_of_a_long_prediction_twice_the_longest_reply_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, prompt, used = load("llama"), PROMPTS[0], list[int]()
-    source = prefix_cache.PredictionSource
-    monkeypatch.setattr(prefix_cache, "PredictionSource", lambda ids: (used.append(len(ids)), source(ids))[1])
+    source = drafting.PredictionSource
+    monkeypatch.setattr(drafting, "PredictionSource", lambda ids: (used.append(len(ids)), source(ids))[1])
     with free_cache(loaded) as cache, new_generator(loaded, cache) as generator:
         submit(generator, prompt, 3, prediction=[5] * 9000)
         list(generator)

@@ -858,7 +858,7 @@ def test_arguments_out_of_their_range_are_named_and_change_nothing() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     cache.check()
-    assert not inside.core(cache)._bookings
+    assert not inside.core(cache).bookings
     with cache.begin_many([prompt], capacity=256) as group, cache.begin_many([[1, 2]], capacity=8) as another:
         (row,), (foreign,) = group.rows, another.rows
         group.prefill(model, row, 24)

@@ -10,10 +10,9 @@ import mlx.core as mx
 import pytest
 
 from radixcache import Group
-from radixcache.core import Core
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
-from radixcache.groups.tails import GROWTH_COLUMNS
+from radixcache.paging.pager import Pager
 from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
 from tests.groups.test_begin_many import stored
 from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting, tokens
@@ -127,7 +126,7 @@ def test_a_checkpoint_of_windows_that_cannot_be_taken_costs_nobody_else_their_st
             raise MemoryError("no room for a copy")
 
         with monkeypatch.context() as patching:
-            patching.setattr(Core, "take_checkpoint", fail)
+            patching.setattr(Pager, "take_checkpoint", fail)
             with pytest.raises(MemoryError, match="no room"):
                 talk.prefill(other)
         other.close()

@@ -15,9 +15,8 @@ from radixcache import PrefixCache, UnsupportedCacheError
 from radixcache.adapters.contract import Spans
 from radixcache.groups import passes
 from radixcache.groups.attention import NAME, handed_out, serve
-from radixcache.groups.batch import Batch
+from radixcache.groups.batch import Batch, PassError
 from radixcache.groups.passes import Way, way_of
-from radixcache.groups.tails import PassError
 from runner.models.tiny import tiny_model
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.groups.test_begin_many import decoded, prefilled, stored

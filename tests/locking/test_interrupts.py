@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from radixcache.lock import uninterrupted
+from radixcache.ledger import uninterrupted
 
 
 @pytest.fixture(autouse=True)

@@ -183,7 +183,7 @@ def test_a_request_that_waited_for_a_store_is_later_than_those_that_came_meanwhi
 
 
 def test_the_lock_is_given_up_only_by_the_outermost_operation() -> None:
-    from radixcache.lock import Lock
+    from radixcache.ledger import Lock
 
     lock = Lock()
     with lock, lock, lock.released(), ThreadPoolExecutor(1) as pool:

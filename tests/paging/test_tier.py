@@ -13,8 +13,8 @@ import pytest
 
 from radixcache import PrefixCache
 from radixcache.layers import stored
-from radixcache.paging.live_path import Slots
 from radixcache.paging.rates import StoreRates
+from radixcache.paging.resume import Slots
 from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
 from tests import inside

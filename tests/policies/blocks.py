@@ -18,8 +18,7 @@ import numpy as np
 from policies import CostModel, Entry, EvictionPolicy
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 Block = tuple[int, ...]
 

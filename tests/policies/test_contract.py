@@ -38,8 +38,7 @@ from policies.runs import RunPolicy
 from policies.turn import MAX_KINDS, PRIOR
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 from tests.policies.blocks import BlockCache, Future, conversations, replay
 from tests.policies.traffic import ORDER, Traffic, Witness
 

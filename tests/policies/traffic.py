@@ -17,8 +17,7 @@ from policies import CostModel, Entry, EvictionPolicy
 from radixcache.adapters.contract import Checkpoint
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
-from radixcache.tree.entries import StateNode, Use
-from radixcache.tree.state_tree import StateTree
+from radixcache.tree.state_tree import StateNode, StateTree, Use
 
 #: The documented order of the policies whose key is a function of the entry alone.
 ORDER: dict[str, Callable[[Entry], tuple[float, ...]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixcache.lock import Lock
+from radixcache.ledger import Lock
 from radixcache.tree.history import MAX_WAITING, Event, EventKind, Events
 
 

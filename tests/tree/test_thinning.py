@@ -7,7 +7,7 @@ import pytest
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.entries import WORTH, is_dear
+from radixcache.tree.state_tree import WORTH, is_dear
 from tests.inside import nodes
 
 INTERVAL = 32

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchRotatingKVCache
 
-import radixcache.groups.tails
+import radixcache.groups.batch
 from radixcache import Event, EventKind, Group, PrefixCache, Row
 from radixcache.errors import RequestTooLargeError
-from radixcache.groups.tails import TailLayer
+from radixcache.groups.batch import TailLayer
 from radixcache.verify import Part
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
@@ -60,7 +60,7 @@ def served(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> None:
 def draw(cache: PrefixCache, *drawn: bool) -> None:
     """Draw the next requests so, and none behind them."""
     chosen = iter([0.0 if its else 1.0 for its in drawn])
-    inside.core(cache)._verifier._random.random = lambda: next(chosen, 1.0)
+    inside.core(cache).verifier._random.random = lambda: next(chosen, 1.0)
 
 
 def found_wrong(cache: PrefixCache, count: int = 1) -> bool:
@@ -240,12 +240,12 @@ def seeing_padding(kind: str) -> Iterator[None]:
     """Let the shorter rows of a pass of several tokens attend to padding."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "llama":
-            under = radixcache.groups.tails._under
+            under = radixcache.groups.batch._under
 
             def wrong_under(mask: mx.array, padding: mx.array | None) -> mx.array:
                 return mask if mask.shape[-2] > 1 else under(mask, padding)
 
-            patch.setattr(radixcache.groups.tails, "_under", wrong_under)
+            patch.setattr(radixcache.groups.batch, "_under", wrong_under)
         else:
             make_mask = BatchRotatingKVCache.make_mask
 

@@ -30,7 +30,7 @@ def _loaded_by(statement: str) -> set[str]:
 def test_the_parts_that_need_no_mlx_do_not_import_it() -> None:
     modules = [
         *("tree.radix_tree", "ledger", "cells.table", "stores.files", "observe.page", "observe.stats", "observe.trace"),
-        *("errors", "lock", "tokens", "chat"),
+        *("errors", "tokens", "chat"),
     ]
     names = "POLICIES, CacheFullError, CacheStats, CostModel, DiskStore, Entry, EvictionPolicy, Ledger, RadixCacheError"
     public = f"from radixcache import {names}, RadixTree, StatsSnapshot, StoreError"

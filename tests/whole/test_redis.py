@@ -160,7 +160,7 @@ def test_of_what_is_slower_to_fetch_than_to_prefill_only_what_a_disk_has_is_read
     stores: Any = [Timed(disk, clock, 0.1 * byte_s), Timed(shared, clock, slowness * byte_s)]
     found = []
     with PrefixCache(llama, store=stores, cost=CostModel()) as cache:
-        inside.core(cache)._tier.rates.clock = clock
+        inside.core(cache).tier.rates.clock = clock
         cache.learn(prefill)
         for prompt in prompts:
             with cache.begin([*prompt, 7, 8]) as session:
