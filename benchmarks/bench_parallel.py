@@ -33,8 +33,8 @@ from mlx_lm.generate import BatchGenerator
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.record import Spread, arguments, publish, rotated, say
 from radixcache import PrefixCache
+from runner.engine.generation import generate
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import generate
 from runner.models.load import load_model
 
 BUDGET_BYTES = 8 << 30

@@ -262,7 +262,7 @@ class Rows:
             first |= {ticket.number for ticket, _ in generator.round()}
             yield is_decoding
         for ticket in tickets:
-            drafted = ticket.drafted.values()
+            drafted = ticket.facts.drafted.values()
             accepted = sum(each.accepted for each in drafted)
             self.proposed += sum(each.proposed for each in drafted)
             self.accepted += accepted

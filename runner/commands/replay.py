@@ -123,7 +123,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         bits = "--exact promises equal bits, and bits depend on the number of users in a forward pass."
         require(not options.exact, f"{bits} Leave one option out.")
         if not outputs.is_given(context, "step_size"):
-            from runner.engine.engine import PARALLEL_STEP_SIZE
+            from runner.engine.generator import PARALLEL_STEP_SIZE
 
             step_size = PARALLEL_STEP_SIZE  # one request at a time delays nobody, so its chunks may be larger
     max_tokens, budget_mib = (SHORT_MAX_TOKENS, SHORT_BUDGET_MIB) if options.is_short else (MAX_TOKENS, BUDGET_MIB)

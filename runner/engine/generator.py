@@ -3,11 +3,46 @@
     with ParallelGenerator(cache, model, tokenizer, capacity=16384) as generator:
         first = generator.submit(tokens, marks=marks, max_tokens=200)
         second = generator.submit(other_tokens, marks=other_marks, max_tokens=200)
-        for ticket, piece in generator:
-            print(ticket.number, piece.text)
+        for generation, token in generator:
+            print(generation.number, token.text)
 
-Between two tokens of a running reply lie one step and at most one chunk of prefill of `step_size` tokens. The rounds
-are in runner/engine/engine.py.
+Between two tokens of a running reply lie one step and at most one chunk of prefill of `step_size` tokens. The
+AdmissionQueue decides who runs, and the Engine moves the rows of those who run, in rounds.
+
+How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the group give it a row, `_prefill` evaluates
+its prompt in chunks, `_step` then takes it along; `Batch.take_in` (radixcache/groups/batch.py) adds the row to a batch.
+
+A round:
+
+    admit      the next requests of the queue get rows, if there is room
+    prefill    evaluate one chunk, of one prompt or of several; the last token of a long prompt goes with the next step
+    first      if the chunk gave first tokens, read and hand them out; the rest is for the next round
+    step       dispatch the next forward pass of all replies, on tokens that nobody has read
+    read       read the tokens of the step before and hand them out; after a chunk, those of this step
+
+With drafts: if a proposal behind the tokens that were read is worth a pass, the round first reads the tokens of the
+step before, and proposes behind those. Then one pass evaluates each reply's next token and its drafts, and the round
+hands out all that it says. Where nothing is proposed to any reply, the round is as above. A draft model is asked for
+the replies for which it is expected to gain more than what was said before; all these decode in one batch there, too.
+
+What breaks this order:
+
+    cancelled         a request without a first token ends at once; a reply ends with the token that is on its way
+    over the budget   the request that came last waits again; its state is stored, so it resumes there if that is kept.
+    or no room        A request alone goes on beyond the budget, with what the device can spare
+    context full      the oldest turns are taken out of the row; if that is impossible, the reply ends
+    one failed        a sampler, a callback or the forward pass of one prompt raised: that request ends
+    a step failed     the model raised in a pass of several: they all end, each with that error
+    state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
+    not a number      the logits of a row are NaN: that request ends; what is stored ends before it
+
+Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and as
+many bytes of the budget with all evictable state gone. A request that does not fit waits until it is alone, and so do
+all behind it, but not those behind a request that waits to share more with a prompt in prefill.
+
+Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
+prefilled after at most twice its own chunks and those of earlier requests. The clock is read only to measure passes for
+drafts. A signal must not interrupt a round.
 
 Invariants, each with a test:
 
@@ -20,28 +55,418 @@ Invariants, each with a test:
   PG4  However a request ends, its correct state is stored; nothing behind a shift is.
   PG5  Between iterations, MLX's compiled mode is what it was before.
 
-Any thread may use `submit`, `wait` and a Ticket; one thread iterates and closes.
+Any thread may use `submit` and `wait`, and read and cancel a Generation; one thread iterates and closes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from radixcache import Group, PrefixCache
+from radixcache import CacheFullError, Group, PrefixCache, RequestTooLargeError, Row, SessionClosedError
+from radixcache.decode import DecodeLoop, Drafts
+from radixcache.errors import ShiftError, without_frames
+from radixcache.groups.batch import LostStateError
 from radixcache.ledger import uninterrupted
-from radixcache.sessions.solo import Embed
+from radixcache.sessions.solo import Solo
 from radixcache.settings import require_count
 from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.pace import DraftPace
 from radixcache.tokens import checked_prompt, require_namespace, vocabulary_size
-from runner.engine.engine import PARALLEL_STEP_SIZE, AdmissionQueue, Engine
-from runner.engine.replies import Piece, ProgressCallback, Reply, ReplyOptions, compile_mode
-from runner.engine.sequence import FREE_SHARE, ContextWindow, Outline, Ticket, TokenSequence
+from runner.engine.generation import FREE_SHARE, ContextError, ContextWindow, Generation, compile_mode
+from runner.engine.token import Token
 
 DEFAULT_MAX_ROWS = 16
+# Tokens of a chunk, which bound the pauses of running replies: at most a second of a small model on slow cores.
+PARALLEL_STEP_SIZE = 1024
+# The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
+LEAST_PART = 4
+#: Where it saves less, a checkpoint at the end of a message is worth no forward pass of its own.
+MARK_TOKENS = 128
+#: Most tokens of the reply for which a session gets room at once.
+MOST_RESERVED = 4096
+NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
+
+
+class AdmissionQueue:
+    """The requests of one generator, in order of arrival; capacity and context are tokens."""
+
+    def __init__(self, capacity: int, max_rows: int, context: int | None, step_size: int) -> None:
+        self.waiting: list[Generation] = []
+        self.running: list[Generation] = []
+        self._capacity, self._max_rows, self._context, self.step_size = capacity, max_rows, context, step_size
+        self.is_refused = False  # the group had no room: no request is admitted until a running one ends
+        self._first_comes_next = True
+
+    @property
+    def prefilling(self) -> list[Generation]:
+        return [each for each in self.running if not each.is_decoding]
+
+    @property
+    def stepping(self) -> list[Generation]:
+        return [each for each in self.running if each.is_stepping]
+
+    def next(self, group: Group) -> Generation | None:
+        """The request to admit next; None: none now."""
+        if len(self.running) >= self._max_rows or (self.is_refused and self.running):
+            return None
+        for reply in self.waiting:
+            if not self._gains(reply, group):
+                return reply if self._fits(reply, group) else None
+        return None
+
+    def next_chunk(self, prefilling: Sequence[Generation]) -> Generation:
+        first = min(prefilling, key=lambda each: each.number)
+        shortest = min(prefilling, key=lambda each: (each.row.prompt_left, each.number))
+        chosen = first if self._first_comes_next else shortest
+        self._first_comes_next = chosen is not first
+        return chosen
+
+    def waits(self, reply: Generation, others: Iterable[Generation], group: Group) -> bool:
+        """Whether a new row can share more once these others have their chunk of prefill."""
+        return bool(reply.row.is_fresh) and self._later(reply, others, group) > reply.row.position
+
+    def start(self, reply: Generation, row: Row) -> None:
+        reply.held_row = row
+        self.waiting.remove(reply)
+        self.running.append(reply)
+
+    def send_back(self, reply: Generation) -> None:
+        self.end(reply)
+        reply.go_back()
+        insort(self.waiting, reply, key=lambda each: each.number)
+
+    def end(self, reply: Generation) -> None:
+        self.is_refused = False
+        for replies in (self.waiting, self.running):
+            if reply in replies:
+                replies.remove(reply)
+
+    def _fits(self, reply: Generation, group: Group) -> bool:
+        if not self.running:
+            return True
+        ends = {each.row: max(self._needed(each), each.row.position) for each in self.running}
+        needed = self._needed(reply)
+        own = needed - group.sharable_tokens(reply.keys, reply.namespace)
+        owed = sum(end - row.position for row, end in ends.items())
+        fits = group.used_tokens + owed + own <= self._capacity
+        return fits and group.has_bytes_for(ends, reply.keys, needed, reply.namespace)
+
+    def _gains(self, reply: Generation, group: Group) -> bool:
+        """Whether it shares more with a prompt in prefill than with all that is evaluated so far."""
+        later = self._later(reply, self.prefilling, group)
+        return later > 0 and later > group.sharable_tokens(reply.keys, reply.namespace)
+
+    def _later(self, reply: Generation, others: Iterable[Generation], group: Group) -> int:
+        rows = [each.row for each in others if each.namespace == reply.namespace]
+        return max((group.sharable_later(reply.keys, row, self.step_size) for row in rows), default=0)
+
+    def _needed(self, reply: Generation) -> int:
+        needed = reply.needed_tokens
+        return needed if self._context is None else min(needed, self._context)
+
+
+class Engine:
+    """Moves the queue's requests forward. `ready` has the tokens to hand out, in order."""
+
+    def __init__(
+        self,
+        model: Any,
+        new_group: Callable[[], Any],
+        queue: AdmissionQueue,
+        pace: DraftPace,
+        draft_model: Any = None,
+    ) -> None:
+        self.ready: deque[tuple[Generation, Token]] = deque()
+        self.group = new_group()
+        self._model = model if draft_model is None else self.group.with_draft_model(model, draft_model)
+        self._new_group, self._queue = new_group, queue
+        self._loop = DecodeLoop(self._model, self.group, pace)
+        self._owes_step = False  # whether a chunk was evaluated, and no step since
+        self._failure: Exception | None = None
+        self._checked: list[tuple[Generation, Token]] = []  # what a check said, to be handed out
+
+    def round(self) -> None:
+        self._end_cancelled()
+        self._keep_to_budget()
+        has_prefilled, self._owes_step = self._owes_step, False
+        if not has_prefilled:
+            self._admit()
+            self._end_cancelled()  # a callback may just have cancelled one
+            has_prefilled = self._prefill()
+            first = [each for each in self._queue.stepping if each.unread and not each.said]
+            if first and not self.group.is_lost:
+                self._read(first)
+                self._owes_step = True
+                return
+        stepping = self._queue.stepping
+        # First the replies that end: the batch would have to drop a row that is open and takes no part.
+        self._read([each for each in stepping if each.left == len(each.unread)])
+        first = [each for each in stepping if not each.is_decoding]
+        continuing = self._continuing(stepping)
+        drafts = self._loop.propose(continuing, self._read)
+        was_ahead = all(each.unread for each in continuing) and not has_prefilled
+        self._step(continuing, drafts)
+        self._tell_progress(first)
+        for reply, token in self._checked:
+            self._deliver(reply, token)
+        self._checked.clear()
+        # Tokens of this step are read in the next round, except first tokens and those before a chunk.
+        soon = continuing if has_prefilled else first
+        late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
+        self._read([each for each in stepping if each not in late])
+        for reply in stepping:
+            if reply.unread or reply not in self._queue.running:
+                continue
+            if reply.failure is not None:
+                self.fail(reply, reply.failure)
+            elif reply not in continuing:
+                self.finish(reply, reply.end("length", note=reply.note))
+        if self.group.is_lost:
+            self._lose_all(self._failure or SessionClosedError("the state of all requests was lost."))
+        self._failure = None
+        self._loop.times.end_round(len(continuing), is_plain=was_ahead and not drafts)
+
+    def finish(self, reply: Generation, token: Token) -> None:
+        """Hand out a last token, and store what was evaluated."""
+        self.ready.append((reply, token))
+        self._queue.end(reply)
+        reply.let_go()
+
+    def fail(self, reply: Generation, error: Exception) -> None:
+        self.finish(reply, reply.end("error", error=without_frames(error)))
+
+    def _end_cancelled(self) -> None:
+        """End requests that were cancelled before their first token; `_hand_out` ends replies."""
+        for reply in [*self._queue.waiting, *self._queue.running]:
+            if reply.cancelled() and not reply.is_decoding:
+                self.finish(reply, reply.end("cancelled"))
+
+    def _admit(self) -> None:
+        # A request that needs more memory than there is ends now, not after all others.
+        for reply in [*self._queue.waiting]:
+            if (refusal := self.group.refusal_of(len(reply.tokens))) is not None:
+                self.fail(reply, refusal)
+        while each := self._queue.next(self.group):
+            try:
+                is_alone, reserve = isinstance(self.group, Solo), min(each.left, MOST_RESERVED)
+                more: dict[str, Any] = {"embed": each.embed, "reserve": reserve} if is_alone else {}
+                row = self.group.admit(
+                    each.tokens, each.keys, each.marks, namespace=each.namespace, mark_tokens=MARK_TOKENS, **more
+                )
+                self._queue.start(each, row)
+            except NO_ROOM as error:
+                if self._queue.running:
+                    self._queue.is_refused = True
+                    return
+                self.fail(each, error)
+            except Exception as error:
+                self.fail(each, error)
+            else:
+                if not each.said:
+                    each.start()
+                each.note_match()
+                self._report(each)
+
+    def _prefill(self) -> bool:
+        """Evaluate one chunk: of the prompt whose turn it is, ends of others, a part of one more. False: none."""
+        prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
+        if not prefilling:
+            return False
+        chosen, part = [self._queue.next_chunk(prefilling)], []
+        left_tokens = self._queue.step_size - chosen[0].row.prompt_left
+        for reply in sorted(prefilling, key=lambda each: each.row.prompt_left):
+            if reply is chosen[0] or self._queue.waits(reply, chosen, self.group):
+                continue
+            if reply.row.prompt_left > left_tokens:
+                part = [reply] if left_tokens >= self._queue.step_size // LEAST_PART else []
+                break
+            left_tokens -= reply.row.prompt_left
+            chosen.append(reply)
+        self._prefill_chunks(chosen, self._queue.step_size)
+        self._prefill_chunks(part, left_tokens)
+        self._tell_progress([*chosen, *part])
+        return True
+
+    def _prefill_chunks(self, replies: list[Generation], tokens: int) -> None:
+        """Evaluate at most `tokens` of each. At the end of a prompt, dispatch its first token."""
+        rows: dict[Row, Generation] = {}
+        try:
+            while rows := {each.row: each for each in replies if self._has_chunk(each)}:
+                try:
+                    for row, logits in self.group.prefill_many(self._model, [*rows], tokens, leaves_last=True):
+                        self._loop.choose([rows[row]], logits)
+                    return
+                except NO_ROOM as error:
+                    self._make_room(error)
+        except Exception as error:
+            self._failure = without_frames(error)
+            for reply in [] if self.group.is_lost else rows.values():
+                if len(rows) == 1:
+                    self.fail(reply, error)
+                else:  # one of them raised; the others go on
+                    self._prefill_chunks([reply], tokens)
+
+    def _has_chunk(self, reply: Generation) -> bool:
+        return reply in self._queue.running and not reply.is_stepping and reply.failure is None
+
+    def _tell_progress(self, replies: Iterable[Generation]) -> None:
+        for reply in replies:
+            if reply not in self._queue.running:
+                continue
+            if reply.failure is not None:
+                self.fail(reply, reply.failure)
+            else:
+                reply.note_match()
+                self._report(reply)
+
+    def _report(self, reply: Generation) -> None:
+        if reply.on_progress is not None:
+            try:
+                reply.on_progress(reply.row.position, len(reply.tokens))
+            except Exception as error:
+                self.fail(reply, error)
+
+    def _continuing(self, stepping: list[Generation]) -> list[Generation]:
+        continuing = []
+        for reply in stepping:
+            if reply not in self._queue.running or reply.left == len(reply.unread):
+                continue
+            window = reply.window
+            if window is None or reply.row.position < window.tokens or self._shift(reply, window):
+                continuing.append(reply)
+        return continuing
+
+    def _step(self, replies: list[Generation], drafts: Drafts) -> None:
+        while replies := [each for each in replies if each in self._queue.running]:
+            # In batch order: another order would rearrange tokens and logits.
+            replies.sort(key=lambda each: each.row.at)
+            try:
+                self._loop.run(replies, drafts, self._take_checked)
+                break
+            except NO_ROOM as error:
+                if drafts:  # there may be room without them
+                    drafts = {}
+                    continue
+                if len(self._queue.running) == 1:
+                    replies[0].failure = without_frames(error)
+                    break
+                self._make_room(error)
+            except Exception as error:
+                self._failure = without_frames(error)
+                raised = error.__cause__ if isinstance(error, LostStateError) else error
+                for reply in replies:
+                    reply.failure = raised if isinstance(raised, Exception) else error
+                break
+
+    def _take_checked(self, reply: Generation) -> bool:
+        """Take a token that a check said, to be handed out behind it."""
+        if (token := self._take(reply)) is not None:
+            self._checked.append((reply, token))
+        return token is not None and token.completion is None
+
+    def _read(self, replies: Sequence[Generation]) -> list[Generation]:
+        """Wait for the next token of each running one of these, and hand it out; returns those that still run."""
+        try:
+            reading = [each for each in replies if each in self._queue.running and each.unread]
+            for reply in reading:
+                reply.unread[0].read()
+        except Exception as error:
+            self._lose_all(error)
+            return []
+        for reply in reading:
+            if reply in self._queue.running:  # a failure of another request may have ended it
+                self._hand_out(reply)
+        return [each for each in replies if each in self._queue.running]
+
+    def _hand_out(self, reply: Generation) -> None:
+        token = self._take(reply)
+        if token is not None:
+            self._deliver(reply, token)
+            if reply.drafting is not None:
+                reply.drafting.said(reply.said[-1:])
+        if reply.failure is not None and reply in self._queue.running:
+            self.fail(reply, reply.failure)
+
+    def _take(self, reply: Generation) -> Token | None:
+        """Add the next unread token to the reply. None: `failure` says why not."""
+        sampled = reply.unread.popleft()
+        token, is_wrong, logprob = sampled.read()
+        try:
+            if is_wrong:
+                reply.row.distrust_from(reply.proven_tokens)
+                raise FloatingPointError("the model's logits for this request are not numbers.")
+            logprobs = sampled.logprobs if reply.has_logprobs else None
+            return reply.add(token, logprobs, logprob)
+        except Exception as error:
+            reply.failure = without_frames(error)
+            return None
+
+    def _deliver(self, reply: Generation, token: Token) -> None:
+        if token.completion is not None:
+            self.finish(reply, token)
+        else:
+            self.ready.append((reply, token))
+
+    def _keep_to_budget(self) -> None:
+        """While the running requests are beyond the budget, let the one that came last wait; the first goes on."""
+        while len(self._queue.running) > 1 and self.group.is_over_budget:
+            self._send_back()
+
+    def _make_room(self, error: Exception) -> None:
+        """Let the request that came last wait again. Raises the error if it is the only one."""
+        if len(self._queue.running) == 1:
+            raise error
+        self._send_back()
+
+    def _send_back(self) -> None:
+        reply = max(self._queue.running, key=lambda each: each.number)
+        while reply in self._queue.running and reply.unread:
+            self._read([reply])
+        if reply not in self._queue.running:
+            return
+        reply.row.close()
+        self._queue.send_back(reply)
+        if (window := reply.window) is not None:
+            # Prompt and reply together may now exceed the context by a token: shift before prefill.
+            try:
+                reply.shift(window.excess(len(reply.tokens), 0, reply.dropped))
+            except ContextError as full:
+                self.finish(reply, reply.end("length", note=_full(window, full)))
+
+    def _shift(self, reply: Generation, window: ContextWindow) -> bool:
+        """Take the oldest turns out of the row. False: impossible, and the reply's note or failure says why."""
+        begin = window.head
+        try:
+            length = window.excess(reply.row.position, 1, reply.dropped)
+            while reply in self._queue.running:
+                try:
+                    self.group.remove(self._model, reply.row, begin, begin + length)
+                    reply.shift(length)
+                    return True
+                except NO_ROOM as error:
+                    self._make_room(error)
+        except (ContextError, ShiftError, *NO_ROOM) as error:
+            reply.note = _full(window, error)
+        except Exception as error:
+            self._failure = reply.failure = without_frames(error)
+        return False
+
+    def _lose_all(self, error: Exception) -> None:
+        """End all running requests after a failed evaluation. Waiting requests go on in a new group."""
+        self.group.close_after(error)
+        for reply in list(self._queue.running):
+            self.fail(reply, error)
+        self.group = self._loop.seat = self._new_group()
+
+
+def _full(window: ContextWindow, error: Exception) -> str:
+    return f"The context of {window.tokens} tokens is full: {error}"
 
 
 class ParallelGenerator:
@@ -56,7 +481,7 @@ class ParallelGenerator:
         step_size: tokens per chunk of prefill.
         context: most tokens of a conversation at a time; None: only `capacity` bounds it. A longer conversation loses
             its oldest turns, before prefill or during its reply, but not its beginning.
-        free_share: share of the context that such a cut frees; see `runner.engine.sequence`.
+        free_share: share of the context that such a cut frees; see `runner.engine.generation`.
         namespace: of requests that name none, as in `PrefixCache.begin`.
         priority: of all requests, as in `PrefixCache.begin`.
         speculate: what is proposed to replies and checked several tokens in a pass, as in `PrefixCache.drafting`:
@@ -67,7 +492,7 @@ class ParallelGenerator:
 
     Raises:
         ValueError: an argument out of its range.
-        UnsupportedCacheError: the model's layers cannot be shared by several sequences.
+        UnsupportedCacheError: the model's layers cannot be shared by several replies.
     """
 
     def __init__(
@@ -103,10 +528,10 @@ class ParallelGenerator:
         self._drafting = partial(cache.drafting, speculate=speculate)
         pace = cache.drafting([0], speculate=None).pace
         self._has_draft_model = draft_model is not None
-        self._engine = Engine(model, new_group, self._queue, self._window, pace, draft_model)
+        self._engine = Engine(model, new_group, self._queue, pace, draft_model)
         self._arrivals = threading.Condition()  # guards the fields below
-        self._submitted: list[TokenSequence] = []
-        self._tickets = 0
+        self._submitted: list[Generation] = []
+        self._count = 0
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -125,10 +550,8 @@ class ParallelGenerator:
         keys: Any = None,
         keep: int | None = None,
         namespace: str | None = None,
-        embed: Embed | None = None,
-        on_progress: ProgressCallback | None = None,
         **options: Any,
-    ) -> Ticket:
+    ) -> Generation:
         """Hand in a request; iterating over the generator serves it. Any thread may call this.
 
         Args:
@@ -139,44 +562,35 @@ class ParallelGenerator:
             keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
                 the system prompt if there is one.
             namespace: default: the generator's.
-            embed: alone: from an offset of the prompt to embeddings (T, D) from there on, as in stream_generate.
-            on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
-            options: fields of ReplyOptions, `max_tokens` at least.
+            options: those of a Generation, `max_tokens` at least.
 
         Raises:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply exceed the
                 capacity, or what must stay of the conversation exceeds the context.
         """
-        asked = ReplyOptions(**options)
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         require_namespace(namespace or "")
-        namespace, most = self._namespace if namespace is None else namespace, asked.max_tokens
-        drafting = self._drafting(ids, namespace, prediction=asked.prediction, max_tokens=most)
-        if embed is not None:
-            drafting = Drafting([], drafting.pace)
-        drafted = asked.num_draft_tokens if self._has_draft_model else 0
-        sequence = TokenSequence(
-            ticket=Ticket(-1, len(ids)),
+        if keep is not None and not 0 <= keep <= len(ids):
+            raise ValueError(f"keep is {keep} tokens; wanted 0 to {len(ids)}, the length of the prompt.")
+        asked = Generation(
+            tokenizer=self._tokenizer,
             tokens=ids,
             keys=own_keys,
             marks=tuple(marks),
-            outline=Outline.of(len(ids), marks, keep),
-            reply=Reply(self._tokenizer, asked, len(ids)),
-            sampler=asked.sampler,
-            window=self._window,
-            embed=embed,
-            reserve=most if asked.reserve is None else asked.reserve,
-            on_progress=on_progress,
-            namespace=namespace,
-            drafting=None if drafting.is_empty and not drafted else drafting,
-            draft_tokens=drafted,
-            processors=asked.logits_processors,
-            guidance=asked.guidance,
-            has_logprobs=asked.has_logprobs,
+            namespace=self._namespace if namespace is None else namespace,
+            window=None if self._window is None else self._window.over(len(ids), marks, keep),
+            **options,
         )
-        if self._window is not None:
-            sequence.drop(self._window.excess(sequence.outline, len(ids), min(most, self._window.quantum)))
-            sequence.reply.omitted_tokens = sequence.dropped
+        most = asked.max_tokens
+        drafting = self._drafting(ids, asked.namespace, prediction=asked.prediction, max_tokens=most)
+        if asked.embed is not None:
+            drafting = Drafting([], drafting.pace)
+        asked.draft_tokens = asked.num_draft_tokens if self._has_draft_model else 0
+        if asked.draft_tokens or not drafting.is_empty:
+            asked.drafting, asked.facts.drafted = drafting, drafting.drafted
+        if asked.window is not None:
+            asked.drop(asked.window.excess(len(ids), min(most, asked.window.quantum)))
+            asked.facts.omitted_tokens = asked.dropped
         elif (needed := len(ids) + most - 1) > self._capacity:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens and a reply of {most} take {needed} of a "
@@ -185,11 +599,11 @@ class ParallelGenerator:
         with self._arrivals:
             if self._is_closed:
                 raise ValueError("the generator is closed and takes no more requests.")
-            sequence.ticket.number = self._tickets
-            self._tickets += 1
-            self._submitted.append(sequence)
+            asked.number = self._count
+            self._count += 1
+            self._submitted.append(asked)
             self._arrivals.notify_all()
-        return sequence.ticket
+        return asked
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a request that was not served yet; return whether there is one. Any thread may call this."""
@@ -197,19 +611,19 @@ class ParallelGenerator:
             self._arrivals.wait_for(lambda: self._submitted or self._is_closed, timeout_s)
             return bool(self._submitted)
 
-    def __iter__(self) -> Iterator[tuple[Ticket, Piece]]:
+    def __iter__(self) -> Iterator[tuple[Generation, Token]]:
         """Serve until all requests are done. After a break another iteration goes on."""
         with compile_mode(self._model):
             while self._engine.ready or self._round():
                 while self._engine.ready:
                     yield self._engine.ready.popleft()
 
-    def round(self) -> list[tuple[Ticket, Piece]]:
+    def round(self) -> list[tuple[Generation, Token]]:
         with compile_mode(self._model):
             self._round()
-        pieces = [*self._engine.ready]
+        tokens = [*self._engine.ready]
         self._engine.ready.clear()
-        return pieces
+        return tokens
 
     def close(self) -> None:
         """Cancel all requests and store their state. Closing twice is fine."""
@@ -218,8 +632,8 @@ class ParallelGenerator:
             self._arrivals.notify_all()
         self._take_in()
         with uninterrupted():
-            for sequence in [*self._queue.waiting, *self._queue.running]:
-                self._engine.finish(sequence, sequence.reply.end("cancelled"))
+            for reply in [*self._queue.waiting, *self._queue.running]:
+                self._engine.finish(reply, reply.end("cancelled"))
             self._engine.ready.clear()
             self._engine.group.close()
 

@@ -20,7 +20,7 @@ from radixcache import DiskStore, PrefixCache, Session
 from radixcache.adapters.registry import leaves
 from radixcache.speculate.drafting import Drafting
 from radixcache.tokens import common_length
-from runner.engine.replies import DEFAULT_STEP_SIZE, LiveRun, ProgressCallback
+from runner.engine.generation import DEFAULT_STEP_SIZE, LiveRun, ProgressCallback
 from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.script.script import Prompt

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import TreeView
 from radixcache.tokens import common_length
-from runner.engine.replies import generate
+from runner.engine.generation import generate
 from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.replay.caches import PlainRun

@@ -24,9 +24,9 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 
 from radixcache import PrefixCache
+from runner.engine.generation import Generation, LiveRun, feed, generate
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Completion, LiveRun, Reply, ReplyOptions, feed, generate
-from runner.engine.sequence import Ticket
+from runner.engine.token import Completion
 from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.replay.caches import LRUPrompts, open_cache
@@ -114,7 +114,7 @@ class OneAtATime:
         with self._cache.begin(request.prompt) as run:
             begun_s = time.perf_counter()
             completion, decode_ms, text = self._reply(run, request, arrived_s)
-            matched_tokens, reason = run.matched_tokens, run.reason
+            completion.matched_tokens, completion.reason = run.matched_tokens, run.reason
             self._watch(is_settled=True)
             closing_s = time.perf_counter()
         closed_s = time.perf_counter()
@@ -125,8 +125,6 @@ class OneAtATime:
         row = _request_row(
             request,
             completion,
-            matched_tokens,
-            reason,
             begin_ms=(begun_s - arrived_s) * 1e3,
             decode_ms=decode_ms,
             close_ms=(closed_s - closing_s) * 1e3,
@@ -193,8 +191,8 @@ class TreeServer:
             step_size=options.step_size,
             speculate=options.speculate,
         )
-        self._requests: dict[Ticket, tuple[int, RenderedRequest]] = {}
-        self._texts: dict[Ticket, str] = defaultdict(str)
+        self._requests: dict[Generation, tuple[int, RenderedRequest]] = {}
+        self._texts: dict[Generation, str] = defaultdict(str)
 
     @property
     def evictions(self) -> int:
@@ -223,8 +221,8 @@ class TreeServer:
             index, request = self._requests.pop(ticket)
             figures: dict[str, Any] = {"waited_ms": _waited_ms(done), "peak_bytes": self.peak_bytes}
             for what in ("proposed", "accepted") if self._is_drafted else ():
-                figures[f"{what}_tokens"] = sum(getattr(each, what) for each in ticket.drafted.values())
-            row = _request_row(request, done, ticket.matched_tokens, ticket.reason, **figures)
+                figures[f"{what}_tokens"] = sum(getattr(each, what) for each in done.drafted.values())
+            row = _request_row(request, done, **figures)
             yield Answer(index, row, done.tokens, self._texts.pop(ticket))
 
     def close(self) -> None:
@@ -236,7 +234,7 @@ class TreeServer:
 class _Running:
     index: int
     request: RenderedRequest
-    reply: Reply
+    reply: Generation
     kinds: list[str]
     has_begun: bool = False
     text: str = ""
@@ -268,9 +266,10 @@ class BatchServer:
         (user,) = self._generator.insert_segments(
             [segments], [max_tokens], caches=[caches], all_tokens=[tokens[:cached_tokens]]
         )
-        asked = ReplyOptions(max_tokens=max_tokens, arrived_at_s=arrived_s)
-        reply = Reply(self._loaded.tokenizer, asked, len(tokens))
-        reply.cached_tokens = cached_tokens
+        reply = Generation(
+            tokenizer=self._loaded.tokenizer, tokens=tokens, max_tokens=max_tokens, arrived_at_s=arrived_s
+        )
+        reply.facts.cached_tokens = reply.facts.matched_tokens = cached_tokens
         self._running[user] = _Running(index, request, reply, [kind for _, kind in kinds])
 
     def answers(self) -> Iterator[Answer]:
@@ -297,7 +296,7 @@ class BatchServer:
     def _add(self, response: Any) -> Iterator[Answer]:
         """Take a reply's next token; at its end, store the row's caches and yield the answer."""
         running = self._running[response.uid]
-        piece = running.reply.add(response.token, response.logprobs, lambda: False)
+        piece = running.reply.add(response.token)
         running.text += piece.text
         completion = piece.completion
         if completion is None:
@@ -309,7 +308,7 @@ class BatchServer:
         for caches, key in entries:
             self._stored.insert(list(key), list(caches), "assistant")
         figures = {"waited_ms": _waited_ms(completion), "peak_bytes": self.peak_bytes}
-        row = _request_row(running.request, completion, completion.cached_tokens, None, **figures)
+        row = _request_row(running.request, completion, **figures)
         yield Answer(running.index, row, completion.tokens, running.text)
 
 
@@ -326,17 +325,15 @@ def _waited_ms(completion: Completion) -> float:
     return completion.ttft_ms - completion.prompt_ms
 
 
-def _request_row(
-    request: RenderedRequest, completion: Completion, matched_tokens: int, reason: str | None, **figures: Any
-) -> RequestRow:
+def _request_row(request: RenderedRequest, completion: Completion, **figures: Any) -> RequestRow:
     about: dict[str, Any] = {
         "user": request.scheduled.conversation.user,
         "conversation_id": request.scheduled.conversation.conversation_id,
         "turn": request.scheduled.turn,
         "prompt_tokens": completion.prompt_tokens,
-        "matched_tokens": matched_tokens,
+        "matched_tokens": completion.matched_tokens,
         "cached_tokens": completion.cached_tokens,
-        "reason": reason,
+        "reason": completion.reason,
         "ttft_ms": completion.ttft_ms,
         "decode_ms": completion.completion_ms,
         "output_tokens": completion.completion_tokens,

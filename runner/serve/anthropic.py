@@ -23,6 +23,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
+from runner.engine.token import Token
 from runner.script.anthropic_blocks import AnthropicChat, CacheControl, Turn, foreign_tools, left_out
 from runner.script.conversation import Checked, Many, as_tool
 from runner.serve.openai import ChatBody
@@ -43,7 +44,6 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Delta,
     ServedReply,
     Service,
     namespace_of,
@@ -179,18 +179,18 @@ class MessageDraft:
         for event in self._end():
             yield event
 
-    def _add(self, delta: Delta) -> MessageEvents:
-        for token in delta.tokens:
-            self._stop_word = token.stop_word
-        if delta.reasoning:
-            yield from self._write("thinking", delta.reasoning)
+    def _add(self, part: Token) -> MessageEvents:
+        if part.id is not None:
+            self._stop_word = part.stop_word
+        if part.reasoning:
+            yield from self._write("thinking", part.reasoning)
         # White space alone is no block: models write it between reasoning, calls and text.
-        text, self._blank = self._blank + delta.text, ""
+        text, self._blank = self._blank + part.text, ""
         if text.strip() or (text and self._is_writing("text")):
             yield from self._write("text", text)
         else:
             self._blank = text
-        for call in delta.tool_calls:
+        for call in part.tool_calls:
             yield from self._call(call)
 
     def _end(self) -> MessageEvents:

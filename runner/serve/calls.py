@@ -26,12 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from runner.script.conversation import tool_call
 from runner.serve import mlx_lm_border
-from runner.serve.prompts import RenderedPrompt
-from runner.serve.request import Request
-from runner.serve.rules import has_plain_calls
 from runner.serve.schemas import KINDS, ArgumentSchema
-from runner.serve.service import ReplyReader
-from runner.serve.template_breaks import TemplateBreaks
 
 #: Of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -87,27 +82,6 @@ _FORMS = {
 _ALSO_OTHERWISE = ("glm47",)  # a name and then anything, which mlx-lm's parser reads
 
 
-def reader_of(request: Request, tokenizer: Any, prompt: RenderedPrompt, breaks: TemplateBreaks) -> ReplyReader:
-    """What reads the reply to a request. If calls are forced and the model has no form for them, all text is calls."""
-    marks = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    initial_state, parser = prompt.initial_state, tokenizer.tool_parser
-    machine = mlx_lm_border.make_text_state_machine(tokenizer)
-    if has_plain_calls(request, tokenizer):
-        ends = [(tokenizer.think_end, "tool")] if tokenizer.has_thinking else []
-        machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
-        initial_state = initial_state if initial_state == "reasoning" else "tool"
-    is_single = request.constraint is not None and request.constraint.is_single
-    return ReplyReader(
-        machine,
-        initial_state,
-        CallReader(parser, prompt.arguments),
-        call_marks=marks,
-        has_one_call=is_single,
-        drops_breaks=breaks.drops_behind_reasoning,
-        before_call=breaks.before_call if request.tools and tokenizer.has_tool_calling else None,
-    )
-
-
 def json_calls(text: str, _tools: Any = None) -> list[dict[str, Any]]:
     """Calls as JSON, one behind the other. ValueError: something else is there, too."""
     decoder, calls, text = json.JSONDecoder(), [], text.strip()
@@ -118,41 +92,46 @@ def json_calls(text: str, _tools: Any = None) -> list[dict[str, Any]]:
     return calls
 
 
-class CallReader:
-    """Reads the calls in what a model wrote between the marks of a call."""
+def read_calls(
+    parser: Callable[[str, Any], Any] | None, arguments: Mapping[str, Mapping[str, ArgumentSchema]], text: str
+) -> list[dict[str, Any]]:
+    """The calls in what a model wrote between the marks of a call, in OpenAI's form.
 
-    def __init__(
-        self, parser: Callable[[str, Any], Any] | None, arguments: Mapping[str, Mapping[str, ArgumentSchema]]
-    ) -> None:
-        """`arguments`: of each function."""
-        self._parser, self._arguments = parser, arguments
-        self._form = parser.__module__.rpartition(".")[2] if parser else ""
+    Any exception: the text cannot be read, as a whole or in part.
 
-    def __call__(self, text: str) -> list[dict[str, Any]]:
-        """The calls of a text in OpenAI's form. Any exception: it cannot be read, as a whole or in part."""
-        return [*map(_in_openai_form, self._parsed(text))]
+    Args:
+        parser: mlx-lm's, of the model's form; None: the model has none.
+        arguments: of each function.
+    """
+    return [*map(_in_openai_form, _parsed(parser, arguments, text))]
 
-    def _parsed(self, text: str) -> list[dict[str, Any]]:
-        if (tags := _FORMS.get(self._form)) is not None:
-            if text.lstrip()[:1] == "{":  # now and then these models write calls as JSON
-                return json_calls(text)
-            with suppress(*[ValueError] * (self._form in _ALSO_OTHERWISE)):
-                calls = [self._call(found["name"].strip(), found["body"], tags) for found in _matches(tags.call, text)]
-                return calls or _refuse("there is no call")
-        if self._form == "function_gemma":
-            # Its parser cuts lists, objects and texts with braces. They are written as Gemma 4 does, with other quotes.
-            with suppress(ValueError):
-                return _listed(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
-            if not {"{", "["}.isdisjoint(text.partition("{")[2]):
-                _refuse("a list or an object cannot be read")
-        if self._parser is None:
-            _refuse("this model has no form for calls")
-        return _listed(self._parser(text, None))
 
-    def _call(self, name: str, body: str, tags: _Tags) -> dict[str, Any]:
-        known = self._arguments.get(name, {})
-        pairs = [(found["key"].strip(), found[found.lastgroup or "value"]) for found in _matches(tags.argument, body)]
-        return {"name": name, "arguments": {key: argument_of(value, known.get(key, ANYTHING)) for key, value in pairs}}
+def _parsed(
+    parser: Callable[[str, Any], Any] | None, arguments: Mapping[str, Mapping[str, ArgumentSchema]], text: str
+) -> list[dict[str, Any]]:
+    form = parser.__module__.rpartition(".")[2] if parser else ""
+    if (tags := _FORMS.get(form)) is not None:
+        if text.lstrip()[:1] == "{":  # now and then these models write calls as JSON
+            return json_calls(text)
+        with suppress(*[ValueError] * (form in _ALSO_OTHERWISE)):
+            found = _matches(tags.call, text)
+            calls = [_call(each["name"].strip(), each["body"], tags, arguments) for each in found]
+            return calls or _refuse("there is no call")
+    if form == "function_gemma":
+        # Its parser cuts lists, objects and texts with braces. They are written as Gemma 4 does, with other quotes.
+        with suppress(ValueError):
+            return _listed(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
+        if not {"{", "["}.isdisjoint(text.partition("{")[2]):
+            _refuse("a list or an object cannot be read")
+    if parser is None:
+        _refuse("this model has no form for calls")
+    return _listed(parser(text, None))
+
+
+def _call(name: str, body: str, tags: _Tags, arguments: Mapping[str, Mapping[str, ArgumentSchema]]) -> dict[str, Any]:
+    known = arguments.get(name, {})
+    pairs = [(found["key"].strip(), found[found.lastgroup or "value"]) for found in _matches(tags.argument, body)]
+    return {"name": name, "arguments": {key: argument_of(value, known.get(key, ANYTHING)) for key, value in pairs}}
 
 
 def _listed(calls: Any) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from runner.serve.prompts import RenderedPrompt
 from runner.serve.request import ApiError, Constraint, Request
-from runner.serve.rules import call_rules, functions_of, has_plain_calls
+from runner.serve.rules import call_rules, functions_of
 from runner.serve.schemas import arguments_schema, schema_at, schema_of
 
 MAX_COMPILED = 32
@@ -269,7 +269,7 @@ class Grammars:
             text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
         may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
-        may_think &= not has_plain_calls(request, tokenizer)  # its marks could be part of a text in a call
+        may_think &= not request.has_plain_calls(tokenizer)  # its marks could be part of a text in a call
         whole, within = (calls, None) if is_required else (text, calls)
         return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
 

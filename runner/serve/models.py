@@ -49,9 +49,9 @@ from runner.models.load import LoadedModel, ModelError, ModelOutline, load_model
 from runner.script.conversation import checked_tools
 from runner.script.conversation_formats import checked_messages
 from runner.serve import mlx_lm_border
-from runner.serve.options import ServeOptions, one_spelling, real_path
+from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, prompt_of, require_short
-from runner.serve.request import DEFAULT, NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
+from runner.serve.request import NO_MODEL, NOT_KEPT, ApiError, ModelNames, Request
 from runner.serve.served_model import ServedModel, fresh_caches
 from runner.serve.service import FairThreads
 from runner.serve.volatile import behind_tools
@@ -162,34 +162,6 @@ class Models:
     def store_stats(self) -> dict[str, StoreStats]:
         return {name: store.stats for store in self._stores for name in store.tiers}
 
-    def key_of(self, names: ModelNames) -> ModelNames:
-        """Replace defaults, as in mlx_lm.server, and names that mean the served model.
-
-        ApiError: the server was started without a model, or serves no other one.
-        """
-        options = self._options
-        draft = options.draft_model if names.draft == DEFAULT else names.draft
-        draft = None if draft is None else one_spelling(draft, options.draft_model)
-        adapter, own = names.adapter, options.adapter_path
-        if adapter is not None:
-            adapter = own if own is not None and real_path(adapter) == real_path(own) else real_path(adapter)
-        is_own = options.means_served(names.model)
-        model = names.model if names.model in options.names else one_spelling(names.model, options.model)
-        others = (("draft_model", draft, options.draft_model), ("adapters", adapter, options.adapter_path))
-        for field, asked, own in others if options.is_only_model else ():
-            if asked not in (None, own):
-                raise ApiError(404, f"{asked!r:.200} is not served here.", param=field, code=NO_MODEL)
-        # With its exact name, the served model gets the adapter of the request, as in mlx_lm.server.
-        if not is_own or (model == options.model and not options.is_only_model):
-            return ModelNames(model, adapter, draft)
-        if options.model is None:
-            raise ApiError(
-                404,
-                "the server was started without --model: name a hub id or a folder as the request's model.",
-                param="model",
-            )
-        return ModelNames(options.model, options.adapter_path, draft)
-
     def open(self, key: ModelNames) -> ServedModel:
         """Replace the current model, which is idle. ModelError: the other one cannot be found or loaded."""
         if self.current is not None and self.current.key == key:
@@ -248,7 +220,7 @@ class Models:
 
     def loaded(self, names: ModelNames) -> ServedModel:
         """The loaded model. ApiError: it has other names."""
-        if self.current is None or self.current.key != self.key_of(names):
+        if self.current is None or self.current.key != self._options.key_of(names):
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
@@ -257,7 +229,7 @@ class Models:
 
         Prompts beyond the context are made, too, up to COUNTED_CONTEXTS of it: whoever counts tokens wants their count.
         """
-        key, current = self.key_of(asked.names), self.current
+        key, current = self._options.key_of(asked.names), self.current
         if current is None or current.key.model != key.model:
             return self._renderer.submit(asked.client, self._outlined_prompt, asked, key.model)
         rendering = current.rendering(asked, contexts=COUNTED_CONTEXTS)
@@ -309,7 +281,7 @@ class Models:
             self._trace.close()
 
     def _is_default(self, key: ModelNames) -> bool:
-        return self._options.model is not None and key == self.key_of(ModelNames())
+        return self._options.model is not None and key == self._options.key_of(ModelNames())
 
     def _unload(self) -> None:
         if self.current is not None:

@@ -34,6 +34,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from radixcache import __version__
+from runner.engine.token import Token
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
 from runner.script.conversation import Checked, Many, null_as, tool_call
 from runner.serve.models import outline_of
@@ -43,6 +44,7 @@ from runner.serve.openai import (
     Penalty,
     RepetitionPenalty,
     StopWords,
+    joined,
     nameable_models,
     written_logprobs,
 )
@@ -57,14 +59,12 @@ from runner.serve.request import (
     Request,
     Share,
     Temperature,
-    Token,
     body_schema,
     checked,
     echoed,
 )
 from runner.serve.service import (
     IDLE_S,
-    Delta,
     ServedReply,
     Service,
     namespace_of,
@@ -331,13 +331,10 @@ class OllamaReply:
         self._has_logprobs, self._is_load = has_logprobs, is_load
 
     async def whole(self) -> dict[str, Any]:
-        parts = [part async for part in self._reply if isinstance(part, Delta)]
+        parts = [part async for part in self._reply if isinstance(part, Token)]
         if self._is_load:  # its one token is not shown
-            return {**self._object(Delta("", "", (), ())), "done": True, "done_reason": "load"}
-        text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
-        calls = tuple(call for each in parts for call in each.tool_calls)
-        tokens = tuple(token for each in parts for token in each.tokens)
-        return {**self._object(Delta(text, reasoning, calls, tokens)), **self._end()}
+            return {**self._object(), "done": True, "done_reason": "load"}
+        return {**self._object(*parts), **self._end()}
 
     async def events(self) -> AsyncIterator[str]:
         """Lines of JSON. During a long prefill some are empty, as clients drop silent connections.
@@ -348,29 +345,28 @@ class OllamaReply:
         told_s = time.monotonic()
         try:
             async for part in self._reply:
-                if isinstance(part, Delta):
-                    tokens += part.tokens
+                if isinstance(part, Token):
+                    tokens.append(part)
                     if not (part.text or part.reasoning or part.tool_calls):
                         continue
-                    yield _line(self._object(replace(part, tokens=tuple(tokens))))
+                    yield _line(self._object(*tokens))
                     tokens.clear()
                 elif time.monotonic() - told_s >= IDLE_S:
-                    yield _line(self._object(Delta("", "", (), ())))
+                    yield _line(self._object())
                     told_s = time.monotonic()
-            yield _line({**self._object(Delta("", "", (), tuple(tokens))), **self._end()})
+            yield _line({**self._object(*tokens), **self._end()})
         except ApiError as error:
             yield _line(error.in_ollama_form())
 
-    def _object(self, delta: Delta) -> dict[str, Any]:
-        said: dict[str, Any] = (
-            {"role": "assistant", "content": delta.text} if self._is_chat else {"response": delta.text}
-        )
-        if delta.reasoning:
-            said["thinking"] = delta.reasoning
-        if delta.tool_calls:
-            said["tool_calls"] = [*map(_call, delta.tool_calls)]
+    def _object(self, *parts: Token) -> dict[str, Any]:
+        part = joined(parts)
+        said: dict[str, Any] = {"role": "assistant", "content": part.text} if self._is_chat else {"response": part.text}
+        if part.reasoning:
+            said["thinking"] = part.reasoning
+        if part.tool_calls:
+            said["tool_calls"] = [*map(_call, part.tool_calls)]
         head = {"model": self._model, "created_at": _now(), **({"message": said} if self._is_chat else said)}
-        logprobs = written_logprobs(delta.tokens) if self._has_logprobs else []
+        logprobs = written_logprobs(parts) if self._has_logprobs else []
         return {**head, "done": False, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from runner.engine.token import LikelyToken, Token
 from runner.models.load import local_context_length
 from runner.script.anthropic_blocks import ThinkingChoice
 from runner.script.conversation import (
@@ -45,7 +46,6 @@ from runner.serve.request import (
     ApiError,
     Constraint,
     Count,
-    LikelyToken,
     ModelNames,
     Name,
     PrefillProgress,
@@ -53,7 +53,6 @@ from runner.serve.request import (
     Share,
     StopWord,
     Temperature,
-    Token,
     Tokens,
     body_schema,
     checked,
@@ -61,7 +60,6 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Delta,
     ServedReply,
     Service,
     namespace_of,
@@ -440,22 +438,20 @@ class ReplyChoice:
     is_begun: bool = False
     tokens: list[Token] = field(default_factory=list)
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        text, reasoning = ("".join(getattr(each, name) for each in deltas) for name in ("text", "reasoning"))
-        calls = tuple(call for each in deltas for call in each.tool_calls)
-        delta = Delta(text, reasoning, calls, tuple(token for each in deltas for token in each.tokens))
+    def whole(self, parts: Sequence[Token]) -> dict[str, Any]:
+        said = joined(parts)
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
-        choice |= self._logprobs([*self.reply.echoed, *delta.tokens])
+        choice |= self._logprobs([*self.reply.echoed, *parts])
         if self.form.is_chat:
-            said = self._message(delta, delta.tool_calls) or {"content": ""}
-            choice["message"] = {"role": "assistant", "content": None, **said}
+            message = self._message(said, said.tool_calls) or {"content": ""}
+            choice["message"] = {"role": "assistant", "content": None, **message}
         else:
-            choice["text"] = self.reply.echo + delta.text
+            choice["text"] = self.reply.echo + said.text
         return choice
 
-    def chunk(self, part: Delta) -> dict[str, Any] | None:
+    def chunk(self, part: Token) -> dict[str, Any] | None:
         """The choice of the next chunk; None: nothing is to be said yet."""
-        self.tokens += part.tokens
+        self.tokens.append(part)
         if not (self.reply.record or part.text or part.reasoning or part.tool_calls):
             return None
         calls = [{**call, "index": at} for at, call in enumerate(part.tool_calls, self.call_count)]
@@ -477,13 +473,13 @@ class ReplyChoice:
         reply, called = self.reply, "function_call" if self.form.calls_functions else "tool_calls"
         return called if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
-    def _message(self, delta: Delta, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, said: Token, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The fields of a message. Clients read reasoning by one name or the other."""
-        reasoning = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        reasoning = {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
         called: dict[str, Any] = {"tool_calls": calls}
         if self.form.calls_functions:
             called = {"function_call": calls[0]["function"] if calls else None}
-        return {name: value for name, value in {"content": delta.text, **reasoning, **called}.items() if value}
+        return {name: value for name, value in {"content": said.text, **reasoning, **called}.items() if value}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         found = written_logprobs(tokens)
@@ -527,11 +523,11 @@ class OpenAIReply:
         self._choices = [ReplyChoice(index, reply, form) for index, reply in enumerate(replies)]
 
     async def whole(self) -> dict[str, Any]:
-        deltas: list[list[Delta]] = [[] for _ in self._replies]
+        said: list[list[Token]] = [[] for _ in self._replies]
         async for index, part in together(self._replies):
-            if isinstance(part, Delta):
-                deltas[index].append(part)
-        choices = [choice.whole(parts) for choice, parts in zip(self._choices, deltas, strict=True)]
+            if isinstance(part, Token):
+                said[index].append(part)
+        choices = [choice.whole(parts) for choice, parts in zip(self._choices, said, strict=True)]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), **self._timings()}
 
     async def events(self) -> AsyncIterator[str]:
@@ -585,14 +581,21 @@ class OpenAIReply:
         return usage
 
 
-def written_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+def joined(parts: Sequence[Token]) -> Token:
+    """What the parts of a reply say together."""
+    text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
+    return Token(text, reasoning=reasoning, tool_calls=tuple(call for each in parts for call in each.tool_calls))
+
+
+def written_logprobs(parts: Sequence[Token]) -> list[dict[str, Any]]:
+    tokens = (each for each in parts if each.id is not None)
     return [{**_logprob(token), "top_logprobs": [*map(_logprob, token.top_tokens)]} for token in tokens]
 
 
 def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
-    text = token.data.decode("utf-8", "replace")
+    text, logprob = token.data.decode("utf-8", "replace"), 0.0 if token.logprob is None else token.logprob
     # In this order NaN becomes the least, too.
-    return {"id": token.id, "token": text, "bytes": [*token.data], "logprob": max(LEAST_LOGPROB, token.logprob)}
+    return {"id": token.id, "token": text, "bytes": [*token.data], "logprob": max(LEAST_LOGPROB, logprob)}
 
 
 def model_object(name: str, created_s: int, context_tokens: int | None = None) -> dict[str, Any]:
@@ -647,25 +650,26 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def answer(http_request: HttpRequest, kind: type[OpenAIBody]) -> Response:
         created_s = int(time.time())
 
-        def asked(given: dict[str, Any]) -> tuple[OpenAIBody, list[Request]]:
+        def asked(given: dict[str, Any]) -> tuple[ReplyForm, list[Request], bool]:
             body = kind.read(given, options)
-            return body, body.requests(namespace_of(http_request, given))
+            requests = body.requests(namespace_of(http_request, given))
+            form = ReplyForm(
+                echoed(body.model),
+                fingerprint,
+                created_s,
+                is_chat=requests[0].prompt is None,
+                n=body.n,
+                has_logprobs=requests[0].has_logprobs,
+                has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
+                include_usage=body.stream_options.get("include_usage", False),
+                has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
+                calls_functions=isinstance(body, ChatBody) and body.calls_functions,
+            )
+            return form, requests, body.stream
 
-        body, requests = await read_json(http_request, asked)
-        form = ReplyForm(
-            echoed(body.model),
-            fingerprint,
-            created_s,
-            is_chat=requests[0].prompt is None,
-            n=body.n,
-            has_logprobs=requests[0].has_logprobs,
-            has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
-            include_usage=body.stream_options.get("include_usage", False),
-            has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
-            calls_functions=isinstance(body, ChatBody) and body.calls_functions,
-        )
+        form, requests, stream = await read_json(http_request, asked)
         return await service.answer_all(
-            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=body.stream
+            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream
         )
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))

@@ -13,7 +13,7 @@ from typer import Option
 
 from policies import make_policy
 from runner.routing.routers import make_router
-from runner.serve.request import DEFAULT, NO_MODEL, ApiError
+from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,33 @@ class ServeOptions:
             wanted = f"wanted {' or '.join(self.listed_names)}"
             raise ApiError(404, f"model {name!r:.200} is not served here; {wanted}.", param="model", code=NO_MODEL)
         return is_unknown and self.model is not None
+
+    def key_of(self, names: ModelNames) -> ModelNames:
+        """Replace defaults, as in mlx_lm.server, and names that mean the served model.
+
+        ApiError: the server was started without a model, or serves no other one.
+        """
+        draft = self.draft_model if names.draft == DEFAULT else names.draft
+        draft = None if draft is None else one_spelling(draft, self.draft_model)
+        adapter, own = names.adapter, self.adapter_path
+        if adapter is not None:
+            adapter = own if own is not None and real_path(adapter) == real_path(own) else real_path(adapter)
+        is_own = self.means_served(names.model)
+        model = names.model if names.model in self.names else one_spelling(names.model, self.model)
+        others = (("draft_model", draft, self.draft_model), ("adapters", adapter, self.adapter_path))
+        for param, asked, own in others if self.is_only_model else ():
+            if asked not in (None, own):
+                raise ApiError(404, f"{asked!r:.200} is not served here.", param=param, code=NO_MODEL)
+        # With its exact name, the served model gets the adapter of the request, as in mlx_lm.server.
+        if not is_own or (model == self.model and not self.is_only_model):
+            return ModelNames(model, adapter, draft)
+        if self.model is None:
+            raise ApiError(
+                404,
+                "the server was started without --model: name a hub id or a folder as the request's model.",
+                param="model",
+            )
+        return ModelNames(self.model, self.adapter_path, draft)
 
 
 def is_specification(name: str, *, looks_for_files: bool = True) -> bool:

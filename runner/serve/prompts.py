@@ -125,7 +125,8 @@ def prompt_of(
             if most_tokens is not None:
                 require_fitting([text], tokenizer, most_tokens)  # a small body may name a long role many times
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
-        prompt = replace(prompt, arguments=argument_schemas(request.tools or ()))
+        if request.tools:
+            prompt = replace(prompt, arguments=argument_schemas(request.tools))
         if request.prediction and prompt.vision is None:
             longest = UNBOUNDED_TOKENS if most_tokens is None else most_tokens
             most_predicted = min(longest, MOST_PREDICTED * (request.max_tokens or longest))

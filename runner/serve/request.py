@@ -1,21 +1,16 @@
 """What HTTP tasks ask of the generation thread, and the events that come back. Plain data: never imports MLX.
 
-Five nouns carry a request. Each is made from the one before.
-
-    Body      what the client sent, checked field by field     openai.py, responses.py, anthropic.py, ollama.py
-    Request   what to generate, in the server's terms          this file
-    Sequence  its tokens while the engine computes them        runner/engine/sequence.py
-    Token     one sampled token                                this file
-    Event     Started, PrefillProgress, Token and so on        this file
+Seven types carry a request to the row of a batch and its reply back; docs/architecture.md has the list.
 
 `OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it. `cancel` sets
 a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request ends within one
-chunk of prefill or one decode step; its state is stored.
+chunk of prefill or one decode step; its state is stored. What is known of it is its RequestRecord: the engine writes
+its figures there, and the last event has it.
 
 Also the types and ranges of fields that the bodies of several APIs have. Ranges exclude what would make logits
 infinite, fail while a token is sampled, or cost memory or time without bound.
 
-  OR1  Each request gets exactly one Ended or Failed, as its last event.
+  OR1  The last event of each request, and no other, is its RequestRecord, or an ApiError.
 """
 
 from __future__ import annotations
@@ -29,12 +24,12 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from radixcache.errors import CacheFullError, RequestTooLargeError
-from radixcache.speculate.drafting import Drafted
+from runner.engine.token import Completion, DoneReason, Token
 from runner.script.conversation import first_finding
 
 MAX_ECHO_CHARS = 200  # of a model's name in replies: each chunk of a stream repeats it
@@ -138,82 +133,42 @@ class Request:
         """Whether its state stays in the cache."""
         return not self.namespace.endswith(NOT_KEPT)
 
-
-FinishReason: TypeAlias = Literal["stop", "length"]
-Outcome: TypeAlias = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclass(frozen=True)
-class Started:
-    """The prompt is tokenized. `reader`: its reply's ReplyReader. `echo`: the prompt's text, if that is wanted."""
-
-    prompt_tokens: int
-    reader: Any
-    echo: str = ""
+    def has_plain_calls(self, tokenizer: Any) -> bool:
+        """Whether calls are forced and the model has no form for them."""
+        is_forced = self.constraint is not None and self.constraint.calls == "required"
+        return is_forced and not tokenizer.has_tool_calling
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    done_tokens: int  # evaluated or restored
-    prompt_tokens: int
+    """How many tokens of a prompt are evaluated or restored. The first one comes when the prompt is tokenized.
 
-
-class LikelyToken(NamedTuple):
-    """A token that could have been sampled; `data` is its text in UTF-8, which may be a part of a character."""
-
-    id: int
-    data: bytes
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sampled token, with the text and stop word that it completes.
-
-    If the request asks for log-probabilities, `logprob` is the token's own, `top_tokens` are the likeliest, as many as
-    the request asks for, and `data` is the token's own text in UTF-8.
+    Attributes:
+        reader: of the first one: the ReplyReader.
+        echo: of the first one: the prompt's text, if the request wants it.
+        echoed: the prompt's tokens, if the request wants their log-probabilities; the first token has none.
     """
 
-    text: str
-    id: int
-    logprob: float
-    top_tokens: tuple[LikelyToken, ...]
-    finish_reason: FinishReason | None
-    stop_word: str | None = None
-    data: bytes = b""
-
-
-@dataclass(frozen=True)
-class Echoed:
-    """The tokens of a prompt, if the request asks for their log-probabilities; the first one has none."""
-
-    tokens: tuple[Token, ...]
+    done_tokens: int
+    prompt_tokens: int
+    reader: Any = None
+    echo: str = ""
+    echoed: tuple[Token, ...] = ()
 
 
 @dataclass
-class RequestRecord:
+class RequestRecord(Completion):
     """What is known of a request, for usage, log, metrics and page. Final when it has ended.
 
-    `queue_ms` and `ttft_ms` count from arrival. `reason` says why less is cached than matched. `shortfalls`: start, end
-    and reason of what the cache lacked on arrival, as in `explanation`, an Explanation; `fork_part` names the part of
-    the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are how many more --move-volatile
-    would reuse; `naming` sets them. `keys`: the tree's keys of the
-    prompt. `saved_s`: the prefill that it did without. `drafted`: by source, what became of the drafted tokens.
+    `shortfalls`: start, end and reason of what the cache lacked on arrival, as in `explanation`, an Explanation;
+    `fork_part` names the part of the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are
+    how many more --move-volatile would reuse; `naming` sets them. `keys`: the tree's keys of the prompt. `saved_s`: the
+    prefill that it did without.
     """
 
     id: str
     names: ModelNames
     namespace: str
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    matched_tokens: int = 0
-    reason: str | None = None
-    completion_tokens: int = 0
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    gaps_ms: Sequence[float] = ()
-    outcome: Outcome = "cancelled"
-    note: str | None = None
     shortfalls: tuple[tuple[int, int, str], ...] = ()
     explanation: Any = None
     fork_part: str = ""
@@ -222,10 +177,13 @@ class RequestRecord:
     naming: Future[None] | None = None
     keys: Any = None
     saved_s: float = 0.0
-    drafted: Mapping[str, Drafted] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"naming": None}  # A replica sends records to the server, and what runs stays behind.
+
+    @property
+    def outcome(self) -> DoneReason:
+        return self.done_reason or "cancelled"
 
     @property
     def accepted_tokens(self) -> int:
@@ -265,7 +223,7 @@ class RequestRecord:
     def timings(self) -> dict[str, float]:
         """What llama.cpp's server says of a reply. `prompt_n` are the tokens that were evaluated."""
         prompt_n, predicted_n = self.prompt_tokens - self.cached_tokens, self.completion_tokens
-        prompt_ms, predicted_ms = (self.ttft_ms or 0.0) - (self.queue_ms or 0.0), sum(self.gaps_ms)
+        prompt_ms, predicted_ms = self.prompt_ms or 0.0, self.completion_ms
         return {
             "cache_n": self.cached_tokens,
             "prompt_n": prompt_n,
@@ -281,58 +239,31 @@ class RequestRecord:
     @property
     def tokens_per_s(self) -> float | None:
         """Decoding speed; None for fewer than two tokens."""
-        total_ms = sum(self.gaps_ms)
+        total_ms = self.completion_ms
         return len(self.gaps_ms) / total_ms * 1e3 if total_ms else None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The reply is over. `text`: its last, where no token ended it."""
-
-    record: RequestRecord
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The reply failed, before it began or later. The fields are those of ApiError."""
-
-    status: int
-    message: str
-    record: RequestRecord | None = None
-    retry_after_s: int = 0
-    param: str | None = None
-    code: str | None = None
-    anthropic_message: str | None = None
-
-    @classmethod
-    def of(cls, error: ApiError, record: RequestRecord | None = None) -> Failed:
-        return cls(error.status, error.message, record, **{name: getattr(error, name) for name in ERROR_FIELDS})
-
-    def as_error(self) -> ApiError:
-        return ApiError(self.status, self.message, **{name: getattr(self, name) for name in ERROR_FIELDS})
-
-
-ReplyEvent: TypeAlias = Started | PrefillProgress | Echoed | Token | Ended | Failed
 
 
 class OpenRequest:
     """A request under way. `put` takes each event; any thread may call it, and it never blocks.
 
     `cancel` calls `on_cancel`, for backends that do not poll. `on_record` gets the final record before the last event.
+    The generation thread sets the prompt, the options of its reply, and whether nothing may run beside it.
     """
+
+    pending: Future[Any] | None = None  # the prompt, or the grammar, that another thread makes
+    prompt: Any = None  # a RenderedPrompt, once it is made
+    options: Mapping[str, Any]
+    is_alone = False
+    failure: Exception | None = None  # the reply ends with it
+    is_over = False
+    on_cancel: Callable[[], object] | None = None
+    on_record: Callable[[RequestRecord], object] | None = None
 
     def __init__(self, request: Request, put: Callable[[ReplyEvent], None], id: str | None = None) -> None:
         self.request, self.put, self.id = request, put, id or str(uuid.uuid4())
         self.arrived_s = time.perf_counter()
-        self.on_cancel: Callable[[], object] | None = None
-        self.on_record: Callable[[RequestRecord], object] | None = None
         self.record = RequestRecord(self.id, request.names, request.namespace)
-        self.tokens: list[int] = []
-        self.is_over = False
         self._cancelled = threading.Event()
-        self._gaps_ms: list[float] = []
-        self._last_s = 0.0
 
     def cancel(self) -> None:
         """End the request soon; its state is stored. Any thread may call this, also twice."""
@@ -348,58 +279,38 @@ class OpenRequest:
     def is_running(self) -> bool:
         return self.record.queue_ms is not None and not self.is_over
 
-    def progress(self, done_tokens: int, prompt_tokens: int) -> None:
-        """Put a PrefillProgress. The first one marks the admission."""
-        if self.record.queue_ms is None:
-            self.record.queue_ms = (time.perf_counter() - self.arrived_s) * 1e3
-        self.put(PrefillProgress(done_tokens, prompt_tokens))
-
-    def add(self, token: Token) -> None:
-        now_s = time.perf_counter()
-        if self.record.ttft_ms is None:
-            self.record.ttft_ms = (now_s - self.arrived_s) * 1e3
-        else:
-            self._gaps_ms.append((now_s - self._last_s) * 1e3)
-        self._last_s = now_s
-        self.tokens.append(token.id)
-        self.put(token)
-
-    def end(self, outcome: Literal["stop", "length", "cancelled"], note: str | None = None, text: str = "") -> None:
-        """Put Ended, unless the request has ended."""
+    def end(self, outcome: DoneReason, note: str | None = None, text: str = "") -> None:
+        """Put the last text and the record, unless the request has ended."""
         if not self.is_over:
             self._close(outcome, note)
-            self.put(Ended(self.record, text))
+            if text:
+                self.put(Token(text))
+            self.put(self.record)
 
-    def fail(self, status: int, message: str, note: str | None = None) -> None:
-        """Put Failed, unless the request has ended. `note` is for the record; default: the message."""
-        self._fail(ApiError(status, message), note)
-
-    def fail_with(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
-        if isinstance(error, ApiError):
-            self._fail(error)
-        elif not isinstance(error, (RequestTooLargeError, CacheFullError)):
-            self.fail(500, f"{type(error).__name__}: {error}")
-        elif self.tokens:
-            self.end("length", str(error))
-        else:
-            prompt_tokens, why = self.record.prompt_tokens, "do not fit the cache"
+        note = None
+        if isinstance(error, (RequestTooLargeError, CacheFullError)):
+            if self.record.ttft_ms is not None:
+                self.end("length", str(error))
+                return
+            prompt_tokens, why, note = self.record.prompt_tokens, "do not fit the cache", str(error)
             if isinstance(error, RequestTooLargeError):
                 limit = "--max-request-bytes allows" if error.is_limit else "the device can spare"
                 why = f"need {error.needed_bytes} bytes while they run; {limit} {error.available_bytes}"
             message, anthropic_message = (f"{start} {prompt_tokens} tokens {why}" for start in STARTS)
-            self._fail(ApiError(400, f"{message}.", code=TOO_LONG, anthropic_message=anthropic_message), str(error))
-
-    def _fail(self, error: ApiError, note: str | None = None) -> None:
+            error = ApiError(400, f"{message}.", code=TOO_LONG, anthropic_message=anthropic_message)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, f"{type(error).__name__}: {error}")
         if not self.is_over:
-            error.message = " ".join(error.message.split())
+            error.message, error.record = " ".join(error.message.split()), self.record
             self._close("error", note or error.message)
-            self.put(Failed.of(error, self.record))
+            self.put(error.with_traceback(None))
 
-    def _close(self, outcome: Outcome, note: str | None) -> None:
-        self.is_over = True
-        self.record.outcome, self.record.note = outcome, note
-        self.record.completion_tokens, self.record.gaps_ms = len(self.tokens), tuple(self._gaps_ms)
+    def _close(self, outcome: DoneReason, note: str | None) -> None:
+        self.is_over, record = True, self.record
+        record.done_reason, record.note = outcome, note
+        record.tokens, record.error = (), None  # records are kept and sent
         if self.on_record is not None:
             self.on_record(self.record)
 
@@ -408,7 +319,10 @@ class ApiError(Exception):
     """An error for the client, in the form of its API: one line, and the wrong field as `param`.
 
     `anthropic_message` takes the place of the message in Anthropic's form, for errors that clients know by their words.
+    As the last event of a request it has the record.
     """
+
+    record: RequestRecord | None = None
 
     def __init__(
         self,
@@ -420,9 +334,12 @@ class ApiError(Exception):
         retry_after_s: int = 0,
         anthropic_message: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)  # which make a copy in another process
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s, self.anthropic_message = retry_after_s, anthropic_message
+
+    def __str__(self) -> str:
+        return self.message
 
     @classmethod
     def of_length(cls, prompt_tokens: int, context_length: int, *, is_least: bool = False) -> ApiError:
@@ -466,9 +383,10 @@ class ApiError(Exception):
         return cls(400, message, param=field or None)
 
 
+ReplyEvent: TypeAlias = PrefillProgress | Token | RequestRecord | ApiError
+
 STARTS = ("the prompt's", "prompt is too long:")  # of such a message in OpenAI's and Anthropic's form
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
-ERROR_FIELDS = ("param", "code", "retry_after_s", "anthropic_message")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 

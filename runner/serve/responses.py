@@ -26,6 +26,7 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import from_json
 
+from runner.engine.token import Token
 from runner.script.conversation import Checked, Many, as_tool
 from runner.script.response_items import SEAL, CustomTool, Item, OwnTool, ResponseChat, as_items, flat_name
 from runner.serve.openai import ChatBody
@@ -45,7 +46,6 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Delta,
     ServedReply,
     Service,
     beside_loop,
@@ -262,7 +262,7 @@ class ResponseDraft:
         yield self._event("in_progress", response=self.response)
         told_s = time.monotonic()
         async for part in self._reply:
-            if isinstance(part, Delta):
+            if isinstance(part, Token):
                 for event in self._add(part):
                     yield event
                 continue
@@ -273,25 +273,25 @@ class ResponseDraft:
         for event in self._end():
             yield event
 
-    def _add(self, delta: Delta) -> Events:
-        self._count_reasoning(delta)
-        if delta.reasoning:
-            yield from self._write("reasoning", delta.reasoning)
+    def _add(self, part: Token) -> Events:
+        self._count_reasoning(part)
+        if part.reasoning:
+            yield from self._write("reasoning", part.reasoning)
         # White space alone is no item: models write it between reasoning, calls and text.
-        text, self._blank = self._blank + delta.text, ""
+        text, self._blank = self._blank + part.text, ""
         if text.strip() or (text and self._is_writing("message")):
             yield from self._write("message", text)
         else:
             self._blank = text
-        for call in delta.tool_calls:
+        for call in part.tool_calls:
             yield from self._call(call)
 
-    def _count_reasoning(self, delta: Delta) -> None:
+    def _count_reasoning(self, part: Token) -> None:
         # A token whose text is held back belongs to what comes next.
-        self._silent_tokens += len(delta.tokens)
-        if delta.reasoning:
+        self._silent_tokens += part.id is not None
+        if part.reasoning:
             self._reasoning_tokens += self._silent_tokens
-        if delta.reasoning or delta.text or delta.tool_calls:
+        if part.reasoning or part.text or part.tool_calls:
             self._silent_tokens = 0
 
     def _end(self) -> Events:

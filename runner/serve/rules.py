@@ -351,17 +351,11 @@ def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
             yield index, tool["function"]
 
 
-def has_plain_calls(request: Request, tokenizer: Any) -> bool:
-    """Whether calls are forced and the model has no form for them."""
-    is_forced = request.constraint is not None and request.constraint.calls == "required"
-    return is_forced and not tokenizer.has_tool_calling
-
-
 def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) -> str:
     """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
     parser = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
     name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
-    is_plain = has_plain_calls(request, tokenizer)
+    is_plain = request.has_plain_calls(tokenizer)
     if name not in CALL_FORMS and not is_plain:
         message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")

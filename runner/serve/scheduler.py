@@ -10,7 +10,7 @@ requests: the waiting ones here, the others in `ServedModel.round`.
 
 Invariants, each with a test:
 
-  R1  Every request gets exactly one Ended or Failed, also if the thread dies.
+  R1  Every request gets exactly one RequestRecord or ApiError, also if the thread dies.
   R2  An exception for one request ends that request alone.
   R3  Arrays are made, used and freed on the thread.
 """
@@ -153,7 +153,7 @@ class Scheduler:
             try:
                 mlx_lm_border.maybe_set_recommended_wired_limit()
                 if self._options.model is not None:
-                    models.open(models.key_of(ModelNames()))
+                    models.open(self._options.key_of(ModelNames()))
                 self._is_open = True
                 started.set_result(None)
                 self._serve(models)
@@ -184,10 +184,10 @@ class Scheduler:
             self._run_call(models)
             for opened in arrived:
                 try:
-                    opened.record.names = models.key_of(opened.request.names)
+                    opened.record.names = self._options.key_of(opened.request.names)
                     waiting.append((opened.record.names, opened))
                 except ApiError as error:
-                    opened.fail_with(error)
+                    opened.fail(error)
             self._begin(models, waiting)
             if models.current is not None:
                 models.current.round()
@@ -226,7 +226,7 @@ class Scheduler:
                     served = models.open(key)
                 except Exception as error:
                     waiting.popleft()
-                    first.fail_with(models.refusal(key, error))
+                    first.fail(models.refusal(key, error))
                     continue
                 begin = [each for each in waiting if each[0] == key]
             for each in begin:
@@ -239,7 +239,7 @@ class Scheduler:
             calls, self._calls = [*self._calls], deque()
             left, self._open = self._open, set()
         for opened in left:
-            opened.fail(503, "the generation thread has failed.")
+            opened.fail(ApiError(503, "the generation thread has failed."))
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(ApiError(503, "the server is stopping."))

@@ -1,14 +1,14 @@
 """ServedModel: a loaded model and the requests that it answers. Belongs to the generation thread.
 
-Requests run together in a ParallelGenerator, where each becomes a TokenSequence. Some must run alone, in one that runs
+Requests run together in a ParallelGenerator, where each becomes a Generation. Some must run alone, in one that runs
 one request at a time, in a Session: quantized and exact caches, layers that sequences cannot share, images, and prompts
 that get log-probabilities. Such a request waits for all running ones, and later ones wait for it.
 
     submit   Request -> prompt tokens, on another thread, where clients take turns
-    begin    in order of arrival of each client: sampler, stop words; Started; into the queue
+    begin    in order of arrival of each client: sampler, stop words, grammar; into the queue
     round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
 
-Cancelling: `round` ends queued requests and passes the flag of running ones to the engine's Ticket.
+Cancelling: `round` ends queued requests and passes the flag of running ones to their Generation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,28 +31,17 @@ from radixcache.chat_parts import Chat
 from radixcache.chat_template import common_rendering
 from radixcache.decode import LogitsProcessor, Sampler
 from radixcache.prefix_cache import chats_of
-from runner.engine.engine import PARALLEL_STEP_SIZE
-from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Piece
-from runner.engine.sequence import Ticket
+from runner.engine.generation import Generation
+from runner.engine.generator import PARALLEL_STEP_SIZE, ParallelGenerator
+from runner.engine.token import LikelyToken, Token
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
-from runner.serve.calls import reader_of
+from runner.serve.calls import json_calls, read_calls
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
-from runner.serve.request import (
-    ApiError,
-    Echoed,
-    FinishReason,
-    LikelyToken,
-    ModelNames,
-    OpenRequest,
-    Request,
-    Started,
-    Token,
-)
-from runner.serve.service import FairThreads
+from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, Request
+from runner.serve.service import FairThreads, ReplyReader
 from runner.serve.template_breaks import TemplateBreaks
 from runner.serve.volatile import behind_tools
 
@@ -66,15 +55,6 @@ REHEARSED_TOKENS = 3  # a first token, a step, and a step that begins before its
 #: Most tokens of a prompt that get log-probabilities, and most log-probabilities that are computed at a time.
 MAX_SCORED_TOKENS, MAX_SCORES = 8192, 1 << 24
 SEEDS = 1 << 64  # MLX's seeds are numbers below this
-
-
-class _Prepared(NamedTuple):
-    """A request that is ready to run, with fields of ReplyOptions. `is_alone`: nothing runs beside it."""
-
-    opened: OpenRequest
-    prompt: RenderedPrompt
-    options: dict[str, Any]
-    is_alone: bool
 
 
 class ServedModel:
@@ -103,27 +83,31 @@ class ServedModel:
         self._renderer = renderer
         self._chats = chats_of(cache)
         # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
-        # None: the prompt has images, whose arrays belong to this thread.
-        self._rendering: deque[tuple[OpenRequest, Future[RenderedPrompt] | None]] = deque()
+        # Those with images are not pending: their arrays belong to this thread.
+        self._rendering: deque[OpenRequest] = deque()
         self._is_parallel = is_parallel
         #: What runs requests together, and what runs one alone; made when the first request needs it.
         self._generators: dict[bool, ParallelGenerator] = {}
         if is_parallel:
             self._generators[False] = self._new_generator(cache)
-        self._running: dict[Ticket, OpenRequest] = {}
+        self._running: dict[Generation, OpenRequest] = {}
         self._runs_alone = False  # whether what runs, runs alone
         self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
-        self._scoring: tuple[_Prepared, Iterator[None]] | None = None  # whose prompt gets log-probabilities
+        self._scoring: tuple[OpenRequest, Iterator[None]] | None = None  # whose prompt gets log-probabilities
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
-        self._compiling: dict[Future[Guide], tuple[_Prepared, Started]] = {}
-        self._queue: deque[_Prepared] = deque()  # in order of arrival: requests that wait until others have finished
+        self._compiling: deque[OpenRequest] = deque()
+        self._queue: deque[OpenRequest] = deque()  # in order of arrival: requests that wait until others have finished
         # A model whose layers can all be cut at any token needs no marks.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
     @property
     def is_idle(self) -> bool:
-        return not self._rendering and not self._queue and not self._compiling and self._is_free
+        return not any(self._waiting) and self._is_free
+
+    @property
+    def _waiting(self) -> tuple[deque[OpenRequest], ...]:
+        return self._queue, self._compiling, self._rendering
 
     @property
     def _is_free(self) -> bool:
@@ -159,10 +143,13 @@ class ServedModel:
         return None if has_images else self._renderer.submit(request.client, make)
 
     def round(self) -> None:
+        for held in self._waiting:
+            for opened in [each for each in held if each.is_cancelled]:
+                held.remove(opened)
+                opened.end("cancelled")
+                if opened.pending is not None:
+                    opened.pending.cancel()
         self._begin_rendered()
-        for prepared in [each for each in self._queue if each.opened.is_cancelled]:
-            self._queue.remove(prepared)
-            prepared.opened.end("cancelled")
         self._take_compiled()
         self._advance()
         if self._scoring is not None:
@@ -213,53 +200,46 @@ class ServedModel:
 
     def close(self) -> None:
         """End all requests and free the model. Computed state stays in the cache."""
-        left = [*self._running.values(), *(each.opened for each in self._queue)]
-        left += [prepared.opened for prepared, _ in self._compiling.values()]
-        left += [opened for opened, _ in self._rendering]
+        left = [*([] if self._scoring is None else [self._scoring[0]]), *self._running.values()]
+        left += [opened for held in self._waiting for opened in held]
         self._grammars.close()
-        if self._scoring is not None:
-            left.insert(0, self._scoring[0].opened)
         for generator in self._generators.values():
             generator.close()
         for opened in left:
             opened.end("cancelled")
-        self._rendering.clear()
-        self._queue.clear()
-        self._compiling.clear()
+        for held in self._waiting:
+            held.clear()
         self._running.clear()
         self._generators.clear()
         self.model = self.draft_model = self._scoring = None
 
     def submit(self, opened: OpenRequest) -> None:
         """Accept a request. It begins when its prompt and those of its client's earlier requests are made."""
-        self._rendering.append((opened, self.rendering(opened.request)))
+        opened.pending = self.rendering(opened.request)
+        self._rendering.append(opened)
 
     def _begin_rendered(self) -> None:
-        for opened, rendering in [each for each in self._rendering if each[0].is_cancelled]:
-            self._rendering.remove((opened, rendering))
-            opened.end("cancelled")
-            if rendering is not None:
-                rendering.cancel()
         following: dict[str, Future[RenderedPrompt]] = {}  # of each client
-        for opened, rendering in self._rendering:
-            if rendering is not None:
-                following.setdefault(opened.request.client, rendering)
+        for opened in self._rendering:
+            if opened.pending is not None:
+                following.setdefault(opened.request.client, opened.pending)
         wait(following.values(), RENDERING_S if self._is_waiting else 0, FIRST_COMPLETED)
         late: set[str] = set()  # clients whose next prompt is not made yet
-        for opened, rendering in [*self._rendering]:
-            if rendering is not None and not rendering.done():
+        for opened in [*self._rendering]:
+            pending = opened.pending
+            if pending is not None and not pending.done():
                 late.add(opened.request.client)
             if opened.request.client in late:
                 continue
-            self._rendering.remove((opened, rendering))
+            self._rendering.remove(opened)
             try:
-                self.begin(opened, self.prompt(opened.request) if rendering is None else rendering.result())
+                self.begin(opened, self.prompt(opened.request) if pending is None else pending.result())
             except ValueError as error:  # from mlx-lm's functions
-                opened.fail(400, str(error))
+                opened.fail(ApiError(400, str(error)))
             except Exception as error:
                 if not isinstance(error, ApiError):
                     logger.exception("a request could not be begun")
-                opened.fail_with(error)
+                opened.fail(error)
 
     def begin(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         """Put a request into the queue. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
@@ -280,8 +260,8 @@ class ServedModel:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        reader = reader_of(request, tokenizer, prompt, self._breaks)
-        reply_options = {
+        opened.prompt, opened.is_alone = prompt, not self._is_parallel or has_images or request.scores_prompt
+        opened.options = {
             "max_tokens": max_tokens,
             "sampler": sampler_of(request, tokenizer, self._vocabulary_length),
             "logits_processors": processors_of(request, self._vocabulary_length),
@@ -291,63 +271,72 @@ class ServedModel:
             "reserve": RESERVE_TOKENS,
             "prediction": prompt.prediction,
             "num_draft_tokens": request.num_draft_tokens,
-            "arrived_at_s": opened.arrived_s,
         }
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
             raise ApiError(400, f"{found}; at most {MAX_SCORED_TOKENS} get log-probabilities.", param="echo")
-        is_alone = not self._is_parallel or has_images or request.scores_prompt
-        prepared = _Prepared(opened, prompt, reply_options, is_alone)
-        started = Started(prompt_tokens, reader, prompt.echo)
         if request.constraint is None:
-            self._accept(prepared, started)
+            self._accept(opened)
         else:
-            self._compiling[self._grammars.guide(request, prompt)] = prepared, started
+            opened.pending = self._grammars.guide(request, prompt)
+            self._compiling.append(opened)
 
-    def _accept(self, prepared: _Prepared, started: Started) -> None:
-        opened = prepared.opened
-        self._queue.append(prepared)
+    def _accept(self, opened: OpenRequest, guide: Guide | None = None) -> None:
+        """Put the request into the queue; the reply begins unless that has failed."""
+        opened.options, prompt = {**opened.options, "guidance": guide}, opened.prompt
+        first = PrefillProgress(0, len(prompt.tokens), self._reader(opened.request, prompt), prompt.echo)
+        self._queue.append(opened)
         if not opened.request.is_kept:
             self._not_kept.append(opened)
         self._advance()
         if not opened.is_over:
-            opened.record.prompt_tokens = started.prompt_tokens
-            opened.put(started)
+            opened.record.prompt_tokens = first.prompt_tokens
+            opened.put(first)
+
+    def _reader(self, request: Request, prompt: RenderedPrompt) -> ReplyReader:
+        """What reads the reply to a request. If calls are forced and the model has no form for them, all is calls."""
+        tokenizer, initial_state = self.tokenizer, prompt.initial_state
+        machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
+        if request.has_plain_calls(tokenizer):
+            ends = [(tokenizer.think_end, "tool")] if tokenizer.has_thinking else []
+            machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
+            initial_state = initial_state if initial_state == "reasoning" else "tool"
+        return ReplyReader(
+            machine,
+            initial_state,
+            partial(read_calls, parser, prompt.arguments),
+            call_marks=(tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""),
+            has_one_call=request.constraint is not None and request.constraint.is_single,
+            drops_breaks=self._breaks.drops_behind_reasoning,
+            before_call=self._breaks.before_call if request.tools and tokenizer.has_tool_calling else None,
+        )
 
     def _take_compiled(self) -> None:
         """Accept the requests whose grammars are compiled, without waiting if anything runs."""
         is_waiting = self._compiling and self._is_free and not self._queue
-        done, _ = wait(self._compiling, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
-        for future, (prepared, started) in [*self._compiling.items()]:
-            if prepared.opened.is_cancelled:
-                future.cancel()
-                prepared.opened.end("cancelled")
-            elif future in done:
-                try:
-                    prepared.options["guidance"] = future.result()
-                    self._accept(prepared, started)
-                except Exception as error:
-                    prepared.opened.fail_with(error)
-            else:
-                continue
-            del self._compiling[future]
+        pending = {each.pending: each for each in self._compiling if each.pending is not None}
+        wait(pending, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
+        for future in [each for each in pending if each.done()]:
+            self._compiling.remove(opened := pending[future])
+            try:
+                self._accept(opened, future.result())
+            except Exception as error:
+                opened.fail(error)
 
     def _advance(self) -> None:
         while self._queue and self._scoring is None:
-            prepared = self._queue[0]
-            if (prepared.is_alone or self._runs_alone) and not self._is_free:
+            opened = self._queue[0]
+            if (opened.is_alone or self._runs_alone) and not self._is_free:
                 return
             self._queue.popleft()
-            if prepared.opened.request.scores_prompt:
-                self._scoring = prepared, self._score(prepared.opened, prepared.prompt.tokens)
+            if opened.request.scores_prompt:
+                self._scoring = opened, self._score(opened, opened.prompt.tokens)
             else:
-                self._start(prepared)
+                self._start(opened)
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
-        record.cached_tokens, record.matched_tokens = found.resumable_tokens, found.matched_tokens
         record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
-        record.reason = str(found.gaps[0].reason) if found.resumable_tokens < found.matched_tokens else None
         record.explanation = found
         record.keys = np.array(prompt.tokens, np.int32) if prompt.keys is None else np.array(prompt.keys, np.int64)
         if found.fork is not None:
@@ -382,22 +371,6 @@ class ServedModel:
                 return str(change), change.hint + more, moved
         return prompt.part_at(start) or part_at(request, self.tokenizer, prompt.tokens, start), "", 0
 
-    def _add_token(
-        self,
-        opened: OpenRequest,
-        text: str,
-        id: int,
-        logprob: float,
-        logprobs: Any,
-        reason: FinishReason | None,
-        stop_word: str | None,
-    ) -> None:
-        """Put a sampled token. `logprobs` (V,) are those of all tokens, evaluated."""
-        request = opened.request
-        top = likeliest(logprobs, request.top_logprobs, self.tokenizer) if request.top_logprobs > 0 else ()
-        data = token_bytes(self.tokenizer, id) if request.has_logprobs else b""
-        opened.add(Token(text, id, logprob, top, reason, stop_word, data))
-
     def _new_generator(self, cache: PrefixCache, *, is_alone: bool = False) -> ParallelGenerator:
         options = self._options
         return ParallelGenerator(
@@ -413,80 +386,84 @@ class ServedModel:
             is_alone=is_alone,
         )
 
-    def _start(self, prepared: _Prepared) -> None:
-        opened, prompt, is_alone = prepared.opened, prepared.prompt, prepared.is_alone
+    def _start(self, opened: OpenRequest) -> None:
+        prompt, is_alone = opened.prompt, opened.is_alone
+        opened.prompt = opened.pending = None  # its tokens and images need not stay for as long as the reply takes
         try:
             self._foresee(opened, prompt)
             if is_alone not in self._generators:
                 self._generators[is_alone] = self._new_generator(self.cache, is_alone=is_alone)
-            ticket = self._generators[is_alone].submit(
+            generation = self._generators[is_alone].submit(
                 prompt.tokens,
                 marks=prompt.marks,
                 keys=prompt.keys,
-                embed=None if prompt.vision is None else embedder(self.model, prompt.tokens, prompt.vision),
                 namespace=opened.request.namespace,
-                on_progress=opened.progress,
-                **prepared.options,
+                embed=None if prompt.vision is None else embedder(self.model, prompt.tokens, prompt.vision),
+                on_progress=lambda done_tokens, tokens: opened.put(PrefillProgress(done_tokens, tokens)),
+                arrived_at_s=opened.arrived_s,
+                facts=opened.record,
+                **opened.options,
             )
         except ValueError as error:
-            opened.fail(400, str(error))
+            opened.fail(ApiError(400, str(error)))
         except Exception as error:
-            opened.fail_with(error)
+            opened.fail(error)
         else:
-            self._running[ticket], self._runs_alone = opened, is_alone
+            self._running[generation], self._runs_alone = opened, is_alone
 
     def _run_round(self) -> None:
-        for ticket, opened in self._running.items():
+        for generation, opened in self._running.items():
             if opened.is_cancelled:
-                ticket.cancel()
+                generation.cancel()
         generator = self._generators[self._runs_alone]
         try:
-            pieces = generator.round()
+            tokens = generator.round()
         except Exception as error:  # not of a single request: that would have ended alone
             logger.exception("a round of many requests failed; all of them end")
             generator.close()
             for opened in self._running.values():
-                opened.fail_with(error)
+                opened.fail(error)
             self._running.clear()
             self._generators[self._runs_alone] = self._new_generator(self.cache, is_alone=self._runs_alone)
             return
-        for ticket, piece in pieces:
-            self._hand_out(ticket, piece)
+        for generation, token in tokens:
+            self._hand_out(generation, token)
 
-    def _hand_out(self, ticket: Ticket, piece: Piece) -> None:
-        opened, done = self._running[ticket], piece.completion
-        opened.record.matched_tokens, opened.record.reason = ticket.matched_tokens, ticket.reason
-        opened.record.drafted = ticket.drafted
-        if piece.token is not None and not opened.is_over:
-            ended = None if done is None else done.done_reason
-            reason: FinishReason | None = ended if ended == "stop" or ended == "length" else None
-            logprob = 0.0 if piece.logprob is None else piece.logprob
+    def _hand_out(self, generation: Generation, token: Token) -> None:
+        opened, done = self._running[generation], token.completion
+        if token.id is not None and opened.failure is None:
             try:
-                self._add_token(opened, piece.text, piece.token, logprob, piece.logprobs, reason, piece.stop_word)
+                opened.put(self._as_event(token, opened.request))
             except Exception as error:
-                ticket.cancel()
-                opened.fail_with(error)
+                generation.cancel()
+                opened.failure = error
         if done is None:
             return
-        del self._running[ticket]
-        opened.record.cached_tokens = done.cached_tokens
-        if done.done_reason == "error":
-            opened.fail_with(done.error)
+        del self._running[generation]
+        if opened.failure is not None or done.done_reason == "error":
+            opened.fail(opened.failure or done.error)
         else:
-            opened.end(done.done_reason, done.note, piece.text if piece.token is None else "")
+            opened.end(done.done_reason or "stop", done.note, token.text if token.id is None else "")
 
-    def _score_more(self, prepared: _Prepared, steps: Iterator[None]) -> None:
+    def _as_event(self, token: Token, request: Request) -> Token:
+        """The token without arrays and completion, and with what the request wants to know of it."""
+        assert token.id is not None, token
+        top = likeliest(token.logprobs, request.top_logprobs, self.tokenizer) if request.top_logprobs > 0 else ()
+        data = token_bytes(self.tokenizer, token.id) if request.has_logprobs else b""
+        return token._replace(top_tokens=top, data=data, logprobs=None, completion=None)
+
+    def _score_more(self, opened: OpenRequest, steps: Iterator[None]) -> None:
         """Score a part of a prompt; behind the last one, its reply begins."""
         try:
-            if next(steps, prepared) is None:
+            if next(steps, opened) is None:
                 return
         except Exception as error:
-            prepared.opened.fail_with(error)
+            opened.fail(error)
         self._scoring = None
-        if prepared.opened.is_cancelled:
-            prepared.opened.end("cancelled")
-        elif not prepared.opened.is_over:
-            self._start(prepared)
+        if opened.is_cancelled:
+            opened.end("cancelled")
+        elif not opened.is_over:
+            self._start(opened)
 
     def _score(self, opened: OpenRequest, tokens: list[int]) -> Iterator[None]:
         """Put a prompt's tokens with their log-probabilities, evaluated without the cache, a chunk between two yields.
@@ -495,7 +472,7 @@ class ServedModel:
         """
         caches = mlx_lm_border.make_prompt_cache(self.model)
         count, step = opened.request.top_logprobs, max(1, min(512, MAX_SCORES // self._vocabulary_length))
-        found = [Token("", tokens[0], 0.0, (), None, data=token_bytes(self.tokenizer, tokens[0]))]
+        found = [Token("", tokens[0], 0.0, data=token_bytes(self.tokenizer, tokens[0]))]
         for start in range(0, len(tokens) - 1, step):
             chunk = tokens[start : start + step + 1]
             logits = self.model(mx.array(chunk[:-1])[None], cache=caches)[0].astype(mx.float32)
@@ -503,11 +480,11 @@ class ServedModel:
             own: Any = mx.take_along_axis(logprobs, mx.array(chunk[1:])[:, None], axis=-1)[:, 0].tolist()
             for row, (token, logprob) in enumerate(zip(chunk[1:], own, strict=True)):
                 top = likeliest(logprobs[row], count, self.tokenizer) if count > 0 else ()
-                found.append(Token("", token, logprob, top, None, data=token_bytes(self.tokenizer, token)))
+                found.append(Token("", token, logprob, top, data=token_bytes(self.tokenizer, token)))
             if opened.is_cancelled:
                 return
             yield
-        opened.put(Echoed(tuple(found)))
+        opened.put(PrefillProgress(0, len(tokens), echoed=tuple(found)))
 
 
 def movable_tokens(tokenizer: Any, stored: Chat, asked: Chat, start: int) -> int:

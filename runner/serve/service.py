@@ -5,7 +5,7 @@ await service.answer(...)              the whole response, by way of the API's R
 await service.answer_all(...)          the same for several requests, served together
 
 reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
-async for part in reply: ...           PrefillProgress and Delta
+async for part in reply: ...           PrefillProgress and Token
 reply.record, reply.finish_reason      how it ended, after the loop
 reply.cancel()                         also called when the loop is left early
 
@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -37,22 +36,17 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
+from runner.engine.token import FinishReason, Token
 from runner.script.conversation import tool_call
 from runner.serve.request import (
     CLIENT,
     NOT_KEPT,
     ApiError,
-    Echoed,
-    Ended,
-    Failed,
-    FinishReason,
     OpenRequest,
     PrefillProgress,
     ReplyEvent,
     Request,
     RequestRecord,
-    Started,
-    Token,
 )
 from runner.text import cut
 
@@ -84,16 +78,6 @@ class ReplyBackend(Protocol):
 
     async def count_tokens(self, request: Request) -> int:
         """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What tokens add to a reply: text without control sequences, whole tool calls in OpenAI's form."""
-
-    text: str
-    reasoning: str
-    tool_calls: tuple[dict[str, Any], ...]
-    tokens: tuple[Token, ...]
 
 
 class ReplyReader:
@@ -129,24 +113,23 @@ class ReplyReader:
         self._text = self._reasoning = self._tool_text = ""
         self._calls: list[dict[str, Any]] = []
 
-    def add(self, token: Token) -> Delta:
-        """Read one token's text. The result is empty while a tool call is written."""
+    def add(self, token: Token) -> Token:
+        """The token with what it adds to the reply; nothing while a tool call is written."""
         self._is_over, self._is_cut = token.finish_reason is not None, token.finish_reason != "stop"
         # As in mlx_lm.server, a character that a stop token leaves unfinished is no text.
         is_ended = token.finish_reason == "stop" and token.stop_word is None
         self._read(token.text.rstrip("\ufffd") if is_ended else token.text)
         if self._is_over:
             self._flush()
-        return Delta("", "", (), (token,)) if self._current == "tool" else self._take(token)
+        return token._replace(text="") if self._current == "tool" else self._take(token)
 
-    def finish(self, text: str = "") -> Delta:
-        """Return the last text, text that was held back, and an unclosed tool call; a cut call as far as it came."""
+    def finish(self) -> Token:
+        """Return text that was held back, and an unclosed tool call; a cut call as far as it came."""
         if not self._is_over:  # cancelled
-            self._read(text)
             self._flush()
         if self._current == "tool" and self._tool_text:
             self._end_call("")
-        return self._take()
+        return self._take(Token(""))
 
     def _read(self, text: str) -> None:
         self._state, segments = self._machine.split(self._state, text)
@@ -192,14 +175,14 @@ class ReplyReader:
             given = "" if self._is_behind_call else self._before_call(white, has_text=self._has_text)
             self._text, self._left_out = self._text + given, white.removeprefix(given)
 
-    def _take(self, *tokens: Token) -> Delta:
+    def _take(self, token: Token) -> Token:
         calls = tuple(self._calls[: self._left_calls])
         if self._left_calls is not None:
             self._left_calls -= len(calls)
-        delta = Delta(self._text, self._reasoning, calls, tokens)
+        token = token._replace(text=self._text, reasoning=self._reasoning, tool_calls=calls)
         self._text = self._reasoning = ""
         self._calls = []
-        return delta
+        return token
 
     def _end_call(self, end: str) -> None:
         """Read the call that ends here, by the mark `end` if it has one."""
@@ -251,21 +234,21 @@ class ServedReply:
     """
 
     def __init__(
-        self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], started: Started, timer: asyncio.TimerHandle
+        self, opened: OpenRequest, events: asyncio.Queue[ReplyEvent], first: PrefillProgress, timer: asyncio.TimerHandle
     ) -> None:
-        self.id, self.prompt_tokens, self.echo = opened.id, started.prompt_tokens, started.echo
+        self.id, self.prompt_tokens, self.echo = opened.id, first.prompt_tokens, first.echo
         self.echoed: tuple[Token, ...] = ()
         self.cached_tokens: int | None = None
         self.record: RequestRecord | None = None
         self.finish_reason: FinishReason | None = None
         self.has_tool_calls = False
-        self._opened, self._events, self._reader, self._timer = opened, events, started.reader, timer
+        self._opened, self._events, self._reader, self._timer = opened, events, first.reader, timer
 
     def cancel(self) -> None:
         self._timer.cancel()
         self._opened.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[PrefillProgress | Delta]:
+    async def __aiter__(self) -> AsyncIterator[PrefillProgress | Token]:
         """Yield its parts. Before the first token, yield the progress every IDLE_S at least. ApiError: it failed."""
         reason: FinishReason = "stop"
         progress, has_begun = PrefillProgress(0, self.prompt_tokens), False
@@ -277,35 +260,30 @@ class ServedReply:
                 except TimeoutError:
                     event = progress
                 if isinstance(event, PrefillProgress):
+                    self.echoed = event.echoed or self.echoed
+                    if event.reader or event.echoed:  # A reader: another replica starts anew.
+                        continue
                     if self.cached_tokens is None and event is not progress:
                         self.cached_tokens = event.done_tokens
                     progress = event
                     yield event
                     continue
-                if isinstance(event, Echoed):
-                    self.echoed = event.tokens
-                    continue
-                if isinstance(event, Started):  # Its replica ended before the first token; another replica starts anew.
-                    continue
-                if isinstance(event, Failed):
-                    raise event.as_error()
+                if isinstance(event, ApiError):
+                    raise event
                 has_begun = True
                 if isinstance(event, Token):
                     reason = event.finish_reason or reason
-                    delta = self._reader.add(event)
+                    part = self._reader.add(event)
                 else:
-                    assert isinstance(event, Ended), event
-                    delta = self._reader.finish(event.text)
-                    self.record = event.record
-                    self.cached_tokens = event.record.cached_tokens
-                    self.finish_reason = reason if event.record.outcome == "stop" else "length"
-                self.has_tool_calls |= bool(delta.tool_calls)
-                yield delta
+                    part, self.record, self.cached_tokens = self._reader.finish(), event, event.cached_tokens
+                    self.finish_reason = reason if event.outcome == "stop" else "length"
+                self.has_tool_calls |= bool(part.tool_calls)
+                yield part
         finally:
             self.cancel()
 
 
-async def together(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Delta]]:
+async def together(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
     """The parts of several replies as they come, each with the index of its reply. ApiError: one failed."""
     if len(replies) == 1:
         async for part in replies[0]:
@@ -423,12 +401,11 @@ class Service:
             opened.cancel()
             timer.cancel()
             raise
-        if isinstance(first, Started):
+        if isinstance(first, PrefillProgress):
             return ServedReply(opened, events, first, timer)
         timer.cancel()
-        if isinstance(first, Failed):
-            raise first.as_error()
-        assert isinstance(first, Ended), first
+        if isinstance(first, ApiError):
+            raise first
         raise ApiError(503, "the request was ended before it was served: it took too long, or the server stops.")
 
 

@@ -103,7 +103,7 @@ def test_a_draft_model_drafts_and_changes_nothing() -> None:
         tickets = [submit(generator, prompt, LENGTH) for prompt in PROMPTS[:2]]
         list(generator)
         assert [tokens_of(ticket) for ticket in tickets] == wanted
-        assert tickets[0].drafted["draft"].accepted > 0
+        assert tickets[0].facts.drafted["draft"].accepted > 0
         generator.close()
 
 

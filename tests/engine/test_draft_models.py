@@ -14,9 +14,8 @@ from mlx_lm.sample_utils import make_sampler
 from radixcache import PrefixCache
 from radixcache.layers.trials import BothModels
 from radixcache.speculate.pace import DraftPace
+from runner.engine.generation import Generation, generate
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import generate
-from runner.engine.sequence import Ticket
 from runner.models.load import LoadedModel
 from runner.models.tiny import tiny_model
 from runner.serve.served_model import SeededSampler
@@ -70,9 +69,9 @@ def generator_of(loaded: LoadedModel, cache: PrefixCache, draft: Any, **more: An
     return new_generator(loaded, cache, draft_model=draft, **{"capacity": 4096, **more})
 
 
-def counts(tickets: Sequence[Ticket]) -> tuple[int, int]:
+def counts(tickets: Sequence[Generation]) -> tuple[int, int]:
     """Tokens of the draft model that were accepted, and those that were checked."""
-    found = [ticket.drafted["draft"] for ticket in tickets if "draft" in ticket.drafted]
+    found = [ticket.facts.drafted["draft"] for ticket in tickets if "draft" in ticket.facts.drafted]
     return sum(each.accepted for each in found), sum(each.proposed for each in found)
 
 
@@ -116,7 +115,7 @@ def test_rows_join_where_recurrent_layers_go_back_in_front_of_a_check_beside_win
     """A row with rejected tokens has lost none of its window when the next row makes a new batch of all."""
     loaded, draft = load(kind), tiny_model(drafting, 1)
     cache = cache_of_both(loaded, draft)
-    tickets: list[Ticket] = []
+    tickets: list[Generation] = []
     with generator_of(loaded, cache, draft) as generator:
         prompts = [*PROMPTS, *MORE_PROMPTS]
 
@@ -143,7 +142,7 @@ def test_a_twin_is_never_rejected_and_another_model_always(kind: str) -> None:
             none = submit(generator, MORE_PROMPTS[0], LENGTH, num_draft_tokens=0)
             drain(generator)
         assert tokens_of(none) == alone(loaded, MORE_PROMPTS[0], LENGTH)
-        assert none.drafted == {}
+        assert none.facts.drafted == {}
         assert [tokens_of(ticket) for ticket in tickets] == [alone(loaded, prompt, LENGTH) for prompt in PROMPTS]
         accepted, checked = counts(tickets)
         assert checked > 10
@@ -154,7 +153,7 @@ def test_a_twin_is_never_rejected_and_another_model_always(kind: str) -> None:
 def test_with_a_seed_the_text_is_the_same_with_a_draft_model_and_with_other_sources_beside_it(kind: str) -> None:
     loaded, draft = load(kind), Doubtful(kind)
 
-    def ask(predictions: Sequence[Any], draft: Any) -> list[Ticket]:
+    def ask(predictions: Sequence[Any], draft: Any) -> list[Generation]:
         cache = cache_of_both(loaded, draft)
         with generator_of(loaded, cache, draft, speculate="tree") as generator:
             tickets = [
@@ -174,7 +173,7 @@ def test_with_a_seed_the_text_is_the_same_with_a_draft_model_and_with_other_sour
     wanted = [tokens_of(ticket) for ticket in ask([None] * 3, draft)]
     found = ask([misled(its, seed, 0.5) for seed, its in enumerate(wanted)], draft)
     assert [tokens_of(ticket) for ticket in found] == wanted
-    assert {name for ticket in found for name in ticket.drafted} >= {"draft", "prediction"}
+    assert {name for ticket in found for name in ticket.facts.drafted} >= {"draft", "prediction"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +186,7 @@ def test_what_ends_a_reply_leaves_nothing_of_the_draft_models_behind(kind: str) 
         stop = wanted[0][7]
         stopped = submit(generator, PROMPTS[0], LENGTH, stop_tokens=[stop])
         cancelled, whole = (submit(generator, prompt, LENGTH) for prompt in PROMPTS[1:3])
-        joining: list[Ticket] = []
+        joining: list[Generation] = []
 
         def at(count: int) -> None:
             if count == 9:

@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache import PrefixCache, stream_generate
 from radixcache.speculate import drafting
 from radixcache.speculate.pace import DraftPace
-from runner.engine.sequence import Ticket
+from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from runner.models.tiny import TINY_KINDS
 from runner.serve.served_model import SeededSampler
@@ -79,7 +79,7 @@ def test_greedy_replies_are_the_same_and_take_fewer_passes(kind: str, rows: int)
         ]
         drain(generator)
     assert [tokens_of(ticket) for ticket in tickets] == wanted
-    accepted = sum(each.accepted for ticket in tickets for each in ticket.drafted.values())
+    accepted = sum(each.accepted for ticket in tickets for each in ticket.facts.drafted.values())
     assert accepted >= 3 * rows or not together
     require_right_tree(loaded, cache, prompts)
 
@@ -92,8 +92,8 @@ def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_
             ticket = submit(generator, PROMPTS[1], LENGTH, namespace=namespace)
             drain(generator)
         assert tokens_of(ticket) == alone(loaded, PROMPTS[1], LENGTH)
-        assert ("tree" in ticket.drafted) == is_known
-        assert not is_known or ticket.drafted["tree"].accepted >= LENGTH // 2
+        assert ("tree" in ticket.facts.drafted) == is_known
+        assert not is_known or ticket.facts.drafted["tree"].accepted >= LENGTH // 2
 
 
 @pytest.mark.parametrize("kind", DRAFTED_KINDS)
@@ -101,7 +101,7 @@ def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: 
     """Several requests at a time, each with its own sampler, processors and guidance."""
     loaded = load(kind)
 
-    def ask(predictions: Sequence[Any]) -> list[Ticket]:
+    def ask(predictions: Sequence[Any]) -> list[Generation]:
         with new_generator(loaded, free_cache(loaded)) as generator:
             tickets = []
             for seed, (prompt, prediction) in enumerate(zip(PROMPTS[:3], predictions, strict=True)):
@@ -118,7 +118,7 @@ def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: 
     for share in (0.0, 0.3):
         found = ask([misled(its, seed, share) for seed, its in enumerate(wanted)])
         assert [tokens_of(ticket) for ticket in found] == wanted
-        assert all(ticket.drafted for ticket in found)
+        assert all(ticket.facts.drafted for ticket in found)
 
 
 class Alternating:
@@ -161,7 +161,7 @@ def test_what_ends_a_reply_inside_of_a_check_ends_it_there(kind: str) -> None:
         assert done(ticket).done_reason == reason
         assert done(ticket).tokens == wanted[: len(done(ticket).tokens)]
         assert cancel_at is not None or len(done(ticket).tokens) == length
-        assert reason != "length" or sum(each.proposed for each in ticket.drafted.values()) < length
+        assert reason != "length" or sum(each.proposed for each in ticket.facts.drafted.values()) < length
         stored = cache.explain([*prompt, *wanted, 5]).matched_tokens
         assert stored <= len(prompt) + len(done(ticket).tokens)
         require_right_tree(loaded, cache, [prompt])
@@ -199,7 +199,7 @@ def test_a_stop_word_inside_of_a_check_ends_the_text_before_it() -> None:
             pieces = drain(generator)[ticket]
         assert "".join(piece.text for piece in pieces) == "one two three "
         assert pieces[-1].stop_word == "stop"
-        assert bool(ticket.drafted) == (prediction is not None)
+        assert bool(ticket.facts.drafted) == (prediction is not None)
         stored = cache.explain([*PROMPTS[0], *said]).matched_tokens
         assert stored <= len(PROMPTS[0]) + len(done(ticket).tokens)
 
@@ -275,7 +275,7 @@ def test_any_mixture_of_drafts_joining_cancelling_and_short_room_leaves_every_re
     if context is not None and context > capacity:
         return
     speculate = data.draw(st.sampled_from(["tree", "prompt", None]))
-    tickets: list[tuple[Ticket, Any]] = []
+    tickets: list[tuple[Generation, Any]] = []
     with new_generator(loaded, cache, speculate=speculate, **more) as generator:
 
         def happen(count: int) -> None:
@@ -311,7 +311,7 @@ def test_rows_for_which_nothing_is_found_cost_few_calls() -> None:
             while not all(ticket.completion for ticket in tickets):
                 with profile:
                     generator.round()
-        assert all(not ticket.drafted for ticket in tickets)
+        assert all(not ticket.facts.drafted for ticket in tickets)
         return pstats.Stats(profile).total_calls  # type: ignore[attr-defined, no-any-return]
 
     _, plain, drafted = calls(None), calls(None), calls("tree")  # the first one tries how rows decode
@@ -337,7 +337,7 @@ def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than
     with new_generator(loaded, cache) as generator:
         ticket = submit(generator, PROMPTS[0], LENGTH, prediction=wanted)
         drain(generator)
-    assert (tokens_of(ticket), ticket.drafted) == (wanted, {})
+    assert (tokens_of(ticket), ticket.facts.drafted) == (wanted, {})
     measured = DraftPace()
     noted: list[tuple[int, int]] = []
     note = measured.note

@@ -71,7 +71,7 @@ def test_greedy_replies_of_eight_users_with_drafts_are_those_of_each_alone_witho
                 others += sum(
                     parted(loaded, prompt, tokens_of(each)) for prompt, each in zip(PROMPTS, tickets, strict=True)
                 )
-                checked += sum(its.proposed for each in tickets for its in each.drafted.values())
+                checked += sum(its.proposed for each in tickets for its in each.facts.drafted.values())
     cache.check()
     assert checked >= 8 or not is_drafted, checked
     assert others <= 1

@@ -15,7 +15,7 @@ import pytest
 
 from policies import LRU
 from radixcache import PolicyError, PrefixCache
-from runner.engine.sequence import Ticket
+from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests import inside
 from tests.engine.test_parallel_generate import (
@@ -49,7 +49,7 @@ def refuse(*_: Any) -> Any:
     raise ValueError("refused")
 
 
-def cancelling(generator: Any, tickets: list[Ticket]) -> Callable[[int], None]:
+def cancelling(generator: Any, tickets: list[Generation]) -> Callable[[int], None]:
     def at(count: int) -> None:
         if count in (0, 4):
             tickets[count // 4].cancel()
@@ -87,7 +87,7 @@ def uncounted_bytes(cache: PrefixCache) -> int:
     return int(mx.get_active_memory()) - stats.live_bytes - stats.paged_bytes
 
 
-def served(loaded: LoadedModel, cache: PrefixCache, way: str) -> list[Ticket]:
+def served(loaded: LoadedModel, cache: PrefixCache, way: str) -> list[Generation]:
     """Requests of which two end in this way, some are cancelled, and some need the room of others."""
     options, surroundings = ways(loaded.model)[way]
     with new_generator(loaded, cache, max_rows=3) as generator, surroundings():
@@ -102,7 +102,7 @@ def test_no_end_of_a_request_leaves_bytes_that_nobody_counts(kind: str) -> None:
     loaded = load(kind)
     inside.try_ways(loaded.model)
     before: int | None = None
-    kept: list[Ticket] = []
+    kept: list[Generation] = []
     with new_cache(loaded, budget_bytes=BUDGET_BYTES) as cache:
         for way in ways(loaded.model):
             tickets = served(loaded, cache, way)
@@ -117,6 +117,14 @@ def test_no_end_of_a_request_leaves_bytes_that_nobody_counts(kind: str) -> None:
             if way in ("sampler", "prefill", "step"):
                 assert "raised at\n" in errors[0].__notes__[0]
             cache.check()
+
+
+@pytest.mark.parametrize("way", ["length", "sampler"])
+def test_a_generation_that_is_kept_holds_neither_its_row_nor_what_was_predicted(way: str) -> None:
+    loaded = load("llama")
+    with new_cache(loaded, budget_bytes=BUDGET_BYTES) as cache:
+        for ticket in served(loaded, cache, way):
+            assert (ticket.completion, ticket.held_row, ticket.last) == (ticket.facts, None, None)
 
 
 def test_an_error_of_a_policy_does_not_hold_what_was_open_when_it_was_raised() -> None:

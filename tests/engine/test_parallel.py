@@ -76,11 +76,11 @@ def test_tickets_are_numbered_in_order_and_say_how_they_ended(tiny):
     with new_generator(tiny) as generator:
         tickets = [generator.submit(PROMPT[: 10 + count], max_tokens=2, stop_tokens=()) for count in range(3)]
         assert [ticket.number for ticket in tickets] == [0, 1, 2]
-        assert repr(tickets[2]) == "<Ticket 2 waiting or running: prompt of 12 tokens>"
+        assert repr(tickets[2]) == "<Generation 2 waiting or running: prompt of 12 tokens>"
         list(generator)
-        assert repr(tickets[2]) == "<Ticket 2 length: prompt of 12 tokens>"
-        assert tickets[2].matched_tokens == 11
-        assert (tickets[0].matched_tokens, tickets[0].reason) == (0, None)
+        assert repr(tickets[2]) == "<Generation 2 length: prompt of 12 tokens>"
+        assert tickets[2].facts.matched_tokens == 11
+        assert (tickets[0].facts.matched_tokens, tickets[0].facts.reason) == (0, None)
 
 
 def test_closing_twice_is_fine_and_ends_an_iteration(tiny):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from radixcache import PrefixCache
 from radixcache.groups.passes import Removal
+from runner.engine.generation import OPENING_TOKENS, Generation, generate
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import generate
-from runner.engine.sequence import OPENING_TOKENS, Ticket
 from runner.models.load import LoadedModel
 from tests import inside
 from tests.engine.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
@@ -46,7 +45,7 @@ def conversation(messages: int, seed: int = 0) -> tuple[np.ndarray, tuple[int, .
     return np.concatenate([SYSTEM, text, OPENING]), tuple(ends)
 
 
-def submit(generator: ParallelGenerator, prompt: Any, marks: Any, max_tokens: int, **more: Any) -> Ticket:
+def submit(generator: ParallelGenerator, prompt: Any, marks: Any, max_tokens: int, **more: Any) -> Generation:
     return generator.submit(prompt, marks=marks, max_tokens=max_tokens, **{"stop_tokens": (), **more})
 
 
@@ -54,7 +53,7 @@ def without(prompt: Any, begin: int, length: int) -> np.ndarray:
     return np.delete(np.asarray(prompt), slice(begin, begin + length))
 
 
-def final(ticket: Ticket, prompt: Any, keep: int = len(SYSTEM)) -> list[int]:
+def final(ticket: Generation, prompt: Any, keep: int = len(SYSTEM)) -> list[int]:
     completion = done(ticket)
     gone = completion.omitted_tokens + completion.shifted_tokens
     return [*without(prompt, keep, gone), *completion.tokens]

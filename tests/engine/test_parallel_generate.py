@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixcache import PrefixCache, RequestTooLargeError
+from runner.engine.generation import Generation, generate
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Completion, Piece, generate
-from runner.engine.sequence import Ticket
+from runner.engine.token import Completion, Token
 from runner.models.load import LoadedModel, load_model
 from tests import inside
 from tests.sessions.test_failures import Fuse, fused, raising, refused_product, spoiling
@@ -75,13 +75,15 @@ def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = MAX_TOKENS) -> tup
     return _alone[key][:max_tokens]
 
 
-def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKENS, **more: Any) -> Ticket:
+def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKENS, **more: Any) -> Generation:
     return generator.submit(prompt, max_tokens=max_tokens, **{"marks": MARKS, "stop_tokens": (), **more})
 
 
-def drain(generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None) -> dict[Ticket, list[Piece]]:
+def drain(
+    generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None
+) -> dict[Generation, list[Token]]:
     """Serve until all is done, with a check of the group after each piece; `at` is told the number of pieces."""
-    pieces: dict[Ticket, list[Piece]] = {}
+    pieces: dict[Generation, list[Token]] = {}
     at(0)
     for count, (ticket, piece) in enumerate(generator, start=1):
         pieces.setdefault(ticket, []).append(piece)
@@ -90,16 +92,16 @@ def drain(generator: ParallelGenerator, at: Callable[[int], None] = lambda count
     return pieces
 
 
-def done(ticket: Ticket) -> Completion:
+def done(ticket: Generation) -> Completion:
     assert ticket.completion is not None
     return ticket.completion
 
 
-def tokens_of(ticket: Ticket) -> tuple[int, ...]:
+def tokens_of(ticket: Generation) -> tuple[int, ...]:
     return done(ticket).tokens
 
 
-def require_alone(loaded: LoadedModel, tickets: Iterable[Ticket], prompts: Iterable[Any]) -> None:
+def require_alone(loaded: LoadedModel, tickets: Iterable[Generation], prompts: Iterable[Any]) -> None:
     for ticket, prompt in zip(tickets, prompts, strict=True):
         assert done(ticket).done_reason == "length", done(ticket)
         assert done(ticket).tokens == alone(loaded, prompt, len(done(ticket).tokens))
@@ -222,7 +224,7 @@ def test_each_row_has_its_own_sampler_stop_tokens_and_text(llama: LoadedModel) -
 
 
 def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: LoadedModel) -> None:
-    found: list[Ticket] = []
+    found: list[Generation] = []
     with new_generator(llama, new_cache(llama)) as generator:
         assert not generator.wait(timeout_s=0)
 
@@ -240,12 +242,12 @@ def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: Load
         drain(generator)
     assert sorted(ticket.number for ticket in found) == list(range(15))
     by_length = {len(prompt): prompt for prompt in PROMPTS}
-    require_alone(llama, found, [by_length[ticket.prompt_tokens] for ticket in found])
+    require_alone(llama, found, [by_length[ticket.facts.prompt_tokens] for ticket in found])
 
 
 def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel) -> None:
     cache = new_cache(loaded)
-    tickets: list[Ticket] = []
+    tickets: list[Generation] = []
 
     def serve() -> None:
         with new_generator(loaded, cache) as generator:
@@ -314,7 +316,7 @@ def test_recurrent_rows_wait_for_a_chunk_end_or_checkpoint_that_they_can_share(c
 @pytest.mark.parametrize(("capacity", "pieces", "entry"), [(CAPACITY, 0, (1, False)), (200, 1, (6, True))])
 def test_what_is_quarantined_is_neither_waited_for_nor_counted_as_shared(llama, capacity, pieces, entry):
     """Where there is room, the second comes in at once, else in one go when the first has ended."""
-    cache, tickets, chunks, entries = new_cache(llama), list[Ticket](), list[int](), list[tuple[int, bool]]()
+    cache, tickets, chunks, entries = new_cache(llama), list[Generation](), list[int](), list[tuple[int, bool]]()
 
     def ask_again(count: int) -> None:
         if count == pieces:
@@ -593,7 +595,7 @@ def test_any_mixture_of_joining_cancelling_and_short_room_leaves_every_reply_as_
     cancels = dict(data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 7)), max_size=4)))
     reserve = data.draw(st.sampled_from([None, 1, 4]))
     step_size = data.draw(st.sampled_from([16, 32, 512]))
-    tickets: list[tuple[Ticket, Any]] = []
+    tickets: list[tuple[Generation, Any]] = []
     with new_generator(loaded, cache, capacity=capacity, max_rows=rows, step_size=step_size) as generator:
 
         def happen(count: int) -> None:

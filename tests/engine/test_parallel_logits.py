@@ -11,7 +11,7 @@ import pytest
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_logits_processors
 
-from runner.engine.sequence import Ticket
+from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests.engine.test_parallel_generate import done, load, new_cache, new_generator, tokens_of
 from tests.prompts import tokens
@@ -33,7 +33,7 @@ def alone(loaded: LoadedModel, prompt: Sequence[int], max_tokens: int = 12, **mo
     return reply
 
 
-def said(ticket: Ticket) -> list[int]:
+def said(ticket: Generation) -> list[int]:
     assert done(ticket).error is None
     return list(tokens_of(ticket))
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.engine.engine import AdmissionQueue
+from runner.engine.generator import AdmissionQueue
 
 
 def request(number, prompt_left=0):
     row = SimpleNamespace(prompt_left=prompt_left)
-    return SimpleNamespace(ticket=SimpleNamespace(number=number), row=row, go_back=lambda: None)
+    return SimpleNamespace(number=number, row=row, go_back=lambda: None)
 
 
 def served(arrivals, chunk=10):
@@ -24,7 +24,7 @@ def served(arrivals, chunk=10):
         if prefilling:
             chosen = turns.next_chunk(prefilling)
             chosen.row.prompt_left -= chunk
-            order.append(chosen.ticket.number)
+            order.append(chosen.number)
             prefilling = [each for each in prefilling if each.row.prompt_left > 0]
     return order
 

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, render_chat
+from runner.engine.generation import Generation
 from runner.engine.generator import ParallelGenerator
-from runner.engine.replies import Completion
-from runner.engine.sequence import Ticket
+from runner.engine.token import Completion
 from runner.models.load import FetchError, LoadedModel, load_model
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def demo() -> LoadedModel:
         pytest.skip(str(error))
 
 
-def done(ticket: Ticket) -> Completion:
+def done(ticket: Generation) -> Completion:
     assert ticket.completion is not None
     return ticket.completion
 

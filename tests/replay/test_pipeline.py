@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from runner.engine.replies import compile_mode, feed, generate
+from runner.engine.generation import compile_mode, feed, generate
 from runner.models.load import load_model
 from runner.replay.caches import PlainRun
 

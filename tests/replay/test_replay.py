@@ -13,7 +13,7 @@ from mlx_lm.server import ResponseGenerator
 from radixcache import core
 from radixcache.speculate.drafting import Drafting
 from radixcache.speculate.pace import DraftPace
-from runner.engine.replies import generate
+from runner.engine.generation import generate
 from runner.models.load import load_model
 from runner.replay import CACHE_NAMES, ReplayOptions, caches
 from runner.replay.caches import layers_bytes, open_cache

@@ -11,11 +11,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from mlx_lm import stream_generate
 
+from runner.engine.token import Token
 from runner.models.load import LoadedModel
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.request import Ended, Failed, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Token
+from runner.serve.request import ApiError, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def local_client(app: FastAPI) -> TestClient:
 
 def noting(ended: list[str], name: str) -> Callable[[OpenRequest, ReplyEvent], None]:
     """For `on_answer`: note the name of a request that ends."""
-    return lambda _, answer: ended.append(name) if isinstance(answer, Ended) else None
+    return lambda _, answer: ended.append(name) if isinstance(answer, RequestRecord) else None
 
 
 class Waiting:
@@ -83,7 +84,7 @@ class Waiting:
             self.answers.append(answer)
             if isinstance(answer, kind):
                 return answer
-            assert not isinstance(answer, (Ended, Failed)), answer
+            assert not isinstance(answer, (RequestRecord, ApiError)), answer
 
     def _last(self, kind: type[T]) -> T:
         self.end()
@@ -93,16 +94,16 @@ class Waiting:
 
     @property
     def record(self) -> RequestRecord:
-        return self._last(Ended).record
+        return self._last(RequestRecord)
 
     @property
-    def failure(self) -> Failed:
-        return self._last(Failed)
+    def failure(self) -> ApiError:
+        return self._last(ApiError)
 
     @property
     def sampled(self) -> list[Token]:
         self.end()
-        return [answer for answer in self.answers if isinstance(answer, Token)]
+        return [answer for answer in self.answers if isinstance(answer, Token) and answer.id is not None]
 
     @property
     def tokens(self) -> list[int]:
@@ -113,7 +114,7 @@ class Waiting:
         return "".join(step.text for step in self.sampled)
 
     def end(self) -> None:
-        while not self.answers or not isinstance(self.answers[-1], (Ended, Failed)):
+        while not self.answers or not isinstance(self.answers[-1], (RequestRecord, ApiError)):
             self.answers.append(self._new.get(timeout=GUARD_S))
 
     def _put(self, answer: ReplyEvent) -> None:

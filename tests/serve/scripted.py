@@ -6,29 +6,27 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from runner.engine.token import Token
 from runner.serve.request import (
-    Ended,
-    Failed,
+    ApiError,
     OpenRequest,
+    PrefillProgress,
     ReplyEvent,
     Request,
     RequestRecord,
-    Started,
-    Token,
 )
-from runner.serve.service import Delta
 from tests.serve import watched
 
 PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12
 
 
-def said(text="", reasoning="", calls=(), finish=None, stop_word=None) -> Delta:
+def said(text="", reasoning="", calls=(), finish=None, stop_word=None) -> Token:
     """What one token adds to a reply; `calls` are names and arguments of tool calls."""
     tool_calls = tuple(
         {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(calls)
     )
-    return Delta(text, reasoning, tool_calls, (Token(text, 7, -0.5, (), finish, stop_word),))
+    return Token(text, 7, -0.5, (), finish, stop_word, reasoning=reasoning, tool_calls=tool_calls)
 
 
 def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
@@ -38,21 +36,21 @@ def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
 
 
 class ScriptedReading:
-    def __init__(self, deltas: Sequence[Delta], flushed: Delta) -> None:
-        self._deltas: Iterator[Delta] = iter(deltas)
+    def __init__(self, parts: Sequence[Token], flushed: Token) -> None:
+        self._parts: Iterator[Token] = iter(parts)
         self._flushed = flushed
 
-    def add(self, step: Token) -> Delta:
-        delta = next(self._deltas)
-        assert delta.tokens == (step,)
-        return delta
+    def add(self, token: Token) -> Token:
+        part = next(self._parts)
+        assert part == token
+        return part
 
-    def finish(self, text: str) -> Delta:
+    def finish(self) -> Token:
         return self._flushed
 
 
 class ScriptedRuns:
-    """Answers every request with the script: Started, its parts, then Ended, unless it has a Failed or `is_endless`.
+    """Answers every request with the script: its beginning, its parts, and the record unless it fails or `is_endless`.
 
     `flushed` comes with the end. `refusal` is raised instead of taking a request in; `outcome` is the record's.
     """
@@ -60,24 +58,25 @@ class ScriptedRuns:
     def __init__(self, *script, flushed=None, refusal=None, is_endless=False, outcome="stop") -> None:
         self.opened: list[OpenRequest] = []
         self._script, self._refusal, self._is_endless, self._outcome = script, refusal, is_endless, outcome
-        self._flushed = flushed or Delta("", "", (), ())
+        self._flushed = flushed or Token("")
         self.is_healthy = True
 
     def ask(self, opened: OpenRequest) -> None:
         if self._refusal:
             raise self._refusal
         self.opened.append(opened)
-        deltas = [part for part in self._script if isinstance(part, Delta)]
-        answers: list[ReplyEvent] = [Started(PROMPT_TOKENS, ScriptedReading(deltas, self._flushed))]
-        for part in self._script:
-            answers.extend(part.tokens if isinstance(part, Delta) else [part])
+        parts = [part for part in self._script if isinstance(part, Token)]
+        answers: list[ReplyEvent] = [
+            PrefillProgress(0, PROMPT_TOKENS, ScriptedReading(parts, self._flushed)),
+            *self._script,
+        ]
         for answer in answers:
             opened.put(answer)
-        if not self._is_endless and not isinstance(answers[-1], Failed):
+        if not self._is_endless and not isinstance(answers[-1], ApiError):
             self.end(opened)
 
     def end(self, opened: OpenRequest) -> None:
-        opened.put(Ended(record(opened, outcome=self._outcome)))
+        opened.put(record(opened, done_reason=self._outcome))
 
     async def count_tokens(self, request: Request) -> int:
         return sum(len(message["content"]) for message in request.messages)

@@ -13,9 +13,9 @@ import httpx2
 import openai
 import pytest
 
+from runner.engine.token import Token
 from runner.serve import service
-from runner.serve.request import ApiError, Failed, OpenRequest, PrefillProgress, Started
-from runner.serve.service import Delta
+from runner.serve.request import ApiError, OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, MESSAGES, USER, scripted_app
 
@@ -154,7 +154,7 @@ def test_a_stream_that_waits_pings_until_it_knows_what_was_cached(monkeypatch: p
         """Begins to run after some time."""
 
         def ask(self, opened: OpenRequest) -> None:
-            opened.put(Started(PROMPT_TOKENS, ScriptedReading([said("x")], Delta("", "", (), ()))))
+            opened.put(PrefillProgress(0, PROMPT_TOKENS, ScriptedReading([said("x")], Token(""))))
             threading.Timer(0.1, super().ask, [opened]).start()
 
     monkeypatch.setattr(service, "IDLE_S", 0.01)
@@ -167,7 +167,7 @@ def test_a_stream_that_waits_pings_until_it_knows_what_was_cached(monkeypatch: p
 
 
 def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), Failed(500, "the model broke.")))
+    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
     error = {"type": "api_error", "message": "the model broke."}
     assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
     assert events[-1] == {"type": "error", "error": error}
@@ -215,7 +215,7 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
         run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
     assert full.value.response.headers["retry-after"] == "7"
     with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
-        run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
+        run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
 def test_a_cut_tool_call_is_a_block_with_the_arguments_that_came() -> None:

@@ -67,7 +67,7 @@ def test_every_prompt_token_is_cached_or_short_for_one_reason() -> None:
 def test_histograms_are_in_seconds_and_leave_out_what_never_was() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.on_record(record(queue_ms=None, ttft_ms=None, gaps_ms=(), outcome="cancelled"))
+    watch.on_record(record(queue_ms=None, ttft_ms=None, gaps_ms=(), done_reason="cancelled"))
     assert value(watch, "time_to_first_token_seconds_sum") == pytest.approx(0.04)
     assert value(watch, "inter_token_seconds_sum") == pytest.approx(0.05)
     assert value(watch, "inter_token_seconds_bucket", le="0.02") == 1

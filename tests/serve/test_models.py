@@ -57,20 +57,15 @@ def save_adapter(folder: Path) -> Path:
 
 
 def test_names_stand_for_what_they_stand_for_in_mlx_lm_server() -> None:
-    models = Models(ServeOptions(model="m", adapter_path="a", draft_model="d"))
-    assert models.key_of(ModelNames()) == ModelNames("m", "a", "d")
-    assert models.key_of(ModelNames(adapter="other", draft=None)) == ModelNames("m", "a", None)
-    assert models.key_of(ModelNames("o/n", "b", "e")) == ModelNames("o/n", "b", "e")
-    assert models.key_of(ModelNames("m")) == ModelNames("m", None, "d")
-    models.close()
+    options = ServeOptions(model="m", adapter_path="a", draft_model="d")
+    assert options.key_of(ModelNames()) == ModelNames("m", "a", "d")
+    assert options.key_of(ModelNames(adapter="other", draft=None)) == ModelNames("m", "a", None)
+    assert options.key_of(ModelNames("o/n", "b", "e")) == ModelNames("o/n", "b", "e")
+    assert options.key_of(ModelNames("m")) == ModelNames("m", None, "d")
 
 
 def key_of(name: str, **options: Any) -> ModelNames:
-    models = Models(ServeOptions(**{"model": "tiny", "adapter_path": "a", **options}))
-    try:
-        return models.key_of(ModelNames(name, draft=None))
-    finally:
-        models.close()
+    return ServeOptions(**{"model": "tiny", "adapter_path": "a", **options}).key_of(ModelNames(name, draft=None))
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "claude-opus-9", "", "model", "qwen3:8b", "mine", "x" * 9999, "nul\0"])
@@ -99,11 +94,10 @@ def test_only_the_served_model_is_loaded_where_that_is_asked_for_and_by_default_
         with pytest.raises(ApiError, match="is not served here; wanted tiny"):
             key_of(name, **options)
         assert key_of(name, **{**options, "only_model": False}) == ModelNames(name, None, None)
-    models = Models(ServeOptions(model="tiny", **options))
+    served = ServeOptions(model="tiny", **options)
     for names in (ModelNames(adapter="/x"), ModelNames(draft="tiny:llama")):
         with pytest.raises(ApiError, match="is not served here"):
-            models.key_of(names)
-    models.close()
+            served.key_of(names)
 
 
 def test_all_spellings_of_a_model_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +111,9 @@ def test_all_spellings_of_a_model_are_one(tmp_path: Path, monkeypatch: pytest.Mo
             assert {key_of(each, model=served, strict_model_names=True).model for each in spellings} == {served}
             found = {key_of(each, model=served, only_model=True) for each in spellings}
             assert found == {ModelNames(served, "a", None)}
-    models = Models(ServeOptions(model="demo", adapter_path="model", draft_model="tiny:"))
-    found = {models.key_of(ModelNames("o/n", path, draft)) for path in paths for draft in ("tiny", "tiny:llama")}
+    options = ServeOptions(model="demo", adapter_path="model", draft_model="tiny:")
+    found = {options.key_of(ModelNames("o/n", path, draft)) for path in paths for draft in ("tiny", "tiny:llama")}
     assert found == {ModelNames("o/n", "model", "tiny:")}
-    models.close()
 
 
 def test_with_keys_no_answer_tells_which_paths_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +142,7 @@ def test_of_other_models_those_asked_last_keep_what_they_have_and_the_served_one
     monkeypatch.setattr("runner.serve.models.MOST_OTHER_CACHES", 2)
     gone = []
     for kind in ("llama", "mamba2", "gemma3_text", "llama_sliding", "gemma3_text", "mamba2"):
-        served = models.open(models.key_of(ModelNames(f"tiny:{kind}", None, None)))
+        served = models.open(ServeOptions(model="tiny").key_of(ModelNames(f"tiny:{kind}", None, None)))
         served.warm(served.tokenizer.encode(LONG))
         gone.append(served.cache)
     kept = [names.model for names, _ in models.caches()]
@@ -221,7 +214,7 @@ def test_what_is_not_there_leaves_the_model_that_is_loaded(models: Models, tmp_p
     served = models.open(LLAMA)
     for names in (ModelNames("./nothing"), ModelNames("tiny", "/nowhere"), ModelNames("tiny", None, "tiny:nothing")):
         with pytest.raises(ModelError):
-            models.open(models.key_of(names))
+            models.open(ServeOptions(model="tiny").key_of(names))
         assert models.current is served
 
 

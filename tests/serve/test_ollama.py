@@ -16,12 +16,12 @@ from fastapi.testclient import TestClient
 from mlx.utils import tree_flatten
 
 from benchmarks.harness.model_folder import write_model
+from runner.engine.token import LikelyToken, Token
 from runner.models.tiny import TINY_KINDS, build
 from runner.serve import ollama, openai
 from runner.serve.ollama import CHAT, GENERATE, SHOW
 from runner.serve.options import ServeOptions
-from runner.serve.request import NOT_KEPT, ApiError, Constraint, Failed, LikelyToken, PrefillProgress, Request, Token
-from runner.serve.service import Delta
+from runner.serve.request import NOT_KEPT, ApiError, Constraint, PrefillProgress, Request
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import USER, scripted_app, scripted_client
@@ -238,7 +238,7 @@ def test_a_stream_is_the_whole_reply_in_pieces_and_ends_with_what_the_whole_has(
 
 def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came() -> None:
     cut = ScriptedRuns(
-        said("a"), said(), outcome="length", flushed=Delta("", "", said(calls=[("f", '{"x": "y')]).tool_calls, ())
+        said("a"), said(), outcome="length", flushed=Token("", tool_calls=said(calls=[("f", '{"x": "y')]).tool_calls)
     )
     *_, part, last = lines_of(cut)
     assert part["message"]["tool_calls"][0]["function"]["arguments"] == {"x": "y"}
@@ -247,8 +247,7 @@ def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came(
 
 def test_logprobs_come_with_the_text_that_their_tokens_are_in() -> None:
     likely = (LikelyToken(7, b"Hel", -0.5), LikelyToken(8, b"x", -2.0))
-    tokens = [Token("", 7, -0.5, likely, None, data=b"Hel"), Token("lo", 9, -0.25, likely, "stop", data=b"lo")]
-    script = [Delta("", "", (), (tokens[0],)), Delta("Hello", "", (), (tokens[1],))]
+    script = [Token("", 7, -0.5, likely, None, data=b"Hel"), Token("Hello", 9, -0.25, likely, "stop", data=b"lo")]
     part, last = lines_of(ScriptedRuns(*script), logprobs=True, top_logprobs=2)
     assert [(each["token"], each["logprob"]) for each in part["logprobs"]] == [("Hel", -0.5), ("lo", -0.25)]
     assert [each["token"] for each in part["logprobs"][0]["top_logprobs"]] == ["Hel", "x"]
@@ -273,7 +272,7 @@ def test_errors_are_a_text_with_their_status_before_a_reply_and_in_its_stream() 
         with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
             answer = client.post(CHAT, json={**OWN[CHAT], "stream": stream})
         assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (429, {"error": "full"}, "1")
-    part, error = lines_of(ScriptedRuns(said("x"), Failed(500, "it broke")))
+    part, error = lines_of(ScriptedRuns(said("x"), ApiError(500, "it broke")))
     assert (part["message"]["content"], error) == ("x", {"error": "it broke"})
 
 

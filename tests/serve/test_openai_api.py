@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from runner.engine.token import LikelyToken, Token
 from runner.serve import openai
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Failed, LikelyToken, OpenRequest, PrefillProgress, Token
-from runner.serve.service import Delta
+from runner.serve.request import ApiError, OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, TEXT, USER, scripted_app, scripted_client
 
@@ -29,7 +29,7 @@ def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_rep
 
 
 def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
-    with scripted_client(ScriptedRuns(said("x"), Failed(500, "it broke"))) as client:
+    with scripted_client(ScriptedRuns(said("x"), ApiError(500, "it broke"))) as client:
         answer = client.post(CHAT, json={"messages": [USER], "stream": True})
     *_, chunk, error, done, rest = answer.text.split("\n\n")
     assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "x"
@@ -41,7 +41,7 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream):
-    with scripted_client(ScriptedRuns(said("x"), Failed.of(ApiError.of_length(9, 8)))) as client:
+    with scripted_client(ScriptedRuns(said("x"), ApiError.of_length(9, 8))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
     error = json.loads(answer.text.split("data: ")[-2] if stream and path == CHAT else answer.text.split("data: ")[-1])
     if path == MESSAGES:
@@ -122,7 +122,7 @@ def test_one_choice_that_fails_ends_the_others(stream):
     class Failing(ScriptedRuns):
         def ask(self, opened: OpenRequest) -> None:
             self._is_endless = len(self.opened) != 1
-            self._script = (said("x"),) if self._is_endless else (said("x"), Failed(500, "it broke"))
+            self._script = (said("x"),) if self._is_endless else (said("x"), ApiError(500, "it broke"))
             super().ask(opened)
 
     runs = Failing()
@@ -164,8 +164,7 @@ def test_reasoning_has_both_names_and_the_last_chunk_has_timings():
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
 def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
-    runs = ScriptedRuns(said("x", finish="stop"))
-    object.__setattr__(runs._script[0].tokens[0], "logprob", logprob)
+    runs = ScriptedRuns(said("x", finish="stop")._replace(logprob=logprob))
     with scripted_client(runs) as client:
         answer = client.post(CHAT, json={"messages": [USER], "logprobs": True})
     body = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -175,7 +174,7 @@ def test_the_logarithm_of_a_probability_of_zero_is_a_number(logprob):
 def test_log_probabilities_name_the_sampled_token_with_its_bytes_in_streams_too():
     tops = (LikelyToken(5, b"a", -0.1), LikelyToken(6, b"\xc3", -3.0))
     tokens = (Token("", 6, -3.0, tops, None, data=b"\xc3"), Token("\u00e9", 9, -0.5, tops, "stop", data=b"\xa9"))
-    runs = ScriptedRuns(Delta("", "", (), tokens[:1]), Delta("\u00e9", "", (), tokens[1:]))
+    runs = ScriptedRuns(*tokens)
     body = {"messages": [USER], "logprobs": True, "top_logprobs": 2}
     with scripted_client(runs) as client:
         whole = client.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]

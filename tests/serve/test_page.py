@@ -89,8 +89,8 @@ def test_the_state_is_json_before_the_first_model_and_with_an_infinite_error() -
 
 def test_what_went_wrong_is_told_only_with_the_text() -> None:
     watch = Watch()
-    watch.on_record(record(outcome="error", note="cannot render 'marmalade'"))
-    watch.on_record(record(outcome="length", note="the budget is full"))
+    watch.on_record(record(done_reason="error", note="cannot render 'marmalade'"))
+    watch.on_record(record(done_reason="length", note="the budget is full"))
     notes = {
         shown: [row["note"] for row in page_state(Watched(), watch, "", "", show_text=shown)["requests"]]
         for shown in (False, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.serve.calls import CallReader
+from runner.engine.token import LikelyToken, Token
+from runner.serve.calls import read_calls
 from runner.serve.mlx_lm_border import TextStateMachine
-from runner.serve.request import Ended, LikelyToken, OpenRequest, Started, Token
-from runner.serve.service import Delta, ReplyReader
+from runner.serve.request import OpenRequest, PrefillProgress
+from runner.serve.service import ReplyReader
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 from tests.serve.stock_server import stock_answer
@@ -42,12 +44,14 @@ class SpokenRuns(ScriptedRuns):
         self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
     def ask(self, opened: OpenRequest) -> None:
-        reader = CallReader(self.parser, {})
-        opened.put(Started(PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, reader)))
+        reader = partial(read_calls, self.parser, {})
+        opened.put(
+            PrefillProgress(0, PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, reader))
+        )
         for step in self.tokens:
             opened.put(step)
         outcome = self.tokens[-1].finish_reason or "cancelled"
-        opened.put(Ended(record(opened, completion_tokens=len(self.tokens), outcome=outcome)))
+        opened.put(record(opened, completion_tokens=len(self.tokens), done_reason=outcome))
 
 
 def steps_of(texts: Sequence[str], finish: str | None) -> list[Token]:
@@ -127,7 +131,7 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
 
 def reading(parser: Any = parse_tool_call) -> ReplyReader:
     return ReplyReader(
-        TextStateMachine(TRANSITIONS), "normal", CallReader(parser, {}), call_marks=("<call>", "</call>")
+        TextStateMachine(TRANSITIONS), "normal", partial(read_calls, parser, {}), call_marks=("<call>", "</call>")
     )
 
 
@@ -149,7 +153,7 @@ def test_a_tool_call_that_cannot_be_read_is_text_and_others_are_calls(parsed, ca
 def test_a_reply_that_is_ended_from_outside_keeps_what_could_have_become_a_control_sequence():
     read = reading()
     assert read.add(Token("a <th", 1, 0.0, (), None)).text == "a "
-    assert read.finish("i").text == "<thi"
+    assert read.add(Token("i")).text + read.finish().text == "<thi"
 
 
 CUT = '{"name": "write", "arguments": {"path": "a.txt", "text": "Once up'
@@ -182,7 +186,7 @@ def test_a_broken_call_of_a_reply_that_ended_by_itself_is_text():
     read = reading(lambda text, _: json.loads(text))
     read.add(Token(f"<call>{CUT}", 1, 0.0, (), None))
     read.add(Token("", 2, 0.0, (), "stop"))
-    assert read.finish() == Delta(f"<call>{CUT}", "", (), ())
+    assert read.finish() == Token(f"<call>{CUT}")
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

@@ -15,20 +15,18 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from radixcache.observe.hints import Edge
+from runner.engine.token import Token
 from runner.routing.dispatcher import BLOCK_TOKENS, chain_digests, root_digest
 from runner.routing.routers import Ask
 from runner.serve.options import ServeOptions
 from runner.serve.request import (
     ApiError,
-    Ended,
-    Failed,
     ModelNames,
     OpenRequest,
     PrefillProgress,
     ReplyEvent,
     Request,
-    Started,
-    Token,
+    RequestRecord,
 )
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.jobs import application, local_client
@@ -169,8 +167,8 @@ def test_a_reply_that_was_short_is_not_held_against_the_replica_that_gave_it() -
 
 
 ASKED = Request(ModelNames(), 5, prompt="A river")
-STARTED, STEP = Started(7, None), Token("x", 5, -0.1, (), None)
-ENDED = Ended(record())
+STARTED, STEP = PrefillProgress(0, 7, "a reader"), Token("x", 5, -0.1, (), None)
+ENDED = record()
 
 
 class Stream:
@@ -203,7 +201,7 @@ def relayed(board: Switchboard, *streams: Stream) -> list[ReplyEvent]:
         return next(coming)
 
     def put(answer: ReplyEvent) -> None:
-        if isinstance(answer, Ended | Failed):
+        if isinstance(answer, RequestRecord | ApiError):
             assert not any(line.open_requests for line in board.counts().values())
         answers.append(answer)
 
@@ -219,15 +217,22 @@ def test_a_reply_comes_through_as_it_is_and_ends_once(board: Switchboard) -> Non
 def test_a_request_is_asked_again_where_no_token_was_handed_on(board, heard):
     answers = relayed(board, Stream(*heard), Stream([STARTED, STEP], [ENDED]))
     assert answers[-3:] == [STARTED, STEP, ENDED]
-    assert sum(isinstance(each, Ended | Failed) for each in answers) == 1
+    assert sum(isinstance(each, RequestRecord | ApiError) for each in answers) == 1
 
 
 def test_a_reply_that_has_begun_fails_and_so_does_one_whose_replicas_all_die(board: Switchboard) -> None:
     for streams in ([Stream([STARTED, STEP])], [Stream()] * (1 + RETRIES)):
         *before, last = relayed(board, *streams)
-        assert isinstance(last, Failed)
+        assert isinstance(last, ApiError)
         assert (last.status, last.message) == (503, "the replica that answered has ended; ask again.")
-        assert not any(isinstance(each, Ended | Failed) for each in before)
+        assert not any(isinstance(each, RequestRecord | ApiError) for each in before)
+
+
+def test_an_error_comes_whole_from_another_process() -> None:
+    error = ApiError.of_length(9, 8)
+    error.record = record()
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (ApiError, error.message, vars(error))
 
 
 def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboard) -> None:
@@ -252,7 +257,7 @@ def test_a_request_that_is_given_up_is_cancelled_at_its_replica(board: Switchboa
 
     asyncio.run(given_up())
     assert stream.is_cancelled
-    assert [type(each) for each in answers] == [Started, Failed]
+    assert [type(each) for each in answers] == [PrefillProgress, ApiError]
 
 
 def test_a_prompt_is_in_digests_before_anybody_answers_it_and_what_cannot_be_made_has_none() -> None:

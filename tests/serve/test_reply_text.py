@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from runner.engine.replies import Reply, ReplyOptions, StopWords
+from runner.engine.generation import Generation, StopWords
 from runner.models.tiny import tiny_tokenizer
 from runner.serve import served_model
 from runner.serve.scheduler import Scheduler
@@ -117,8 +117,8 @@ def test_the_bytes_of_each_token_are_its_part_of_the_text() -> None:
 def test_whatever_the_tokenizer_the_first_space_stays(detokenizer: type) -> None:
     tokenizer = sentencepiece(detokenizer)
     keep_first_space(tokenizer)
-    reply = Reply(tokenizer, ReplyOptions(max_tokens=3), 1)
-    assert "".join(reply.add(token, None, lambda: False).text for token in (2, 3, 2)) == " ab a"
+    reply = Generation(tokenizer=tokenizer, tokens=[1], max_tokens=3)
+    assert "".join(reply.add(token).text for token in (2, 3, 2)) == " ab a"
 
 
 VERBATIM = (

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, Failed, PrefillProgress
+from runner.serve.request import ApiError, PrefillProgress
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, RESPONSES, scripted_app, scripted_client
@@ -169,7 +169,7 @@ def test_a_reply_that_was_cut_off_is_incomplete_and_so_is_its_last_item(runs: Sc
 
 
 def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), Failed(500, "the model broke.")))
+    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]
     assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "the model broke.")
@@ -257,7 +257,7 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
     with pytest.raises(openai.RateLimitError):
         asyncio.run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
     with pytest.raises(openai.NotFoundError, match="no model nowhere/nothing"):
-        asyncio.run(ask(ScriptedRuns(Failed(404, "no model nowhere/nothing")), model="nowhere/nothing"))
+        asyncio.run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
 # On a real model

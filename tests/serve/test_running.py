@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import mlx.core as mx
@@ -14,21 +13,31 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache.speculate.pace import DraftPace
+from runner.engine.token import Token
 from runner.models.load import LoadedModel, load_model
 from runner.serve import served_model
 from runner.serve.request import (
-    Ended,
     ModelNames,
     OpenRequest,
     PrefillProgress,
     Request,
     RequestRecord,
-    Started,
-    Token,
 )
 from runner.serve.scheduler import Scheduler
 from tests import inside
-from tests.serve.jobs import LONG, MESSAGES, PROMPTS, SYSTEM, Waiting, alone, application, local_client, noting, running
+from tests.serve.jobs import (
+    GUARD_S,
+    LONG,
+    MESSAGES,
+    PROMPTS,
+    SYSTEM,
+    Waiting,
+    alone,
+    application,
+    local_client,
+    noting,
+    running,
+)
 from tests.verify.test_verify import wrong_span
 
 
@@ -55,8 +64,8 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
         waiting = Waiting(thread, messages=MESSAGES, max_tokens=3)
         record = waiting.record
     kinds = [type(answer) for answer in waiting.answers]
-    assert kinds[0] is Started
-    assert kinds[1:] == sorted(kinds[1:], key=[PrefillProgress, Token, Ended].index)
+    assert waiting.answers[0].reader
+    assert kinds == sorted(kinds, key=[PrefillProgress, Token, RequestRecord].index)
     assert kinds.count(Token) == 3
     assert records == [record]
     length = len(rendered(tiny, MESSAGES))
@@ -136,14 +145,17 @@ def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Sche
     assert [step.stop_word for step in waiting.sampled][-1] == word
 
 
-def test_the_queue_time_of_a_record_is_in_milliseconds_since_arrival() -> None:
-    records: list[RequestRecord] = []
-    opened = OpenRequest(Request(ModelNames(), 8), lambda _: None)
-    opened.on_record, opened.arrived_s = records.append, time.perf_counter() - 5
-    opened.progress(0, 4)
-    opened.end("cancelled")
-    assert records[0].queue_ms is not None
-    assert 5_000 <= records[0].queue_ms < 5_000_000
+def test_the_times_of_a_record_are_in_milliseconds_since_arrival(shared: Scheduler) -> None:
+    ended = threading.Event()
+    opened = OpenRequest(
+        Request(ModelNames(), 2, prompt="a"), lambda event: ended.set() if isinstance(event, RequestRecord) else None
+    )
+    opened.arrived_s -= 5
+    shared.ask(opened)
+    assert ended.wait(GUARD_S)
+    assert opened.record.queue_ms is not None
+    assert opened.record.ttft_ms is not None
+    assert 5_000 <= opened.record.queue_ms < opened.record.ttft_ms < 500_000
 
 
 def test_a_quantized_cache_answers_one_at_a_time_as_mlx_lm_does_from_the_first_token_on() -> None:

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 
 from runner.engine.generator import ParallelGenerator
+from runner.engine.token import Token
 from runner.models.load import LoadedModel
 from runner.serve import models, served_model
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import (
     ApiError,
-    Ended,
-    Failed,
     ModelNames,
     OpenRequest,
     PrefillProgress,
     ReplyEvent,
     Request,
-    Token,
 )
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
@@ -74,7 +72,7 @@ def test_who_leaves_while_waiting_never_runs() -> None:
         held.set()
         assert first.record.completion_tokens > 0
         assert (second.record.outcome, second.record.queue_ms) == ("cancelled", None)
-        assert second.answers == [Ended(second.record)]
+        assert second.answers == [second.record]
 
 
 @pytest.fixture
@@ -255,7 +253,7 @@ def test_a_reply_without_a_limit_goes_on_to_the_end_of_the_context_and_reserves_
             assert (record.outcome, record.prompt_tokens + record.completion_tokens) == ("length", context_length)
         full = Waiting(thread, prompt="x" * context_length, max_tokens=None)
         assert full.record.completion_tokens == 1
-        error = Waiting(thread, prompt="x" * (context_length + 1)).failure.as_error()
+        error = Waiting(thread, prompt="x" * (context_length + 1)).failure
     assert error.in_openai_form()["error"] == {
         "message": "This model's maximum context length is 300 tokens. However, your messages resulted in 301 tokens. "
         "Please reduce the length of the messages.",
@@ -294,7 +292,7 @@ def test_what_is_raised_for_one_ends_that_one(tiny, monkeypatch, either):
 
     monkeypatch.setattr(served_model, "likeliest", likeliest)
     good, bad = Waiting(either, prompt=PROMPTS[0]), Waiting(either, top_logprobs=5)
-    assert bad.failure == Failed(500, "RuntimeError: so many?", bad.failure.record)
+    assert (bad.failure.status, str(bad.failure)) == (500, "RuntimeError: so many?")
     assert good.tokens == alone(tiny, PROMPTS[0])[0]
     assert Waiting(either, prompt=PROMPTS[0]).tokens == good.tokens
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from runner.engine.token import Token
 from runner.serve import service
-from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, Request, Started
-from runner.serve.service import Delta, ServedReply, Service
+from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, Request
+from runner.serve.service import ServedReply, Service
 from tests.serve.scripted import PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 
 
@@ -25,7 +26,7 @@ def test_the_loop_is_woken_once_for_what_comes_at_a_time(monkeypatch: pytest.Mon
     wakes = []
 
     async def texts(reply: ServedReply) -> str:
-        return "".join([part.text async for part in reply if isinstance(part, Delta)])
+        return "".join([part.text async for part in reply if isinstance(part, Token)])
 
     async def both() -> list[str]:
         loop = asyncio.get_running_loop()
@@ -58,7 +59,7 @@ def test_the_time_limit_of_a_request_is_in_seconds(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(loop, "call_later", noted)
         reply = await Service(ScriptedRuns(said("x")), timeout_s=60).ask(Request(ModelNames(), 8))
-        assert [part.text async for part in reply if isinstance(part, Delta)] == ["x", ""]
+        assert [part.text async for part in reply if isinstance(part, Token)] == ["x", ""]
 
     asyncio.run(ask())
     assert delays_s == [60]
@@ -79,18 +80,19 @@ def test_a_reply_that_waits_says_so_until_it_begins(monkeypatch: pytest.MonkeyPa
 
     *waits, end = asyncio.run(ask())
     assert waits == [PrefillProgress(8, PROMPT_TOKENS)] * 3
-    assert isinstance(end, Delta)
+    assert isinstance(end, Token)
 
 
 def test_a_reply_that_another_replica_starts_anew_goes_on() -> None:
     class Restarted(ScriptedRuns):
         def ask(self, opened: OpenRequest) -> None:
             # By a replica that ended before its first token.
-            opened.put(Started(PROMPT_TOKENS, ScriptedReading([said("x")], Delta("", "", (), ()))))
+            opened.put(PrefillProgress(0, PROMPT_TOKENS, ScriptedReading([said("x")], Token(""))))
             super().ask(opened)
 
-    async def ask() -> list[str]:
-        reply = await Service(Restarted(said("x")), timeout_s=60).ask(Request(ModelNames(), 8))
-        return [part.text async for part in reply if isinstance(part, Delta)]
+    async def ask() -> list[Any]:
+        runs = Restarted(PrefillProgress(8, PROMPT_TOKENS), said("x"))
+        reply = await Service(runs, timeout_s=60).ask(Request(ModelNames(), 8))
+        return [part.text if isinstance(part, Token) else (part, reply.cached_tokens) async for part in reply]
 
-    assert asyncio.run(ask()) == ["x", ""]
+    assert asyncio.run(ask()) == [(PrefillProgress(8, PROMPT_TOKENS), 8), "x", ""]

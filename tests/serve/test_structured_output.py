@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import psutil
 import pytest
 from mlx_lm.utils import load_tokenizer
 
+from runner.engine.token import Token
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
 from runner.serve import rules, schemas
-from runner.serve.calls import CallReader
+from runner.serve.calls import read_calls
 from runner.serve.grammars import Grammars, Marks
 from runner.serve.mlx_lm_border import make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
-from runner.serve.request import ApiError, Constraint, ModelNames, Request, Token
+from runner.serve.request import ApiError, Constraint, ModelNames, Request
 from runner.serve.scheduler import Scheduler
 from runner.serve.schemas import argument_schemas
 from runner.serve.service import ReplyReader
@@ -371,7 +373,7 @@ def called_at_random(grammars: Grammars, tokenizer: Any, request: Request, seed:
             break
         if len(tokens) > 2000:
             return None
-    formatter = CallReader(tokenizer.tool_parser, argument_schemas(request.tools or ()))
+    formatter = partial(read_calls, tokenizer.tool_parser, argument_schemas(request.tools or ()))
     reader = ReplyReader(make_text_state_machine(tokenizer), "normal", formatter)
     delta = reader.add(Token(tokenizer.decode(tokens[:-1]), tokens[-1], 0.0, (), "stop"))
     last = reader.finish()

@@ -13,7 +13,7 @@ def record(**changes: Any) -> RequestRecord:
     values: dict[str, Any] = {
         "id": "3f9a1c2e-0000", "names": ModelNames("small", None, None), "namespace": "", "prompt_tokens": 100,
         "cached_tokens": 60, "matched_tokens": 70, "reason": "no_checkpoint", "completion_tokens": 3, "queue_ms": 1.0,
-        "ttft_ms": 40.0, "gaps_ms": (20.0, 30.0), "outcome": "stop",
+        "ttft_ms": 40.0, "gaps_ms": (20.0, 30.0), "done_reason": "stop",
         "shortfalls": ((60, 70, "no_checkpoint"), (70, 100, "diverged")),
     }  # fmt: skip
     return RequestRecord(**{**values, **changes})

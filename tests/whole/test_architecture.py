@@ -34,13 +34,13 @@ FOLDERS = (ROOT, ROOT / "radixcache")
 FREE = {"errors", "settings", "tokens"}
 ANY = "any room"
 #: The most files that each package may have.
-MOST_FILES = {"radixcache": 80, "runner": 99}
+MOST_FILES = {"radixcache": 80, "runner": 97}
 #: The most lines of each package. What needs more says in its commit what the lines are for.
-MOST_LINES = {"policies": 2_400, "radixcache": 22_900, "runner": 24_400, "tests": 56_000}
+MOST_LINES = {"policies": 2_400, "radixcache": 22_900, "runner": 23_300, "tests": 56_100}
 #: The most lines of a class and of a function, and the most terms of the page.
 MOST_CLASS_LINES, MOST_FUNCTION_LINES, MOST_TERMS = 450, 112, 90
 #: The most files that a call may cross.
-MOST_CROSSED = {"begin": 14, "close": 14, "begin_many of two rows": 20}
+MOST_CROSSED = {"begin": 14, "close": 14, "begin_many of two rows": 20, "chat request": 11}
 
 
 def _allowed(page: str, rooms: set[str]) -> dict[str, set[str]]:

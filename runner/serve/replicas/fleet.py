@@ -200,7 +200,7 @@ class RoutedPrompts:
 
     def _tokens(self, request: Request) -> Any:
         """The prompt's tokens; None: it is for another model than the server's."""
-        if self._models.key_of(request.names) != self._models.key_of(ModelNames()):
+        if self._options.key_of(request.names) != self._options.key_of(ModelNames()):
             return None
         args, more = self._options.chat_template_args, {"special_tokens": self._options.special_tokens_in_text}
         return prompt_of(request, self._tokenizer, args, most_tokens=self._most_tokens, **more).tokens

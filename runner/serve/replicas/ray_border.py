@@ -10,7 +10,7 @@ The argument `to` of a call is the name of a replica, or a RoutedRequest, for wh
 
 Invariants of a Relay, which works on the event loop:
 
-  RE1  Every request gets exactly one Ended or Failed, even if its replica dies.
+  RE1  Every request gets exactly one RequestRecord or ApiError, even if its replica dies.
   RE2  If a replica dies, a request without a token is sent to another one, RETRIES times at most.
   RE3  The request is no longer booked as work of a replica when its last event is put.
 """
@@ -32,9 +32,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from runner.engine.token import Token
 from runner.routing.routers import Ask
 from runner.serve.replicas.switchboard import RoutedRequest, Switchboard, switchboard_of
-from runner.serve.request import Ended, Failed, OpenRequest, Request, Token
+from runner.serve.request import ApiError, OpenRequest, Request, RequestRecord
 
 # Ray sends no usage statistics, and logs to its own files.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -150,21 +151,21 @@ class Relay:
         try:
             last = await self._last_event(opened, RoutedRequest(opened.id, await self._ask_of(opened.request)))
         except asyncio.CancelledError:
-            last = Failed(504, "the request was cancelled: it took too long, or nobody waits for it.")
+            last = ApiError(504, "the request was cancelled: it took too long, or nobody waits for it.")
         except Exception:
             logger.exception("a request could not be sent to a replica")
-            last = Failed(500, "the server failed at this request; its log says where.")
-        self._switchboard.end(opened.id, last.record)
+            last = ApiError(500, "the server failed at this request; its log says where.")
+        self._switchboard.end(opened.id, last.record if isinstance(last, ApiError) else last)
         opened.put(last)
 
-    async def _last_event(self, opened: OpenRequest, routed: RoutedRequest) -> Ended | Failed:
+    async def _last_event(self, opened: OpenRequest, routed: RoutedRequest) -> RequestRecord | ApiError:
         """Put all events but the last one; returns that."""
         for retries in reversed(range(1 + RETRIES)):
             stream, has_tokens = self._call(opened.request, to=routed), False
             try:
                 async for events in stream:
                     for event in events:
-                        if isinstance(event, Ended | Failed):
+                        if isinstance(event, RequestRecord | ApiError):
                             return event
                         has_tokens |= isinstance(event, Token)
                         opened.put(event)
@@ -175,4 +176,4 @@ class Relay:
                 raise
             if has_tokens or not retries:
                 break
-        return Failed(503, "the replica that answered has ended; ask again.")
+        return ApiError(503, "the replica that answered has ended; ask again.")

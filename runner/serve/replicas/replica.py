@@ -19,7 +19,7 @@ from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
 from runner.serve.replicas import switchboard
-from runner.serve.request import ApiError, Ended, Failed, OpenRequest, ReplyEvent, Request, RequestRecord
+from runner.serve.request import ApiError, OpenRequest, ReplyEvent, Request, RequestRecord
 from runner.serve.scheduler import Scheduler
 
 PAUSE_S, SHARE = 0.1, 0.05  # seconds between two checks for news, and the share of time that checks may take
@@ -41,7 +41,7 @@ class Replica:
         self._scheduler.start()
 
     async def answer(self, request: Request, *, to: switchboard.RoutedRequest) -> AsyncIterator[list[ReplyEvent]]:
-        """Serve a request; the last event is Ended or Failed. Closing the iterator cancels the request."""
+        """Serve a request up to its RequestRecord or ApiError. Closing the iterator cancels the request."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[ReplyEvent]()
         opened = OpenRequest(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event), to.id)  # type: ignore[arg-type]
         timer = loop.call_later(self._options.request_timeout_s, opened.cancel)
@@ -52,10 +52,10 @@ class Replica:
                 some = [await events.get()]
                 while not events.empty():
                     some.append(events.get_nowait())
-                is_over = isinstance(some[-1], Ended | Failed)
+                is_over = isinstance(some[-1], RequestRecord | ApiError)
                 yield some
         except ApiError as error:
-            yield [Failed.of(error)]
+            yield [error]
         finally:
             timer.cancel()
             opened.cancel()
