@@ -7,13 +7,14 @@ Decoding dispatches the forward pass of a token before it returns the token, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
@@ -68,6 +69,7 @@ def stream_generate(
     chat: Chat | None = None,
     speculate: Literal["tree", "prompt"] | None = None,
     prediction: str | Sequence[int] | NDArray[Any] | None = None,
+    min_tokens: int = 0,
     **kwargs: Any,
 ) -> Generator[CachedGenerationResponse, None, None]:
     """Generate text token by token, as mlx_lm.stream_generate does.
@@ -89,6 +91,7 @@ def stream_generate(
             with a seed the same are drawn; up to rounding, as passes over several tokens add up in another order.
         prediction: what the reply will be, as text or token ids, as far as the caller can tell. At most twice
             `max_tokens` tokens of it are used.
+        min_tokens: the reply has no token of `tokenizer.eos_token_ids` before so many others.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
@@ -103,6 +106,8 @@ def stream_generate(
             raise ValueError(f"{name} cannot be used together with cache=: {REFUSED[name]}.")
     if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens!r}; wanted 1 or more, or -1 for no limit.")
+    if require_count("min_tokens", min_tokens, "tokens", least=0) > max_tokens > 0:
+        raise ValueError(f"min_tokens is {min_tokens}; wanted at most max_tokens, {max_tokens}.")
     require_count("num_draft_tokens", kwargs.get("num_draft_tokens", 0), "tokens", least=0)
     if embed is not None and (keys is None or (draft_model, speculate, prediction) != (None,) * 3):
         raise ValueError(
@@ -117,6 +122,9 @@ def stream_generate(
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
     prompt = token_ids(prompt, name="prompt")
+    if min_tokens:
+        late = LateEnd(tokenizer.eos_token_ids, min_tokens)
+        kwargs["logits_processors"] = [*(kwargs.get("logits_processors") or ()), late]
     limit = max_tokens if max_tokens > 0 else None
     if isinstance(prediction, str):
         prediction = predicted_tokens(prediction, tokenizer, None if limit is None else MOST_PREDICTED * limit)
@@ -204,6 +212,21 @@ def _tokens(
         if count == 0 and prompt_progress_callback is not None:
             prompt_progress_callback(len(session.prompt), len(session.prompt))
         yield token
+
+
+class LateEnd:
+    """A logits processor of one reply: no end before `min_tokens` tokens, as vLLM's parameter of this name."""
+
+    def __init__(self, ends: Collection[int], min_tokens: int) -> None:
+        self._ends, self._left = ends, min_tokens
+
+    def __call__(self, _: mx.array, logits: mx.array) -> mx.array:
+        """Logits (1, V) of the next token, without the ends as long as there are too few."""
+        self._left -= 1
+        if self._left < 0:
+            return logits
+        ends = np.isin(np.arange(logits.shape[-1]), [*self._ends])
+        return mx.where(mx.array(ends), -mx.inf, logits)
 
 
 #: Tokens that are left to a reply without a limit.

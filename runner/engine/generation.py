@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from radixcache.decode import Decoding, LogitsProcessor
 from radixcache.errors import refuse_copy
-from radixcache.generate import decode
+from radixcache.generate import LateEnd, decode
 from radixcache.sessions.solo import Embed
 from radixcache.settings import require_count
 from radixcache.speculate.drafting import Drafting
@@ -147,6 +147,7 @@ class Generation(Decoding):
 
     Options of `submit` and `generate`:
         max_tokens: most tokens to sample, at least 1.
+        min_tokens: no stop token and no stop word ends the reply before so many tokens.
         sampler: mlx-lm's, or None for the most likely token.
         logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
         guidance: from the token before, None at the beginning of a reply, to the tokens (V,) that may be next.
@@ -175,6 +176,7 @@ class Generation(Decoding):
 
     tokenizer: Any
     max_tokens: int
+    min_tokens: int = 0
     logits_processors: InitVar[Sequence[LogitsProcessor]] = ()
     stop_tokens: Collection[int] | None = None
     stop_words: Collection[str] = ()
@@ -198,16 +200,18 @@ class Generation(Decoding):
     def __post_init__(self, logits_processors: Sequence[LogitsProcessor]) -> None:
         super().__post_init__()
         require_count("max_tokens", self.max_tokens, "tokens")
+        require_count("min_tokens", self.min_tokens, "tokens", least=0)
         require_count("num_draft_tokens", self.num_draft_tokens, "tokens", least=0)
         if self.reserve is not None:
             require_count("reserve", self.reserve, "tokens")
         if self.sampler is not None and not callable(self.sampler):
             raise ValueError(f"sampler is a {type(self.sampler).__name__}; wanted a function of log-probabilities.")
-        self.processors = logits_processors
         self.facts.prompt_tokens = len(self.tokens)
         self.said: list[int] = []
         self._room = self.max_tokens if self.reserve is None else self.reserve
         self._ends = frozenset(self.tokenizer.eos_token_ids if self.stop_tokens is None else self.stop_tokens)
+        late = [LateEnd(self._ends, self.min_tokens)] if self.min_tokens else []
+        self.processors = [*logits_processors, *late]
         self._words, self._detokenizer = StopWords(self.stop_words), self.tokenizer.detokenizer
         self._arrived_s = time.perf_counter() if self.arrived_at_s is None else self.arrived_at_s
         self._last_s = 0.0
@@ -268,7 +272,9 @@ class Generation(Decoding):
         text, stop_word = "", None
         if token not in self._ends:
             self._detokenizer.add_token(token)
-            text, stop_word = self._words.add(str(self._detokenizer.last_segment))
+            text = str(self._detokenizer.last_segment)
+            if len(self.said) >= self.min_tokens:
+                text, stop_word = self._words.add(text)
             if stop_word is None:
                 reason = "length" if self.left == 0 else "cancelled" if (cancelled or self.cancelled)() else None
         if reason is not None and stop_word is None:

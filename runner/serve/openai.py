@@ -166,6 +166,7 @@ class OpenAIBody(Checked):
     stream_options: dict[str, bool] = Field(default_factory=dict)
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
+    min_tokens: Count = 0
     temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
     top_p: Share = 1.0
     top_k: Count = 0
@@ -197,10 +198,12 @@ class OpenAIBody(Checked):
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
+        most = self.max_completion_tokens or self.max_tokens
+        _require(most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens, {most}")
         same = {field.name: getattr(self, field.name) for field in fields(Request) if hasattr(self, field.name)}
         own = {
             "names": ModelNames(self.model, self.adapters, self.draft_model),
-            "max_tokens": self.max_completion_tokens or self.max_tokens,
+            "max_tokens": most,
             "stop_words": self.stop,
             "namespace": namespace,
         }
@@ -336,11 +339,13 @@ class ChatBody(OpenAIBody):
         request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
         reasoning = self.model_dump(include={"reasoning_effort", "enable_thinking", "thinking"})
         arguments = {**reasoning_arguments(reasoning), **self.chat_template_kwargs}
+        constraint = self._constraint(format_field)
+        _require(not self.min_tokens or constraint is None, "min_tokens", "0 where a format or a call is enforced")
         return replace(
             request,
             tools=self.tools or None,
             chat_template_kwargs=arguments or None,
-            constraint=self._constraint(format_field),
+            constraint=constraint,
             prediction="" if self.prediction is None else self.prediction.whole,
         )
 

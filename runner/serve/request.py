@@ -75,6 +75,7 @@ class Request:
         prompt: of a text completion, as text or token ids; None: a chat.
         echo: whether the prompt's text is wanted with the reply.
         max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
+        min_tokens: the reply does not end before so many tokens.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
         chat_template_kwargs: arguments of the chat template, over those of the server.
@@ -109,6 +110,7 @@ class Request:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
     stop_words: Sequence[str] = ()
+    min_tokens: int = 0
     num_draft_tokens: int = 3
     logprobs: bool = False
     top_logprobs: int = -1

@@ -263,6 +263,7 @@ class ServedModel:
         opened.prompt, opened.is_alone = prompt, not self._is_parallel or has_images or request.scores_prompt
         opened.options = {
             "max_tokens": max_tokens,
+            "min_tokens": request.min_tokens,
             "sampler": sampler_of(request, tokenizer, self._vocabulary_length),
             "logits_processors": processors_of(request, self._vocabulary_length),
             "has_logprobs": request.has_logprobs,
