@@ -67,14 +67,6 @@ class TokenSpans:
         index = self._token_at(end + bisect_left(self._break_starts, end))
         return index - int(np.searchsorted(self._breaks, index))
 
-    def token_end(self, end: int) -> int:
-        """The number of tokens that start before the character at `end` of the plain text."""
-        end += bisect_left(self._break_starts, end)
-        index = self._token_at(end)
-        while index < len(self._ids) and self._span(index)[0] < end:
-            index += 1
-        return index - int(np.searchsorted(self._breaks, index))
-
     @cached_property
     def _break_starts(self) -> list[int]:
         """Where the breaks stand in the plain text."""
