@@ -53,7 +53,7 @@ class TokenSpans:
     """The tokens of a text, and where they stand in it. A break (`BREAK`) parts the text and has no token."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
-        self._template, self._text, self._control = template, text, template.learnt.control
+        self._template, self._text = template, text
         self._encoding = template.encode([text])[0]
         self._ids: list[int] = self._encoding.ids
         # Indices of the tokens that are left out.
