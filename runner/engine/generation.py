@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ from radixcache.errors import refuse_copy
 from radixcache.generate import LateEnd, decode
 from radixcache.sessions.solo import Embed
 from radixcache.settings import require_count
-from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.drafting import Drafted, Drafting
 from runner.engine.token import Completion, DoneReason, Token
 
 DEFAULT_STEP_SIZE = 2048
@@ -237,6 +237,21 @@ class Generation(Decoding):
     def completion(self) -> Completion | None:
         """The result; None until the reply is over. The last token carries the same."""
         return None if self.facts.done_reason is None else self.facts
+
+    @property
+    def matched_tokens(self) -> int:
+        """As in `facts`, which also says the rest."""
+        return self.facts.matched_tokens
+
+    @property
+    def reason(self) -> str | None:
+        """As in `facts`."""
+        return self.facts.reason
+
+    @property
+    def drafted(self) -> Mapping[str, Drafted]:
+        """As in `facts`."""
+        return self.facts.drafted
 
     # The reply.
 
