@@ -330,4 +330,4 @@ def decode(
         if (unsaid := sum(is_drafted for _, _, is_drafted in reply.said)) and drafting is not None:
             drafting.drafted[source].accepted -= unsaid
             with suppress(SessionClosedError, SnapshotError):
-                run.rewind(run.known_tokens - unsaid)
+                run.rewind(min(run.position, run.known_tokens - unsaid))

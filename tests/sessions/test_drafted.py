@@ -266,6 +266,22 @@ def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_wh
     assert inside.stored_tokens(cache, [*PROMPT, *reply]) == begun
 
 
+def test_a_reply_of_a_recurrent_model_may_stop_in_front_of_accepted_tokens_that_are_owed() -> None:
+    """Two drafts are right and the third is wrong: the pass is taken back, and what is right is to be evaluated again."""
+    model = tiny_model("mamba2")
+    cache = PrefixCache(model)
+    reply = [each.token for each in replies(model, 6)]
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        stream: Any = decode(session, model, session.prompt, 6, drafting=drafting(Guess(reply, wrong=4)))
+        assert [next(stream)[0]] == reply[:1]  # the first token has a pass of its own
+        assert next(stream)[0] == reply[1]
+        stream.close()
+        assert session.known_tokens == session.position == len(PROMPT)
+    cache.check()
+    assert inside.stored_tokens(cache, [*PROMPT, *reply]) == len(PROMPT)
+
+
 def test_a_step_is_refused_until_drafted_tokens_are_reported_or_taken_back() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
