@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -46,21 +45,30 @@ Guidance = Callable[[int | None], NDArray[np.bool_] | None]
 
 
 class Predictions:
-    """Pending results of a forward pass with logits (N, V): tokens (N,) and, if wanted, log-probabilities (N, V)."""
+    """Pending results of a forward pass with logits (N, V): tokens (N,) and, if wanted, log-probabilities (N, V).
 
-    def __init__(self, tokens: mx.array, logits: mx.array, logprobs: mx.array | None) -> None:
+    `is_checked`: whether to say of each row if its logits are numbers, and the token's own log-probability.
+    """
+
+    def __init__(self, tokens: mx.array, logits: mx.array, logprobs: mx.array | None, *, is_checked: bool) -> None:
         self.tokens, self.logprobs = tokens, logprobs
-        self._pending = [tokens, mx.max(logits, axis=-1)]  # the largest is finite if all are numbers
-        if logprobs is not None:  # a token -1 reads the last one's
+        self._found: list[tuple[int, bool, float | None]] | None = None
+        self._pending = [tokens]
+        if is_checked:
+            self._pending.append(mx.max(logits, axis=-1))  # the largest is finite if all are numbers
+        if is_checked and logprobs is not None:  # a token -1 reads the last one's
             self._pending.append(mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0])
         mx.async_eval(*self._pending, *([] if logprobs is None else [logprobs]))
 
-    @cached_property
     def read(self) -> list[tuple[int, bool, float | None]]:
         """Wait; return for each row the token, whether logits were not numbers, and the log-probability if known."""
+        if self._found is not None:
+            return self._found
         lists: list[Any] = [array.tolist() for array in self._pending]
-        columns = [*lists, [None] * len(lists[0])][:3]
-        return [(token, not math.isfinite(most), own) for token, most, own in zip(*columns, strict=True)]
+        unknown: Any = ([], [0.0] * len(lists[0]), [None] * len(lists[0]))
+        columns = [*lists, *unknown[len(lists) :]]
+        self._found = [(token, not math.isfinite(most), own) for token, most, own in zip(*columns, strict=True)]
+        return self._found
 
 
 class Sampled(NamedTuple):
@@ -71,7 +79,7 @@ class Sampled(NamedTuple):
 
     def read(self) -> tuple[int, bool, float | None]:
         """As `Predictions.read`, for this row."""
-        return self.of.read[self.row]
+        return self.of.read()[self.row]
 
     @property
     def logprobs(self) -> mx.array | None:
@@ -200,7 +208,8 @@ class DecodeLoop:
         seat: of the rows; a Group or a Solo.
         pace: says how many proposed tokens are worth checking.
         dtype: of the logits that are sampled from; None: the model's.
-        raises: whether errors of samplers and processors are raised; else each is the `failure` of its reply.
+        raises: whether errors of samplers and processors are raised, and nobody asks whether logits are numbers; else
+            each error is the `failure` of its reply.
         always_asks: whether the draft model is asked wherever nothing else is proposed.
     """
 
@@ -247,19 +256,21 @@ class DecodeLoop:
     def choose(self, replies: Sequence[Decoding], logits: mx.array) -> None:
         """Dispatch each reply's next token from logits (N, T, V)."""
         last = logits[:, -1] if self._dtype is None else logits[:, -1].astype(self._dtype)
-        processing = {row: each for row, each in enumerate(replies) if each.processors}
-        last = self._replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
+        if processing := {row: each for row, each in enumerate(replies) if each.processors}:
+            last = self._replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
         if guided := {row: each for row, each in enumerate(replies) if each.guidance and each.failure is None}:
             mx.async_eval(last)  # the forward pass runs while masks are made
             last = self._replace_rows(last, guided, lambda row, each: each.mask(last[row : row + 1]))
         # The normalizer takes an exponential of each logit, and the likeliest token needs none.
         is_scored = any(each.sampler is not None or each.has_logprobs for each in replies)
         logprobs: Any = log_probabilities(last) if is_scored else None
-        sampling = {row: each for row, each in enumerate(replies) if each.sampler is not None and each.failure is None}
         # Rounded log-probabilities may be equal where logits are not; mlx-lm compares the former.
         tokens = greedy(logprobs if self._dtype is None and is_scored else last)
-        tokens = self._replace_rows(tokens, sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1]))
-        predictions = Predictions(tokens, last, logprobs)
+        if sampling := {row: each for row, each in enumerate(replies) if each.sampler and each.failure is None}:
+            tokens = self._replace_rows(
+                tokens, sampling, lambda row, each: sample(each.sampler, logprobs[row : row + 1])
+            )
+        predictions = Predictions(tokens, last, logprobs, is_checked=not self._raises)
         for row, reply in enumerate(replies):
             if reply.failure is None:
                 reply.last = Sampled(predictions, row)

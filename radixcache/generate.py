@@ -322,7 +322,8 @@ def decode(
                     reply.said[first:-1] = [(token, logprobs, True) for token, logprobs, _ in reply.said[first:-1]]
                     source = drafts[reply].source if drafts else source
                 read([reply], leave=int(goes_on))
-            loop.times.end_round(1, is_plain=is_ahead and not drafts)
+            if drafting is not None:
+                loop.times.end_round(1, is_plain=is_ahead and not drafts)
             while reply.said:
                 yield reply.said.pop(0)
     finally:
