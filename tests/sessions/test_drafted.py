@@ -267,7 +267,7 @@ def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_wh
 
 
 def test_a_reply_of_a_recurrent_model_may_stop_in_front_of_accepted_tokens_that_are_owed() -> None:
-    """Two drafts are right and the third is wrong: the pass is taken back, and what is right is to be evaluated again."""
+    """Two drafts are right and the third is wrong: the pass is taken back, and what is right is owed."""
     model = tiny_model("mamba2")
     cache = PrefixCache(model)
     reply = [each.token for each in replies(model, 6)]
