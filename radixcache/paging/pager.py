@@ -100,14 +100,10 @@ class Pager:
     def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
         """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
-        for node in nodes if self._layout.token_bytes else []:
-            offset, end = node.start, min(node.end, plan.resume)
-            while offset < end:
-                spans = self.spans_at(node, offset, end)
-                if self._layout.is_empty(caches):
-                    self._layout.reserve(caches, plan.resume + 256, spans)
-                self._layout.page_in(caches, spans, min(spans.end, end))
-                offset = spans.end
+        if nodes and self._layout.token_bytes:
+            self._layout.reserve(caches, plan.resume + 256, self.spans_at(nodes[0], 0, 1))
+        for node in nodes:
+            self._write(caches, node, min(node.end, plan.resume))
         if plan.resume and self._layout.has_points:
             self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
@@ -386,16 +382,20 @@ class Pager:
         return need_tokens if self._budget.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
-        offset = node.start
-        while offset < node.end and self._layout.token_bytes:
-            spans = self.allocating(self.spans_at, node, offset, node.end)
-            # A copy out of another slot is held until it is written; what the tree has is written all at once.
-            wait = is_last or spans is not node.payload.spans
-            copied_bytes = self.allocating(self._layout.page_in, live.caches, spans, spans.end, wait=wait)
-            self._states.paged_in_bytes += copied_bytes
-            offset = spans.end
+        self._states.paged_in_bytes += self._write(live.caches, node, node.end, is_last=is_last)
         live.advance(node)
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
+
+    def _write(self, caches: Sequence[Any], node: StateNode, end: int, *, is_last: bool = True) -> int:
+        """Write a node's spans up to `end` behind what caches hold; returns how many bytes. `is_last`: wait for it."""
+        offset, copied_bytes = node.start, 0
+        while offset < end and self._layout.token_bytes:
+            spans = self.allocating(self.spans_at, node, offset, end)
+            # A copy out of another slot is held until it is written; what the tree has is written all at once.
+            wait = is_last or spans is not node.payload.spans
+            copied_bytes += self.allocating(self._layout.page_in, caches, spans, min(spans.end, end), wait=wait)
+            offset = spans.end
+        return copied_bytes
 
     def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
         """A node's snapshot, or a part of [start, end) copied from where it is live."""
