@@ -97,7 +97,7 @@ class Pager:
         for node in leaving:
             self.allocating(live.page_out, node)
 
-    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+    def fresh_at(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
         """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
         if nodes and self._layout.token_bytes:
@@ -189,7 +189,7 @@ class Pager:
         # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
         stored = [*self._states.windows.stored(live.nodes()), *own.windows]
         if checkpoint is None and target:
-            held = self.captured(live.caches, live.nodes(), target, own.windows)
+            held = self.capture_lacking(live.caches, live.nodes(), target, own.windows)
             stored += [] if held is None else [held]
         self.retreat(live, target)
         self._layout.rewind_spans(live.caches, target)
@@ -258,7 +258,7 @@ class Pager:
 
     def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
         """Copy what windows need at an offset and neither the path nor the request has yet."""
-        found = self.captured(caches, path, offset, own.windows)
+        found = self.capture_lacking(caches, path, offset, own.windows)
         if found is not None:
             own.add_windows(found)
 
@@ -284,7 +284,7 @@ class Pager:
 
     def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
         """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
-        windows = self.captured(caches, node.path(), node.end)
+        windows = self.capture_lacking(caches, node.path(), node.end)
         checkpoint = self.allocating(self._layout.checkpoint, caches, node.end, kind)
         # Nothing is evicted from here on: what no checkpoint needs yet would go first.
         if windows is not None:
@@ -292,7 +292,7 @@ class Pager:
         if not self._states.windows.lacking(node.path(), node.end):  # Else the caches have lost some of it.
             self._states.set_checkpoint(node, checkpoint, use)
 
-    def captured(
+    def capture_lacking(
         self, caches: Sequence[Any], path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()
     ) -> Spans | None:
         """A copy of what windows need where caches stand, and neither `path` nor `more` has; None: nothing."""
@@ -331,7 +331,7 @@ class Pager:
         self._layout.learn(caches)
         match = self._states.match(keys[:end], namespace)
         try:
-            with self._states.guarded(match.node):
+            with self._states.guarding(match.node):
                 start, token_bytes = match.offset, self._layout.stored_token_bytes
                 need = (end - start) * token_bytes
                 if not self._evictor.make_room(need) and not self._layout.has_points:
@@ -367,7 +367,7 @@ class Pager:
         if spans is not None:
             self._states.set_spans(node, spans)
             self._states.paged_out_bytes += spans.nbytes
-        with self._states.guarded(node):
+        with self._states.guarding(node):
             self._add(node, windows, checkpoints, use)
             if points is not None and node.payload.checkpoint is None:
                 self.add_checkpoint(node, points, "end", use)
