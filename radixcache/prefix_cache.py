@@ -26,7 +26,8 @@ from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
-from radixcache.layers.layout import AnyLayout, Layout
+from radixcache.layers.layout import Layout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
 from radixcache.ledger import FORKED, Ledger

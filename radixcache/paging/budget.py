@@ -42,7 +42,8 @@ from typing import Any, Literal, NamedTuple
 from policies import LRU, OFFLINE_POLICIES, POLICIES, Entry, EvictionPolicy
 from radixcache.adapters.contract import Checkpoint
 from radixcache.errors import PolicyError, RequestTooLargeError, describe
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Lock
 from radixcache.paging.pins import Pins
 from radixcache.paging.resume import LivePath, Slots

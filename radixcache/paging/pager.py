@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
 from radixcache.errors import SessionClosedError, SnapshotError
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.budget import ByteBudget, Evictor
 from radixcache.paging.resume import LivePath, PrefixRequest, ResumePlan, Slots, deepest_whole

@@ -60,7 +60,8 @@ from typing import Any, NamedTuple, Protocol
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, union
 from radixcache.errors import CacheBusyError
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.settings import Settings

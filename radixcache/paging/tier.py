@@ -24,7 +24,7 @@ import numpy as np
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.layers.layout import AnyLayout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.layers.stored import Buffers, shapes_in
 from radixcache.paging.budget import Evictor
 from radixcache.paging.pager import Pager

@@ -53,7 +53,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.adapters.contract import NEVER, SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.counters import Tally
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
 from radixcache.tree.history import EVICTED, MERGED, PAGED_OUT, SPLIT, Events

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widen
-from radixcache.layers.layout import AnyLayout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Account
 from radixcache.tree.radix_tree import Node
 

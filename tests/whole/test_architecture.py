@@ -34,7 +34,7 @@ MOST_FILES = {"radixcache": 80, "runner": 97}
 #: The most lines of each package. What needs more says in its commit what the lines are for.
 MOST_LINES = {"policies": 2_400, "radixcache": 23_400, "runner": 23_200, "tests": 56_300}
 #: The most lines of a class and of a function, and the most terms of the page.
-MOST_CLASS_LINES, MOST_FUNCTION_LINES, MOST_TERMS = 450, 112, 90
+MOST_CLASS_LINES, MOST_FUNCTION_LINES, MOST_TERMS = 450, 100, 90
 #: The most files that a call may cross.
 MOST_CROSSED = {"begin": 14, "close": 14, "begin_many of two rows": 20, "chat request": 11}
 
