@@ -340,7 +340,8 @@ class Engine:
             window = reply.window
             if window is None or reply.row.position < window.tokens or self._shift(reply, window):
                 continuing.append(reply)
-        return continuing
+        # To make room for a shift, one of these may have been sent back.
+        return [each for each in continuing if each in self._queue.running]
 
     def _step(self, replies: list[Generation], drafts: Drafts) -> None:
         while replies := [each for each in replies if each in self._queue.running]:
