@@ -144,6 +144,24 @@ def test_logits_that_are_no_numbers_end_the_request_and_are_not_stored() -> None
         assert done(following).done_reason == "length"
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba2"])
+def test_a_first_token_that_is_no_number_leaves_in_the_cache_what_the_request_resumed_on(kind: str) -> None:
+    loaded = load(kind)
+    following = [*PROMPTS[0], 5, 6]
+    with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
+        submit(generator, PROMPTS[0])
+        list(generator)
+        failing = submit(generator, following, logits_processors=[lambda _, logits: logits * mx.nan])
+        list(generator)
+        assert "not numbers" in str(done(failing).error)
+        cache.check()
+        fine = submit(generator, following)
+        list(generator)
+        assert done(fine).cached_tokens == done(failing).cached_tokens > 0
+        generator.close()
+        assert [tokens_of(fine)] == replies(new_generator(loaded, new_cache(loaded)), [following], 8)
+
+
 def test_what_a_sampler_raises_ends_its_request_alone() -> None:
     loaded = load("llama")
 
