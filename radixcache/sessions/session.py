@@ -639,10 +639,10 @@ class Session(Progress):
                     self._check.close()
 
     def distrust_from(self, offset: int) -> None:
-        """Store nothing from an offset on: it was found wrong."""
+        """Store nothing from an offset on: it was found wrong. What the tree has stays in it."""
         with self._core.lock:
             if self._live.is_seat_of(self._seat):
-                right = self._live.right_tokens
+                right, offset = self._live.right_tokens, max(offset, self._live.offset)
                 self._live.right_tokens = offset if right is None else min(offset, right)
 
     def drop_checkpoints(self, kind: str) -> None:
