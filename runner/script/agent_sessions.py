@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.files import Record
-from runner.script.conversation import Call, Opening, found_in, paths
+from runner.script.conversation import Call, Opening, as_tool, found_in, object_of, paths
 
 
 @dataclass
@@ -98,10 +98,10 @@ class Tree:
     """The nodes of a log whose rows become chat messages. A row goes on from another one, its parent."""
 
     def __init__(self, known: Known) -> None:
-        self.nodes: dict[str, LogNode] = {}
-        self.left_out: Counter[str] = Counter()
         self.said: dict[str, Sequence[dict[str, Any]]] = {}  # by row
         self._known = known
+        self._nodes: dict[str, LogNode] = {}
+        self._left_out: Counter[str] = Counter()
         self._ends: dict[str | None, str | None] = {}  # by row: the last message that a row below sees
 
     def add(
@@ -114,35 +114,27 @@ class Tree:
         call: Call | None = None,
         opening: Opening = Opening.SESSION,
         left_out: Mapping[str, int] | None = None,
+        is_copy: bool = False,
     ) -> None:
         """Add what a row says behind its parent. With a call, its first reply is one."""
-        is_new = self._known.adds(row)
-        if is_new:
-            self.left_out.update(left_out or {})
-        self.said[row] = messages
-        self._chain(row, self._ends.get(parent), messages, record, opening, call, is_copy=not is_new)
+        is_copy = is_copy or not self._known.adds(row)
+        if not is_copy:
+            self._left_out.update(left_out or {})
+        self.said[row], above = messages, self._ends.get(parent)
+        for at, message in enumerate(messages):
+            name, is_reply = f"{row}/{at}", message["role"] == "assistant"
+            self._nodes[name] = LogNode(message, record, above, is_reply, opening, call if is_reply else None, is_copy)
+            above, call = name, None if is_reply else call
+        self._ends[row] = above
 
     def compact(self, row: str, messages: Sequence[dict[str, Any]], record: Record) -> None:
         """Let the rows below this one see these messages in place of the history."""
+        self.add(row, None, messages, record, opening=Opening.COMPACTION, is_copy=True)
         self.said[row] = ()
-        self._chain(row, None, messages, record, Opening.COMPACTION, None, is_copy=True)
 
-    def _chain(
-        self,
-        row: str,
-        above: str | None,
-        messages: Sequence[dict[str, Any]],
-        record: Record,
-        opening: Opening,
-        call: Call | None,
-        *,
-        is_copy: bool,
-    ) -> None:
-        for at, message in enumerate(messages):
-            name, is_reply = f"{row}/{at}", message["role"] == "assistant"
-            self.nodes[name] = LogNode(message, record, above, is_reply, opening, call if is_reply else None, is_copy)
-            above, call = name, None if is_reply else call
-        self._ends[row] = above
+    def bodies(self, user: Any) -> Iterator[Record]:
+        """The requests of the log as bodies of the chat API, without the system prompt and the tools."""
+        return bodies(self._nodes, "messages", self._left_out, user=str(user))
 
 
 def reply(content: str, reasoning: str = "", calls: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -151,12 +143,20 @@ def reply(content: str, reasoning: str = "", calls: Iterable[dict[str, Any]] = (
     return {"role": "assistant", "content": content, **{key: value for key, value in said.items() if value}}
 
 
-def call_of(
-    reply_id: str, value: Mapping[str, Any], model: Any, prompt_tokens: int = 0, cached_tokens: int = 0
-) -> Call:
-    """The call of a reply, with the time of its row; no prompt tokens: the provider reported no figures."""
-    time = str(value.get("timestamp", ""))
-    return Call(reply_id, time, str(model or ""), None, prompt_tokens or None, cached_tokens if prompt_tokens else 0)
+def function_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": str(call_id), **as_tool({"name": str(name), "arguments": object_of(arguments)})}
+
+
+def result(call_id: Any, name: Any, content: str) -> dict[str, Any]:
+    """A message with the result of a call."""
+    return {"role": "tool", "tool_call_id": str(call_id), "name": str(name), "content": content}
+
+
+def call_of(reply_id: str, time: Any, model: Any, usage: Any = None, prompt: str = "", cached: str = "") -> Call:
+    """The call of a reply. `prompt` names the counts in `usage` whose sum is the length of the prompt; 0: unknown."""
+    prompt_tokens = sum(count_in(usage, name) for name in prompt.split())
+    cached_tokens = count_in(usage, cached) if prompt_tokens else 0
+    return Call(reply_id, str(time), str(model or ""), None, prompt_tokens or None, cached_tokens)
 
 
 def count_in(value: Any, name: str) -> int:

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.script.conversation import (
+    ByType,
     Checked,
     Many,
     as_tool,
-    by_type,
     content_of,
     dicts_in,
     null_as,
@@ -43,9 +43,6 @@ _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "sy
 _BLOCKS = frozenset(("compaction", "document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
 # Roles and fields of messages that only OpenAI's API has.
 _OPENAI_ROLES, _OPENAI_FIELDS = ("developer", "function", "tool"), frozenset(("function_call", "tool_calls"))
-_TEXT_BLOCKS = frozenset(
-    ("compaction", "document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use")
-)
 
 
 class CacheControl(Checked):
@@ -159,15 +156,7 @@ class ToolUse(Markable):
         return json.dumps(self.input)
 
 
-Shown: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[ToolReference, Tag("tool_reference")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
-]
+Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference | ServerBlock, ByType(BLOCK_KINDS)]
 
 
 class ToolResult(Markable):
@@ -178,25 +167,9 @@ class ToolResult(Markable):
 
 
 UserBlock: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Compaction, Tag("compaction")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
+    Text | Image | Document | SearchResult | ToolResult | Compaction | ServerBlock, ByType(BLOCK_KINDS)
 ]
-AssistantBlock: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[Compaction, Tag("compaction")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
-]
-
-
+AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | Compaction | ServerBlock, ByType(BLOCK_KINDS)]
 SystemTexts: TypeAlias = Annotated[Texts, BeforeValidator(without_billing)]
 
 
@@ -338,7 +311,7 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
 def _has_text(block: Mapping[str, Any]) -> bool:
     kind, source = block.get("type", "text"), block.get("source")
     is_file = kind == "document" and isinstance(source, dict) and source.get("type") not in ("text", "content")
-    return kind in _TEXT_BLOCKS and not is_file and block.get("thinking") != ""
+    return kind in BLOCK_KINDS and kind != "image" and not is_file and block.get("thinking") != ""
 
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
+from runner.script.agent_sessions import Known, LogNode, bodies, call_of
 from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
 
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
@@ -90,9 +90,10 @@ class _Log:
         node.turn["content"] += _added(node, blocks)
         model = str(found_in(node.record.value, "message/model")[1] or "")
         if node.is_reply and model != SYNTHETIC and not name.startswith(_COPY):
-            counts = ("cache_read_input_tokens", "input_tokens", "cache_creation_input_tokens")
-            cached, *others = (count_in(message, f"usage/{each}") for each in counts)
-            node.call = call_of(name, node.record.value, model, cached + sum(others), cached)
+            time, usage = node.record.value.get("timestamp", ""), message.get("usage")
+            node.call = call_of(
+                name, time, model, usage, f"{_CACHED} input_tokens cache_creation_input_tokens", _CACHED
+            )
 
     def finished(self) -> dict[str, LogNode]:
         """The nodes by their names, each with the node above it and with the results that the model saw."""
@@ -176,7 +177,7 @@ class _Log:
         return []
 
 
-_COPY = "copy of "
+_COPY, _CACHED = "copy of ", "cache_read_input_tokens"
 
 
 def _added(node: LogNode, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

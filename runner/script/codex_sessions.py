@@ -86,9 +86,9 @@ class _Log:
             self._end, self._opening, self._asked = self._questions[-turns:][0], Opening.EDIT, None
             del self._questions[-turns:]
         elif event == "token_count" and self._asked and self._asked.call and not self._asked.call.prompt_tokens:
-            prompt = count_in(payload, "info/last_token_usage/input_tokens")
-            cached = count_in(payload, "info/last_token_usage/cached_input_tokens") if prompt else 0
-            self._asked.call = self._asked.call._replace(prompt_tokens=prompt or None, cached_tokens=cached)
+            usage, call = found_in(payload, "info/last_token_usage")[1], self._asked.call
+            figures = (usage, "input_tokens", "cached_input_tokens")
+            self._asked.call = call_of(call.reply_id, call.time, call.model, *figures)
 
     def _append(self, item: dict[str, Any], record: Record, *, is_said: bool) -> None:
         """Add an item to the history; one that a compaction repeats is not said."""
@@ -110,7 +110,7 @@ class _Log:
             # Ids of calls are of one session only.
             place = f"{item['call_id']} {row}" if "call_id" in item else f"{record.where} {name}"
             reply_id = item.get("id") or item.get("encrypted_content") or place
-            node.call = None if is_copy else call_of(str(reply_id), record.value, self._model)
+            node.call = None if is_copy else call_of(str(reply_id), record.value.get("timestamp", ""), self._model)
         if is_said and item.get("role") == "user" and not _is_context(item):
             self._questions.append(self._before_context())
         self._end = _End(name, digest)

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 from runner.files import InputError, expect
 from runner.text import shortened
@@ -142,14 +143,21 @@ def null_as(value: Any) -> BeforeValidator:
     return BeforeValidator(lambda given: value if given is None else given)
 
 
-def by_type(kinds: Collection[str], default: str | None = None, known: Collection[str] = ()) -> Discriminator:
-    """Tell parts apart by their type. A type that is neither of `kinds` nor `known` elsewhere is foreign."""
+@dataclass(frozen=True)
+class ByType:
+    """In `Annotated[A | B, ByType(kinds)]`: tell the members apart by `type`. A type not in `kinds` is foreign."""
 
-    def kind_of(part: Any) -> str:
-        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
-        return str(kind) if kind in kinds or kind in known else "foreign"
+    kinds: Collection[str]
+    default: str | None = None
 
-    return Discriminator(kind_of)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def kind_of(part: Any) -> str:
+            kind = part.get("type", self.default) if isinstance(part, dict) else getattr(part, "type", None)
+            return str(kind) if kind in self.kinds else "foreign"
+
+        types = {member: get_args(member.model_fields["type"].annotation) or ("foreign",) for member in get_args(union)}
+        members = (Annotated[member, Tag(kind)] for member, kinds in types.items() for kind in kinds)
+        return handler.generate_schema(Annotated[Union[tuple(members)], Discriminator(kind_of)])  # noqa: UP007
 
 
 def dicts_in(values: Any) -> list[dict[str, Any]]:

@@ -276,7 +276,14 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         return None, left_out
     is_object = bool(form.parent) and isinstance(content, dict)
     if isinstance(content, list) or is_object:
-        content = _text_of(content if isinstance(content, list) else [content], where, left_out)
+        parts = content if isinstance(content, list) else [content]
+        shown = with_text(parts, lambda part: part.get("type") == "text" or isinstance(part.get("text"), str), left_out)
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in shown]
+        for index, text in enumerate(texts):
+            expect(
+                isinstance(text, str), f"{where}: content part {index} is", shown[index], "a part with a type and text"
+            )
+        content = "".join(texts)
     if form.parent and not content and (role != "user" or is_object or not left_out):
         return None, left_out
     if isinstance(turn.get("audio"), dict):
@@ -314,16 +321,6 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     return message, left_out
 
 
-def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
-    """The texts of a message's parts; the other parts are counted by type."""
-    shown = with_text(parts, lambda part: part.get("type") == "text" or isinstance(part.get("text"), str), left_out)
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in shown]
-    for index, text in enumerate(texts):
-        wanted = "a part with a type and text"
-        expect(isinstance(text, str), f"{where}: content part {index} is", shown[index], wanted)
-    return "".join(texts)
-
-
 def _name(record: Record, patterns: str) -> str:
     """An id or a user as text, which may be a number in the record; '': there is none."""
     known = {**record.value, "file": printable(record.path.stem)}
@@ -346,13 +343,13 @@ def _is_name(value: Any) -> bool:
 
 def _tools_value(record: dict[str, Any], where: str) -> Any:
     """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
-    value, functions = (
+    tools, functions = (
         json_of(None if record.get(name) == "" else record.get(name)) for name in ("tools", "functions")
     )
-    if value is None and functions is not None:
-        expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
-        return [*map(as_tool, functions)]
-    return value
+    if tools is not None or functions is None:
+        return tools
+    expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
+    return [*map(as_tool, functions)]
 
 
 # What no row can say
@@ -456,11 +453,10 @@ def _is_webui(record: dict[str, Any]) -> bool:
 
 
 def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
-    chat = record.value["chat"]
+    chat, about = record.value["chat"], {"id": record.value.get("id"), "user": record.value.get("user_id")}
     nodes = found_in(chat, "history/messages")[1]
-    about = {"id": record.value.get("id")}
     if not isinstance(nodes, dict):
-        yield {**about, "messages": chat.get("messages"), "user": record.value.get("user_id")}
+        yield {**about, "messages": chat.get("messages")}
         return
     mapping = {}
     for name, node in nodes.items():
@@ -468,7 +464,7 @@ def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
         images = [each for each in dicts_in(given.get("files")) if each.get("type") == "image"]
         turn = {"role": given.get("role"), "text": given.get("content"), "images": images}
         mapping[name] = {**turn, "parent": given.get("parentId")}
-    yield {**about, "mapping": mapping, "user": record.value.get("user_id")}
+    yield {**about, "mapping": mapping}
 
 
 def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
@@ -580,9 +576,7 @@ FORMS: tuple[Form, ...] = (
     Form("ShareGPT", _SPOKEN, "conversations", **_SPEECH),
     Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", **_ROW),
     Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", **_NODES),
-    Form(
-        "Open WebUI's export", _WEBUI, "chat", tells=lambda record: isinstance(record["chat"], dict), read=_read_webui
-    ),
+    Form("Open WebUI's export", _WEBUI, "chat", tells=_is_webui, read=_read_webui),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
     Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
     Form("tau-bench", _TAU, "traj", id=_TASK, user="info/task/user_id", has_tools_beside=True),

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, Tree, bodies, call_of, count_in, reply
-from runner.script.conversation import Opening, as_tool, dicts_in, found_in, object_of
+from runner.script.agent_sessions import Known, Tree, call_of, function_call, reply, result
+from runner.script.conversation import Opening, dicts_in, found_in, object_of
 
 KINDS = ("assistant", "system", "tool_result", "user")  # of rows of qwen-code
 NOT_SENT = ("realtime_message", "code_mode_tool_result")  # rows of qwen-code that are no part of the history
@@ -46,12 +46,12 @@ def qwen_code(records: Sequence[Record], known: Known) -> Iterator[Record]:
         is_sent = kind in KINDS and kind != "system" and value.get("subtype") not in NOT_SENT
         message = object_of(value.get("message"))
         messages = _messages(message, left_out) if message and is_sent else []
-        tokens = (count_in(value, f"usageMetadata/{each}") for each in ("promptTokenCount", "cachedContentTokenCount"))
-        call = call_of(f"reply {uuid}", value, value.get("model"), *tokens) if kind == "assistant" else None
+        about = (value.get("timestamp", ""), value.get("model"), value.get("usageMetadata"))
+        reply_id, counts = f"reply {uuid}", ("promptTokenCount", "cachedContentTokenCount")
+        call = call_of(reply_id, *about, *counts) if kind == "assistant" else None
         opening = Opening.SUBAGENT if value.get("isSidechain") else Opening.SESSION
         tree.add(uuid, parent, messages, record, call=call, opening=opening, left_out=left_out)
-    user = str(records[0].value.get("sessionId") or records[0].default_id)
-    yield from bodies(tree.nodes, "messages", tree.left_out, user=user)
+    yield from tree.bodies(records[0].value.get("sessionId") or records[0].default_id)
 
 
 def is_qwen_code(record: dict[str, Any]) -> bool:
@@ -79,13 +79,12 @@ def gemini_cli(records: Sequence[Record], known: Known) -> Iterator[Record]:
         elif "type" in row and (name := row["id"]) not in tree.said:
             row, left_out = latest[name], Counter[str]()
             messages = _gemini_messages(row, left_out)
-            tokens = (count_in(row, f"tokens/{each}") for each in ("input", "cached"))
-            call = call_of(f"reply {name}", row, row.get("model"), *tokens)
+            about = (row.get("timestamp", ""), row.get("model"), row.get("tokens"))
+            call = call_of(f"reply {name}", *about, "input", "cached")
             parent = history[-1] if history else None
             tree.add(name, parent, messages, record, call=call, opening=opening, left_out=left_out)
             history.append(name)
-    user = str(head.get("sessionId") or records[0].default_id)
-    yield from bodies(tree.nodes, "messages", tree.left_out, user=user)
+    yield from tree.bodies(head.get("sessionId") or records[0].default_id)
 
 
 def _rows(record: Record) -> Iterator[tuple[dict[str, Any], Record]]:
@@ -133,11 +132,12 @@ def _messages(content: Mapping[str, Any], left_out: Counter[str]) -> list[dict[s
         if isinstance(text := part.get("text"), str):
             (thoughts if part.get("thought") else texts).append(text)
         elif isinstance(call := part.get("functionCall"), dict):
-            function = {"name": str(call.get("name")), "arguments": object_of(call.get("args"))}
-            calls.append({"id": str(call.get("id") or call.get("name")), **as_tool(function)})
+            calls.append(function_call(call.get("id") or call.get("name"), call.get("name"), call.get("args")))
         elif isinstance(response := part.get("functionResponse"), dict):
-            tool = {"tool_call_id": str(response.get("id") or response.get("name")), "name": str(response.get("name"))}
-            results.append({"role": "tool", **tool, "content": _output(response.get("response"))})
+            call_id, name, answer = response.get("id"), response.get("name"), response.get("response")
+            output = found_in(answer, "output error")[1]
+            output = output if isinstance(output, str) else json.dumps(answer, ensure_ascii=False)
+            results.append(result(call_id or name, name, output))
             left_out.update(key for each in dicts_in(response.get("parts")) for key in _kinds(each))
         else:
             left_out.update(_kinds(part))
@@ -148,8 +148,3 @@ def _messages(content: Mapping[str, Any], left_out: Counter[str]) -> list[dict[s
 
 def _kinds(part: Mapping[str, Any]) -> Iterable[str]:
     return (key for key in ("inlineData", "fileData", "executableCode", "codeExecutionResult") if key in part)
-
-
-def _output(response: Any) -> str:
-    found = found_in(response, "output error")[1]
-    return found if isinstance(found, str) else json.dumps(response, ensure_ascii=False)

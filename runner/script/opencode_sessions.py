@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, Tree, bodies, call_of, count_in, reply
-from runner.script.conversation import Opening, as_tool, dicts_in, found_in, object_of
+from runner.script.agent_sessions import Known, Tree, call_of, function_call, reply, result
+from runner.script.conversation import Opening, dicts_in, found_in, object_of
 
 SUMMARY_ASKED = "What did we do so far?"  # what stands in front of a summary
 INTERRUPTED = "[Tool execution was interrupted]"
@@ -52,15 +52,13 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
                 for at, step in enumerate(_steps(parts)):
                     row = f"{name} {at}"
                     finish = next((each for each in step if each.get("type") == "step-finish"), {})
-                    counts = (count_in(finish, f"tokens/{each}") for each in ("input", "cache/write", "cache/read"))
-                    uncached, written, cached = counts
                     ms = max(ms, _ms([found_in(each, "time state/time")[1] for each in (*step, info)]))
-                    about = {"timestamp": datetime.fromtimestamp(ms / 1000, UTC).isoformat()}
-                    call = call_of(f"reply {row}", about, info.get("modelID"), uncached + written + cached, cached)
+                    time, tokens = datetime.fromtimestamp(ms / 1000, UTC).isoformat(), finish.get("tokens")
+                    prompt = "input cache/write cache/read"
+                    call = call_of(f"reply {row}", time, info.get("modelID"), tokens, prompt, "cache/read")
                     tree.add(row, rows[-1] if rows else None, _messages(step), record, call=call, opening=opening)
                     rows.append(row)
-    user = str(found_in(records[0].value, "info/id")[1] or records[0].default_id)
-    yield from bodies(tree.nodes, "messages", tree.left_out, user=user)
+    yield from tree.bodies(found_in(records[0].value, "info/id")[1] or records[0].default_id)
 
 
 def _steps(parts: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -77,11 +75,10 @@ def _messages(step: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A reply, and the results of its calls."""
     calls, results = list[dict[str, Any]](), list[dict[str, Any]]()
     for part in (each for each in step if each.get("type") == "tool"):
-        id, name, state = str(part.get("callID")), str(part.get("tool")), object_of(part.get("state"))
-        calls.append({"id": id, **as_tool({"name": name, "arguments": object_of(state.get("input"))})})
+        call_id, name, state = part.get("callID"), part.get("tool"), object_of(part.get("state"))
+        calls.append(function_call(call_id, name, state.get("input")))
         output = found_in(state, "output error")[1]
-        answer = output if isinstance(output, str) else INTERRUPTED
-        results.append({"role": "tool", "tool_call_id": id, "name": name, "content": answer})
+        results.append(result(call_id, name, output if isinstance(output, str) else INTERRUPTED))
     return [reply("".join(_texts(step, "text")), "".join(_texts(step, "reasoning")), calls), *results]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, Tree, bodies, call_of, count_in, reply
-from runner.script.conversation import as_parts, as_tool, dicts_in, object_of
+from runner.script.agent_sessions import Known, Tree, call_of, function_call, reply, result
+from runner.script.conversation import as_parts, dicts_in, object_of
 
 COMPACTED = "The conversation history before this point was compacted into the following summary:\n\n<summary>\n"
 BRANCHED = "The following is a summary of a branch that this conversation came back from:\n\n<summary>\n"
@@ -39,13 +39,11 @@ def pi(records: Sequence[Record], known: Known) -> Iterator[Record]:
             tree.compact(row, [summary, *(message for each in kept for message in tree.said[each])], record)
             continue
         left_out = Counter[str]()
-        messages = _messages(value, left_out)
-        message = object_of(value.get("message"))
-        uncached, cached, stored = (count_in(message, f"usage/{each}") for each in ("input", "cacheRead", "cacheWrite"))
-        call = call_of(f"reply {row}", value, message.get("model"), uncached + cached + stored, cached)
+        messages, said = _messages(value, left_out), object_of(value.get("message"))
+        time, usage = value.get("timestamp", ""), said.get("usage")
+        call = call_of(f"reply {row}", time, said.get("model"), usage, "input cacheRead cacheWrite", "cacheRead")
         tree.add(row, parent, messages, record, call=call, left_out=left_out)
-    user = str(records[0].value.get("id") or records[0].default_id)
-    yield from bodies(tree.nodes, "messages", tree.left_out, user=user)
+    yield from tree.bodies(records[0].value.get("id") or records[0].default_id)
 
 
 def _kept(parents: Mapping[str, str | None], last: str | None, first: str | None) -> list[str]:
@@ -75,14 +73,12 @@ def _messages(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, 
         output = message.get("output")
         return [{"role": "user", "content": f"Ran `{message.get('command')}`\n```\n{output}\n```"}]
     if role == "toolResult":
-        tool = {"tool_call_id": str(message.get("toolCallId")), "name": str(message.get("toolName"))}
-        return [{"role": "tool", **tool, "content": "\n".join(texts)}]
+        return [result(message.get("toolCallId"), message.get("toolName"), "\n".join(texts))]
     if role in ("user", "custom"):
         return [{"role": "user", "content": "".join(texts)}]
     if role != "assistant" or message.get("stopReason") in ("aborted", "error"):
         return []
     thoughts = [text for each in blocks if isinstance(text := each.get("thinking"), str)]
-    called = [each for each in blocks if each.get("type") == "toolCall"]
-    functions = [{"name": str(each.get("name")), "arguments": object_of(each.get("arguments"))} for each in called]
-    calls = ({"id": str(each.get("id")), **as_tool(function)} for each, function in zip(called, functions, strict=True))
+    called = (each for each in blocks if each.get("type") == "toolCall")
+    calls = (function_call(each.get("id"), each.get("name"), each.get("arguments")) for each in called)
     return [reply("".join(texts), "".join(thoughts), calls)]

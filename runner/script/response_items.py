@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.script.conversation import (
+    ByType,
     Checked,
     Many,
     as_tool,
-    by_type,
     content_of,
     null_as,
     or_text,
@@ -131,14 +131,7 @@ class ForeignTool(Foreign):
 
 
 Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[CustomToolCall, Tag("custom_tool_call")]
-    | Annotated[CallOutput, Tag("custom_tool_call_output")]
-    | Annotated[Foreign, Tag("foreign")],
-    by_type(ITEM_KINDS, "message"),
+    MessageItem | ReasoningItem | FunctionCall | CallOutput | CustomToolCall | Foreign, ByType(ITEM_KINDS, "message")
 ]
 
 
@@ -205,23 +198,10 @@ class NamespaceTool(Checked):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    tools: Many[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[CustomTool, Tag("custom")]
-            | Annotated[ForeignTool, Tag("foreign")],
-            by_type(_TOOL_KINDS[:2]),
-        ]
-    ]
+    tools: Many[Annotated[FunctionTool | CustomTool | ForeignTool, ByType(("function", "custom"))]]
 
 
-Tool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[ForeignTool, Tag("foreign")],
-    by_type(_TOOL_KINDS),
-]
+Tool: TypeAlias = Annotated[FunctionTool | CustomTool | NamespaceTool | ForeignTool, ByType(_TOOL_KINDS)]
 
 
 class OwnTool(NamedTuple):
