@@ -143,29 +143,27 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def input_files(path: Path, suffixes: Sequence[str], wanted: str) -> list[Path]:
-    """The path itself, or the files below a folder with these endings, packed or not. InputError: there is none."""
-    try:
-        if not path.is_dir():
-            return [path]
-        found = _files_below(path, (*suffixes, *(f"{suffix}.gz" for suffix in suffixes)))
-    except OSError as error:
-        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); wanted {wanted}.") from error
-    if found := [file for file in found if not any(map(file.match, NO_INPUT))]:
-        return found
-    raise InputError(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
+    """The path itself, or the files below a folder with these endings, packed or not, sorted, without hidden ones.
 
-
-def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files with these endings, sorted, without hidden ones. OSError: a folder cannot be read."""
+    InputError: there is none, or a folder cannot be read.
+    """
+    endings, found = (*suffixes, *(f"{suffix}.gz" for suffix in suffixes)), list[Path]()
 
     def refuse(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = (name for name in folders if not name.startswith("."))
-        found += (Path(parent, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+    try:
+        if not path.is_dir():
+            return [path]
+        for parent, folders, names in os.walk(path, onerror=refuse):
+            folders[:] = (name for name in folders if not name.startswith("."))
+            found += (Path(parent, name) for name in names if name.endswith(endings) and not name.startswith("."))
+        found = sorted(file for file in found if file.is_file() and not any(map(file.match, NO_INPUT)))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); wanted {wanted}.") from error
+    if not found:
+        raise InputError(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
+    return found
 
 
 def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:

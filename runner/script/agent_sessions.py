@@ -17,12 +17,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner.files import Record
-from runner.script.conversation import Call, Opening, as_tool, found_in, object_of, paths
+from runner.script.conversation import Call, Opening, found_in, paths
 
 
 @dataclass
@@ -92,64 +92,6 @@ def bodies(nodes: Mapping[str, LogNode], turns: str, left_out: Counter[str], **a
         body |= {"id": conversation_id, "left_out": Counter() if count else left_out}
         yield first._replace(value=body)
         count += 1
-
-
-class Tree:
-    """The nodes of a log whose rows become chat messages. A row goes on from another one, its parent."""
-
-    def __init__(self, known: Known) -> None:
-        self.said: dict[str, Sequence[dict[str, Any]]] = {}  # by row
-        self._known = known
-        self._nodes: dict[str, LogNode] = {}
-        self._left_out: Counter[str] = Counter()
-        self._ends: dict[str | None, str | None] = {}  # by row: the last message that a row below sees
-
-    def add(
-        self,
-        row: str,
-        parent: str | None,
-        messages: Sequence[dict[str, Any]],
-        record: Record,
-        *,
-        call: Call | None = None,
-        opening: Opening = Opening.SESSION,
-        left_out: Mapping[str, int] | None = None,
-        is_copy: bool = False,
-    ) -> None:
-        """Add what a row says behind its parent. With a call, its first reply is one."""
-        is_copy = is_copy or not self._known.adds(row)
-        if not is_copy:
-            self._left_out.update(left_out or {})
-        self.said[row], above = messages, self._ends.get(parent)
-        for at, message in enumerate(messages):
-            name, is_reply = f"{row}/{at}", message["role"] == "assistant"
-            self._nodes[name] = LogNode(message, record, above, is_reply, opening, call if is_reply else None, is_copy)
-            above, call = name, None if is_reply else call
-        self._ends[row] = above
-
-    def compact(self, row: str, messages: Sequence[dict[str, Any]], record: Record) -> None:
-        """Let the rows below this one see these messages in place of the history."""
-        self.add(row, None, messages, record, opening=Opening.COMPACTION, is_copy=True)
-        self.said[row] = ()
-
-    def bodies(self, user: Any) -> Iterator[Record]:
-        """The requests of the log as bodies of the chat API, without the system prompt and the tools."""
-        return bodies(self._nodes, "messages", self._left_out, user=str(user))
-
-
-def reply(content: str, reasoning: str = "", calls: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message of the assistant."""
-    said = {"reasoning_content": reasoning or None, "tool_calls": [*calls] or None}
-    return {"role": "assistant", "content": content, **{key: value for key, value in said.items() if value}}
-
-
-def function_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    return {"id": str(call_id), **as_tool({"name": str(name), "arguments": object_of(arguments)})}
-
-
-def result(call_id: Any, name: Any, content: str) -> dict[str, Any]:
-    """A message with the result of a call."""
-    return {"role": "tool", "tool_call_id": str(call_id), "name": str(name), "content": content}
 
 
 def call_of(reply_id: str, time: Any, model: Any, usage: Any = None, prompt: str = "", cached: str = "") -> Call:

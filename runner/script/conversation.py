@@ -219,14 +219,14 @@ def in_present_form(message: Any) -> Any:
     given = {**message, "role": "tool"} if message.get("role") == "function" else {**message}
     if given.get("function_call") and not given.get("tool_calls"):
         given["tool_calls"] = [as_tool(given.pop("function_call"))]
-    if isinstance(given.get("content"), list):
-        given["content"] = [*map(_refusal_as_text, given["content"])]
+    if isinstance(parts := given.get("content"), list):
+        given["content"] = [
+            {"type": "text", "text": part["refusal"]}
+            if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
+            else part
+            for part in parts
+        ]
     return given
-
-
-def _refusal_as_text(part: Any) -> Any:
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
-    return {"type": "text", "text": part["refusal"]} if is_refusal else part
 
 
 def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from radixcache.observe.trace import FORMAT
 from runner.files import TOOL_FILES, InputError, Record, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import Known
+from runner.script.chat_sessions import gemini_cli, is_qwen_code, opencode, pi, qwen_code
 from runner.script.claude_code_sessions import claude_code
 from runner.script.codex_sessions import OLD_META, codex, old_codex
 from runner.script.conversation import (
@@ -45,9 +46,6 @@ from runner.script.conversation import (
     with_text,
     without_billing,
 )
-from runner.script.gemini_sessions import gemini_cli, is_qwen_code, qwen_code
-from runner.script.opencode_sessions import opencode
-from runner.script.pi_sessions import pi
 from runner.text import printable, shortened, shown
 
 _ROLES = {**dict(zip(ROLES, ROLES, strict=True)), "function": "tool"}
