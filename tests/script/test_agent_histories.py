@@ -14,9 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.script.test_agent_sessions import ClaudeLog, call, codex_log, item, requests_of_log, thought, turn, written
-from tests.script.test_chat_sessions import QwenLog, function_call, open_said, pi_said
-from tests.script.test_forms import changed, read_or_refused
+from tests.script.any_json import changed, read_or_refused
+from tests.script.logs import (
+    ClaudeLog,
+    QwenLog,
+    call,
+    codex_log,
+    function_call,
+    item,
+    open_said,
+    pi_said,
+    requests_of_log,
+    thought,
+    turn,
+    written,
+)
 
 Line = tuple[str, str]  # what a message says, and the row that has it
 

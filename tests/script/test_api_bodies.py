@@ -57,10 +57,7 @@ anthropic_bodies = st.fixed_dictionaries(
         ),
         "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 99}, {"type": "disabled"}, None]),
     },
-    optional={
-        "system": texts | st.lists(text_blocks, max_size=2),
-        "tools": st.lists(anthropic_tools, max_size=2),
-    },
+    optional={"system": texts | st.lists(text_blocks, max_size=2), "tools": st.lists(anthropic_tools, max_size=2)},
 )
 
 

@@ -8,44 +8,16 @@ from typing import Any
 
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
-from tests.script.test_agent_sessions import openings, outline, requests_of_log, written
-
-
-class QwenLog:
-    """A log of qwen-code in the making: each row goes on from the one before, or from `after`."""
-
-    def __init__(self, session: str = "s") -> None:
-        self.records: list[dict[str, Any]] = []
-        self._session = session
-
-    def add(self, kind: str, parts: list[Any] | None = None, after: str | None = "last", **fields: Any) -> str:
-        number = len(self.records)
-        last = self.records[-1]["uuid"] if self.records else None
-        record = {
-            "uuid": f"{self._session}-{number}", "parentUuid": last if after == "last" else after,
-            "sessionId": self._session, "timestamp": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
-            "type": kind, "cwd": "/home/ann", "version": "0.5.0",
-        }  # fmt: skip
-        if parts is not None:
-            record["message"] = {"role": "model" if kind == "assistant" else "user", "parts": parts}
-        self.records.append({**record, **fields})
-        return str(record["uuid"])
-
-    def ask(self, text: str, **fields: Any) -> str:
-        return self.add("user", [{"text": text}], **fields)
-
-    def reply(self, *parts: Any, model: str = "qwen3", **fields: Any) -> str:
-        used = {"promptTokenCount": 100, "cachedContentTokenCount": 70}
-        said = [{"text": part} if isinstance(part, str) else part for part in parts]
-        return self.add("assistant", said, model=model, usageMetadata=used, **fields)
-
-    def result(self, call: str, text: str, **fields: Any) -> str:
-        response = {"id": call, "name": "read_file", "response": {"output": text}}
-        return self.add("tool_result", [{"functionResponse": response}], **fields)
-
-
-def function_call(id: str) -> dict[str, Any]:
-    return {"functionCall": {"id": id, "name": "read_file", "args": {"file": id}}}
+from tests.script.logs import (
+    QwenLog,
+    function_call,
+    open_said,
+    openings,
+    outline,
+    pi_said,
+    requests_of_log,
+    written,
+)
 
 
 def test_every_reply_of_qwen_code_is_a_request_with_its_texts_calls_and_figures(tmp_path: Path) -> None:
@@ -179,12 +151,6 @@ def pi_log(*rows: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def pi_said(role: str, *content: Any, **more: Any) -> dict[str, Any]:
-    blocks = [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]
-    reply = {"model": "qwen", "usage": {"input": 20, "cacheRead": 70, "cacheWrite": 10}, "stopReason": "stop"}
-    return {"message": {"role": role, "content": blocks, **(reply if role == "assistant" else {}), **more}}
-
-
 def test_every_reply_of_pi_is_a_request_behind_compactions_and_branches(tmp_path: Path) -> None:
     tool_call = {"type": "toolCall", "id": "c", "name": "read", "arguments": {"path": "a"}}
     log = pi_log(
@@ -232,12 +198,6 @@ def test_every_reply_of_pi_is_a_request_behind_compactions_and_branches(tmp_path
     assert call is not None
     assert (call.model, call.prompt_tokens, call.cached_tokens) == ("qwen", 100, 70)
     assert read_conversations(path).notes[0].endswith("1 image.")
-
-
-def open_said(id: str, role: str, *parts: Any, **info: Any) -> dict[str, Any]:
-    shown = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
-    about = {"id": id, "role": role, "time": {"created": 1_760_000_000_000 + 1000 * int(id)}, "modelID": "qwen"}
-    return {"info": {**about, **info}, "parts": shown}
 
 
 def test_every_step_of_a_session_that_opencode_exports_is_a_request(tmp_path: Path) -> None:

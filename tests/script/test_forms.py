@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,8 @@ from runner.script import conversation
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import FORMS
 from runner.script.conversation_reader import read_conversations
-from runner.script.schedule import requests_of, schedule
+from runner.script.schedule import requests_of
+from tests.script.any_json import changed, read_or_refused, values
 
 #: A turn: a role and a text; of the role "call", the name of a tool and the text of its argument.
 Turns = list[tuple[str, str]]
@@ -467,82 +467,6 @@ def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> Non
     assert result.notes == [said]
 
 
-KEYS = sorted(
-    {
-        key
-        for form in FORMS
-        for names in (form.keys, form.role, form.content, form.id, form.user, form.parent, form.callee)
-        for key in re.findall(r"\w+", names)
-    }
-    | {
-        "message",
-        "author",
-        "parts",
-        "content_type",
-        "text",
-        "type",
-        "tools",
-        "functions",
-        "function",
-        "name",
-        "arguments",
-    }
-    | {"tool_calls", "function_call", "system", "first_turn", "replies_recorded", "chat_template_kwargs", "left_out"}
-    | {
-        "actions",
-        "observations",
-        "query",
-        "parent",
-        "recipient",
-        "replies",
-        "response",
-        "choices",
-        "output",
-        "metadata",
-    }
-    | {
-        "source",
-        "thinking",
-        "output_config",
-        "input_schema",
-        "instructions",
-        "reasoning",
-        "previous_response_id",
-        "calls",
-    }
-    | {"info", "task", "task_id", "uuid", "parentUuid", "sessionId", "timestamp", "url", "custom_id", "is_request"}
-)
-words = st.sampled_from(
-    ["", "user", "assistant", "tool", "system", "human", "text", "image", "tool_use", "tool_result", "message", "code"]
-)  # fmt: skip
-leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.just(1e400) | words | st.just("\ud800")
-#: Values of the words that readers look for, in any order and nesting.
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
-    max_leaves=24,
-)
-
-
-def read_or_refused(text: str) -> None:
-    """Check that a file with this text is read, or refused in one line with the file and a line of it."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "a.json"
-        path.write_text(text)
-        try:
-            conversations = read_conversations(path).conversations
-        except InputError as error:
-            line = str(error)
-            assert "\n" not in line
-            # A file without a record has no line to name.
-            assert re.match(rf"{re.escape(str(path))}:(\d+: | no conversation found\.| the file is empty)", line), line
-        else:
-            for request in schedule(conversations):
-                talk = request.conversation
-                given = [request.messages, talk.tools, dict(talk.arguments), talk.user, talk.source]
-                assert json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
-
-
 @settings(max_examples=150, deadline=None)
 @given(values | st.lists(values, max_size=3), st.sampled_from([None, 1]), st.integers(0, 2))
 def test_any_json_is_read_or_refused_in_one_line_with_its_file_and_line(
@@ -550,20 +474,6 @@ def test_any_json_is_read_or_refused_in_one_line_with_its_file_and_line(
 ) -> None:
     text = json.dumps(value, indent=indent)
     read_or_refused(text[: len(text) - cut])
-
-
-def changed(value: Any, data: st.DataObject) -> Any:
-    """A value in which one place is another value, or is gone."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    if not keys or not data.draw(st.integers(0, 4)):
-        return data.draw(values)
-    key = data.draw(st.sampled_from(keys))
-    copy = value.copy()
-    if data.draw(st.integers(0, 5)):
-        copy[key] = changed(value[key], data)
-    else:
-        del copy[key]
-    return copy
 
 
 @settings(max_examples=150, deadline=None)
