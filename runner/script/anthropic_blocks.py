@@ -40,7 +40,9 @@ from runner.script.conversation import (
 
 #: Fields and blocks that only Anthropic's API has.
 _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
-_BLOCKS = frozenset(("compaction", "document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+_BLOCKS = frozenset((
+    "compaction", "document", "image", "redacted_thinking", "server_tool_use", "thinking", "tool_result", "tool_use",
+))  # fmt: skip
 # Roles and fields of messages that only OpenAI's API has.
 _OPENAI_ROLES, _OPENAI_FIELDS = ("developer", "function", "tool"), frozenset(("function_call", "tool_calls"))
 

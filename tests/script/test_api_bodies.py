@@ -27,26 +27,22 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 names = st.text("abc_", min_size=1, max_size=6)
-text_blocks = st.builds(lambda text: {"type": "text", "text": text}, texts)
-documents = st.builds(
-    lambda text, title: {"type": "document", "title": title, "source": {"type": "text", "data": text}}, texts, texts
-)
+text_blocks = texts.map(lambda text: {"type": "text", "text": text})
+sources = texts.map(lambda text: {"type": "text", "data": text})
+documents = st.builds(lambda source, title: {"type": "document", "title": title, "source": source}, sources, texts)
 results = st.builds(
     lambda content, is_error: {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": is_error},
     texts | st.lists(text_blocks, max_size=2),
     st.booleans(),
 )
-user_turns = st.builds(
-    lambda content: {"role": "user", "content": content},
-    texts | st.lists(text_blocks | documents | results, min_size=1, max_size=4),
-)
 uses = st.builds(lambda name, text: {"type": "tool_use", "id": "t", "name": name, "input": {"a": text}}, names, texts)
-thoughts = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, texts)
+thoughts = texts.map(lambda text: {"type": "thinking", "thinking": text, "signature": "s"})
 searches = st.just({"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}})
-replies = st.builds(
-    lambda content: {"role": "assistant", "content": content},
-    texts | st.lists(text_blocks | uses | thoughts | searches, max_size=4),
+asked_blocks, said_blocks = text_blocks | documents | results, text_blocks | uses | thoughts | searches
+user_turns = (texts | st.lists(asked_blocks, min_size=1, max_size=4)).map(
+    lambda each: {"role": "user", "content": each}
 )
+replies = (texts | st.lists(said_blocks, max_size=4)).map(lambda each: {"role": "assistant", "content": each})
 anthropic_tools = st.builds(lambda name: {"name": name, "description": "d", "input_schema": {"type": "object"}}, names)
 anthropic_bodies = st.fixed_dictionaries(
     {
@@ -101,17 +97,22 @@ def test_a_body_for_a_model_of_anthropic_s_may_be_openai_s(more: dict[str, Any])
     assert not is_anthropic({**given, **more})
 
 
+def test_a_turn_that_has_only_what_a_tool_of_anthropic_s_servers_did_is_anthropic_s() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    body = {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": [search]}]}
+    assert is_anthropic(body)
+
+
+input_texts = texts.map(lambda text: [{"type": "input_text", "text": text}])
+summaries = texts.map(lambda text: [{"type": "summary_text", "text": text}])
+calls, outputs = {"type": "custom_tool_call", "name": "n"}, {"type": "function_call_output"}
 items = st.lists(
     st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), texts)
-    | st.builds(
-        lambda text: {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}, texts
-    )
-    | st.builds(
-        lambda text: {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": text}]}, texts
-    )
-    | st.builds(lambda name: {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}, names)
-    | st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "n", "input": text}, texts)
-    | st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, texts)
+    | input_texts.map(lambda parts: {"type": "message", "role": "user", "content": parts})
+    | summaries.map(lambda parts: {"type": "reasoning", "id": "r", "summary": parts})
+    | names.map(lambda name: {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"})
+    | texts.map(lambda text: {**calls, "call_id": "c", "input": text})
+    | texts.map(lambda text: {**outputs, "call_id": "c", "output": text})
     | st.just({"type": "web_search_call", "id": "w"}),
     max_size=6,
 )
@@ -225,7 +226,7 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def asked(path: Path) -> list[list[int]]:
+def asked_of(path: Path) -> list[list[int]]:
     """For each conversation the lengths of the prompts that it asks for, in messages."""
     conversations = read_conversations(path).conversations
     return [[len(request.messages) for request in requests_of(each)] for each in conversations]
@@ -250,57 +251,39 @@ def test_each_request_of_a_log_is_asked_once_and_in_its_order(tmp_path: Path) ->
         body("a", "b", "c", "d", "e"),  # the same request again
         body("x"),
     )
-    assert asked(path) == [[2, 4], [6], [6], [2]]
+    assert asked_of(path) == [[2, 4], [6], [6], [2]]
     assert {each.user for each in read_conversations(path).conversations} == {"log"}
     whole = {"model": "m", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    assert asked(write(tmp_path / "talks.jsonl", whole, whole)) == [[1], [1]]
+    assert asked_of(write(tmp_path / "talks.jsonl", whole, whole)) == [[1], [1]]
 
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
 REPLY = {"role": "assistant", "content": "42"}
 
 
+REPLIED = {"choices": [{"message": REPLY}]}
+TOLD = {"role": "assistant", "content": [{"type": "text", "text": "42"}]}
+ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42"}]}
+TALK = ["user", "assistant"]
+
+
 @pytest.mark.parametrize(
     ("record", "roles"),
     [
-        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
-        ({"custom_id": "a", "params": {**BODY, "system": "s"}}, ["system", "user"]),
+        ({"method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
+        ({"params": {**BODY, "system": "s"}}, ["system", "user"]),
+        ({"body": BODY, "response": {"body": REPLIED}}, TALK),
+        ({"request": json.dumps(BODY), "response": REPLIED}, TALK),
+        ({"request": {"url": "/v1/messages", "body": {**BODY, "system": "s"}}, "response": TOLD}, ["system", *TALK]),
         (
-            {"custom_id": "a", "body": BODY, "response": {"body": {"choices": [{"message": REPLY}]}}},
-            ["user", "assistant"],
-        ),
-        (
-            {"id": "a", "request": json.dumps(BODY), "response": {"choices": [{"message": REPLY}]}},
-            ["user", "assistant"],
-        ),
-        (
-            {
-                "id": "a",
-                "request": {"url": "/v1/messages", "body": {**BODY, "system": "s"}},
-                "response": {"role": "assistant", "content": [{"type": "text", "text": "42"}]},
-            },
-            ["system", "user", "assistant"],
-        ),
-        (
-            {
-                "custom_id": "a",
-                "url": "/v1/responses",
-                "body": {"model": "m", "input": "Go"},
-                "response": {
-                    "body": {
-                        "output": [
-                            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42"}]}
-                        ]
-                    }
-                },
-            },
-            ["user", "assistant"],
+            {"url": "/v1/responses", "body": {"model": "m", "input": "Go"}, "response": {"body": {"output": [ITEM]}}},
+            TALK,
         ),
     ],
     ids=["batch", "batch of Anthropic", "stored completion", "proxy", "proxy with a body", "responses"],
 )
 def test_a_body_may_be_inside_another_record_with_its_response(record: Any, roles: list[str]) -> None:
-    found = read_one(record)
+    found = read_one({"custom_id": "a", **record})
     assert found.conversation_id == "a"
     assert [message["role"] for message in found.messages] == roles
     assert found.messages[-1]["content"] == ("42" if roles[-1] == "assistant" else "Go")

@@ -108,9 +108,8 @@ def sharegpt(turns: Turns, is_short: bool) -> Any:
 
 def preferred(turns: Turns, _: bool) -> Any:
     messages = in_chats(turns)
-    cut = (
-        len(messages) - 1 if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1] else len(messages)
-    )
+    has_reply = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    cut = len(messages) - has_reply
     return {"input": {"messages": messages[:cut]}, "preferred_output": messages[cut:]}
 
 
@@ -119,21 +118,14 @@ def openwebui(turns: Turns, is_short: bool) -> Any:
         str(index): {"id": str(index), "parentId": str(index - 1) if index else None, "role": role, "content": text}
         for index, (role, text) in enumerate(turns)
     }
-    history = {"messages": nodes, "currentId": str(len(turns) - 1)}
-    return {
-        "id": "a",
-        "user_id": "u",
-        "chat": {"messages": in_chats(turns), **({} if is_short else {"history": history})},
-    }
+    history = {} if is_short else {"history": {"messages": nodes, "currentId": str(len(turns) - 1)}}
+    return {"id": "a", "user_id": "u", "chat": {"messages": in_chats(turns), **history}}
 
 
 def langfuse(turns: Turns, is_short: bool) -> Any:
-    messages = in_chats(turns)
-    asked = (
-        messages
-        if is_short
-        else {"messages": messages, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
-    )
+    asked: Any = in_chats(turns)
+    if not is_short:
+        asked = {"messages": asked, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     generation = {"id": "a", "traceId": "t", "type": "GENERATION", "input": asked, "output": None}
     span = {"id": "b", "traceId": "t", "type": "SPAN", "input": {"args": []}}
     return {**generation, "input": json.dumps(asked)} if is_short else {"id": "t", "observations": [span, generation]}
@@ -154,28 +146,20 @@ def chatgpt(turns: Turns, is_short: bool) -> Any:
         content = {"content_type": "text", "parts": [text]}
         if role == "call" or (role == "tool" and is_short):
             content = {"content_type": "code", "text": text}
-        message = {
-            "author": {"role": "assistant" if role == "call" else role},
-            "content": content,
-            "recipient": "look_up" if role == "call" else "all",
-        }
+        author = {"role": "assistant" if role == "call" else role}
+        message = {"author": author, "content": content, "recipient": "look_up" if role == "call" else "all"}
         parent = str(index - 1) if index else "root"
         mapping[str(index)] = {"id": str(index), "message": message, "parent": parent, "children": []}
     return {"title": "t", "conversation_id": "a", "mapping": mapping, "current_node": str(len(turns) - 1)}
 
 
 def oasst_rows(turns: Turns, is_short: bool) -> list[Any]:
-    roles = {"user": "prompter"}
-    return [
-        {
-            "message_id": str(index),
-            **({"parent_id": str(index - 1)} if index else {"parent_id": None} if is_short else {}),
-            "message_tree_id": "0",
-            "text": text,
-            "role": roles.get(role, role),
-        }
-        for index, (role, text) in enumerate(turns)
-    ]
+    rows = []
+    for index, (role, text) in enumerate(turns):
+        row = {"message_id": str(index), "message_tree_id": "0", "text": text}
+        parent = {"parent_id": str(index - 1)} if index else {"parent_id": None} if is_short else {}
+        rows.append({**row, **parent, "role": "prompter" if role == "user" else role})
+    return rows
 
 
 def oasst_tree(turns: Turns, _: bool) -> Any:
@@ -206,10 +190,7 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     ],
     "OpenAI's Responses API": [(responses, with_calls)],
     "batches of APIs, stored completions, logs of proxies": [
-        (
-            lambda turns, is_short: {"custom_id": "a", "body": (anthropic if is_short else responses)(turns, is_short)},
-            with_calls,
-        ),
+        (lambda turns, is_short: {"body": (anthropic if is_short else responses)(turns, is_short)}, with_calls),
         (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls),
         (lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls),
     ],
@@ -251,13 +232,9 @@ def turns_of(conversation: Conversation) -> Turns:
 def write(folder: str, value: Any, *, is_packed: bool, indent: int | None, is_array: bool) -> Path:
     """One record, in a line, over several lines or in an array."""
     records = value if isinstance(value, list) and "message_id" in value[0] else [value]
-    text = (
-        json.dumps(records, indent=indent)
-        if is_array
-        else "\n".join(json.dumps(each, indent=indent) for each in records)
-    )
-    path = Path(folder) / ("a.json" + ".gz" * is_packed)
-    path.write_bytes(gzip.compress(text.encode()) if is_packed else text.encode())
+    lines = [json.dumps(records, indent=indent)] if is_array else [json.dumps(each, indent=indent) for each in records]
+    path, content = Path(folder) / ("a.json" + ".gz" * is_packed), "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if is_packed else content)
     return path
 
 
@@ -286,16 +263,10 @@ def branches(*parents: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, parent in enumerate(parents):
         depths.append(0 if parent is None else depths[parent] + 1)
-        role = "assistant" if depths[-1] % 2 else "prompter"
-        rows.append(
-            {
-                "message_id": f"m{index}",
-                "message_tree_id": f"m{index}" if parent is None else rows[parent]["message_tree_id"],
-                "parent_id": None if parent is None else f"m{parent}",
-                "text": str(index),
-                "role": role,
-            }
-        )
+        about = {"text": str(index), "role": "assistant" if depths[-1] % 2 else "prompter"}
+        tree = f"m{index}" if parent is None else rows[parent]["message_tree_id"]
+        above = None if parent is None else f"m{parent}"
+        rows.append({"message_id": f"m{index}", "message_tree_id": tree, "parent_id": above, **about})
     return rows
 
 
@@ -313,26 +284,6 @@ def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) 
     asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
     assert asked == [["0"], ["0", "1", "2"], ["0", "1", "4"], ["0"], ["7"]]
     assert [each.source for each in found] == ["rows.jsonl:1"] * 3 + ["rows.jsonl:8"]
-
-
-def test_trees_of_one_record_are_asked_each_from_its_first_turn(tmp_path: Path) -> None:
-    rows = branches(None, 0, 1, 2, 1, None)
-    path = tmp_path / "conversations.json"
-    nodes = {
-        row["message_id"]: {
-            "parent": row["parent_id"],
-            "message": {
-                "author": {"role": "user" if row["role"] == "prompter" else "assistant"},
-                "content": {"content_type": "text", "parts": [row["text"]]},
-            },
-        }
-        for row in rows
-    }
-    path.write_text(json.dumps({"conversation_id": "a", "mapping": nodes}))
-    found = read_conversations(path).conversations
-    assert [(each.conversation_id, each.asked_messages, len(each.messages)) for each in found] == [
-        ("a", 0, 4), ("a/1", 1, 3), ("a/2", 0, 1),
-    ]  # fmt: skip
 
 
 def chatgpt_export(path: Path, *nodes: tuple[str, str | None, str, Any]) -> Path:
@@ -449,19 +400,10 @@ def test_a_row_far_behind_the_beginning_of_a_file_of_another_form_is_refused_by_
 
 def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> None:
     image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"}
-    contents = [
-        ("system", {"content_type": "text", "parts": [""]}),
-        ("user", {"content_type": "multimodal_text", "parts": [image, "Look"]}),
-        ("assistant", {"content_type": "thoughts", "thoughts": [{"summary": "s", "content": "Hm."}]}),
-        ("assistant", {"content_type": "text", "parts": ["A cat."]}),
-    ]
-    mapping = {
-        str(at): {"parent": str(at - 1) if at else None, "message": {"author": {"role": role}, "content": content}}
-        for at, (role, content) in enumerate(contents)
-    }
-    path = tmp_path / "conversations.json"
-    path.write_text(json.dumps([{"title": "t", "mapping": mapping}]))
-    result = read_conversations(path)
+    look = {"content_type": "multimodal_text", "parts": [image, "Look"]}
+    thoughts = {"content_type": "thoughts", "thoughts": [{"summary": "s", "content": "Hm."}]}
+    nodes = ("0", None, "system", ""), ("1", "0", "user", look), ("2", "1", "assistant", thoughts)
+    result = read_conversations(chatgpt_export(tmp_path / "c.json", *nodes, ("3", "2", "assistant", "A cat.")))
     assert [message["content"] for message in result.conversations[0].messages] == ["Look", "A cat."]
     said = "left out of the prompts, as they are no text of a message: 1 image_asset_pointer, 1 thoughts."
     assert result.notes == [said]
@@ -535,10 +477,11 @@ def test_reasoning_has_other_names_and_what_cannot_be_read_is_counted(tmp_path: 
 
 def test_functions_may_be_json_text_and_nothing_else_than_a_list(tmp_path: Path) -> None:
     path, function = tmp_path / "log.jsonl", {"name": "f", "parameters": {}}
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
     for functions in ([function], json.dumps([function])):
-        path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": functions}))
+        path.write_text(json.dumps({**body, "functions": functions}))
         assert read_conversations(path).conversations[0].tools == ({"type": "function", "function": function},)
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": {"f": 1}}))
+    path.write_text(json.dumps({**body, "functions": {"f": 1}}))
     with pytest.raises(InputError, match=r"functions is .*; wanted a list of function definitions"):
         read_conversations(path)
 
