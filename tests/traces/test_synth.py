@@ -8,7 +8,7 @@ import pytest
 
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace
-from tests.traces.test_trace_readers import assert_invariants
+from tests.traces.rows import assert_invariants
 
 SMALL = Synth(requests=2000)
 
