@@ -176,18 +176,25 @@ def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
     return content
 
 
-def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") -> str:
+def read_text(path: Path, wanted: str, most_bytes: int = MOST_RECORD_BYTES, errors: str = "strict") -> str:
     content = read_beginning(path, wanted, most_bytes)
     if len(content) > most_bytes:
         raise InputError(f"{path}: has more than {most_bytes:,} bytes; wanted {wanted} of at most so many.")
     return _decoded(content, path, errors=errors)
 
 
-def read_records(path: Path, wanted: str) -> Iterator[Record]:
-    """The records of a JSONL file, one at a time, or the values of an array of at most MOST_RECORD_BYTES."""
+def read_objects(path: Path, wanted: str) -> Iterator[Record]:
+    """The objects of a JSONL file, one at a time, or those of an array of at most MOST_RECORD_BYTES."""
+    for record in _read_records(path, wanted):
+        if not isinstance(record.value, dict | InputError):
+            error = InputError(f"{record.where}: found {shown(record.value)}; wanted an object.")
+            record = record._replace(value=error)
+        yield record
+
+
+def _read_records(path: Path, wanted: str) -> Iterator[Record]:
     if read_beginning(path, wanted, 0).lstrip(BLANK_BYTES).startswith(b"["):
-        text = read_text(path, wanted, MOST_RECORD_BYTES)
-        yield from document_records(text, text.index("["), path)
+        yield from document_records(read_text(path, wanted), path)
         return
     is_rest = False
     for line, content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
@@ -213,8 +220,12 @@ def line_records(text: str, path: Path, line: int) -> Iterator[Record]:
         yield Record(value, path, line)
 
 
-def document_records(text: str, start: int, path: Path) -> Iterator[Record]:
-    """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
+def document_records(text: str, path: Path, start: int | None = None) -> Iterator[Record]:
+    """The values of the array that begins at `start`, or the values from there on; up to a syntax error.
+
+    Without a start, the text begins behind its blanks.
+    """
+    start = len(text) - len(text.lstrip(BLANK)) if start is None else start
     closing = "]" if text[start] == "[" else ""
     line, at = 1, 0
 

@@ -228,7 +228,7 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
         rows: list[str] = []
         starts: dict[str, int] = {}  # where the rows of each message begin
         compaction: Mapping[str, Any] | None = None
-        ms = 0.0  # a step without a time has that of the step before
+        ms: float = 0  # a step without a time has that of the step before
         for message in dicts_in(record.value.get("messages")):
             info, parts = object_of(message.get("info")), dicts_in(message.get("parts"))
             name, parent = str(info.get("id") or f"{record.where} {len(rows)}"), rows[-1] if rows else None
@@ -237,7 +237,9 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
             if info.get("role") == "user" and asked:
                 compaction = asked[0]
             elif info.get("role") == "user":
-                left_out = Counter(str(each.get("type")) for each in parts if _is_media(each))
+                # The texts of other files are parts of their own.
+                files = [str(each.get("mime")) for each in parts if each.get("type") == "file"]
+                left_out = Counter(file=sum(each.startswith(("image/", "application/pdf")) for each in files))
                 said = [{"role": "user", "content": "".join(_texts(parts, "text"))}]
                 tree.add(name, parent, said, record, opening=opening, left_out=left_out)
                 rows.append(name)
@@ -251,7 +253,11 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
                 for at, step in enumerate(_steps(parts)):
                     row = f"{name} {at}"
                     finish = next((each for each in step if each.get("type") == "step-finish"), {})
-                    ms = max(ms, _ms([found_in(each, "time state/time")[1] for each in (*step, info)]))
+                    times = (
+                        found_in(found_in(each, "time state/time")[1], "start created")[1] for each in (*step, info)
+                    )
+                    known_ms = (float(each) for each in times if isinstance(each, int | float) and 0 < each < 1e14)
+                    ms = max(ms, next(known_ms, 0.0))
                     time, tokens = datetime.fromtimestamp(ms / 1000, UTC).isoformat(), finish.get("tokens")
                     prompt = "input cache/write cache/read"
                     call = call_of(f"reply {row}", time, info.get("modelID"), tokens, prompt, "cache/read")
@@ -285,17 +291,6 @@ def _texts(parts: Sequence[dict[str, Any]], kind: str) -> Iterator[str]:
     for part in parts:
         if part.get("type") == kind and not part.get("ignored") and isinstance(text := part.get("text"), str):
             yield text
-
-
-def _is_media(part: Mapping[str, Any]) -> bool:
-    """Whether a part has no text; the texts of other files are parts of their own."""
-    return part.get("type") == "file" and str(part.get("mime")).startswith(("image/", "application/pdf"))
-
-
-def _ms(times: Sequence[Any]) -> float:
-    """The first time that is there, in Unix milliseconds; 0: there is none."""
-    found = (found_in(each, "start created")[1] for each in times)
-    return next((float(each) for each in found if isinstance(each, int | float) and 0 < each < 1e14), 0.0)
 
 
 def pi(records: Sequence[Record], known: Known) -> Iterator[Record]:

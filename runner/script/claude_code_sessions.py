@@ -63,8 +63,10 @@ class _Log:
         if not isinstance(uuid, str) or uuid in self._above:
             return
         is_new = self._known.adds(uuid)
-        if is_new:
-            self._count(value, kind)
+        cleared = found_in(value, "microcompactMetadata/compactedToolIds")[1]
+        if is_new and kind == "attachment":
+            self.left_out[f"attachment {found_in(value, 'attachment/type')[1] or ''}".strip()] += 1
+        self.left_out["cleared tool result"] += len(cleared) if is_new and isinstance(cleared, list) else 0
         is_summary = bool(value.get("isCompactSummary"))
         self._above[uuid] = self._placed.get(uuid) or self._parent_of(value, is_summary)
         preserved = found_in(value, "compactMetadata/preservedMessages compactMetadata/preservedSegment")[1]
@@ -110,12 +112,6 @@ class _Log:
                 node.above = self._above[node.above]
             node.above = self._names.get(node.above)
         return self._nodes
-
-    def _count(self, value: Mapping[str, Any], kind: Any) -> None:
-        if kind == "attachment":
-            self.left_out[f"attachment {found_in(value, 'attachment/type')[1] or ''}".strip()] += 1
-        cleared = found_in(value, "microcompactMetadata/compactedToolIds")[1]
-        self.left_out["cleared tool result"] += len(cleared) if isinstance(cleared, list) else 0
 
     def _parent_of(self, value: Mapping[str, Any], is_summary: bool) -> str | None:
         parent = value.get("parentUuid")

@@ -98,8 +98,10 @@ class _Log:
         row = f"{digest.hex()} {self._times[digest]}"
         is_copy = any(f"{session} {row}" in self._known.rows for session in self._older)
         self._known.rows.add(f"{self._session} {row}")
-        is_reply, before = _is_of_reply(item), self.nodes.get(above or "")
-        if (kind := str(item.get("type", "message"))) not in ITEM_KINDS:
+        kind, before = str(item.get("type", "message")), self.nodes.get(above or "")
+        is_reply = item.get("role") == "assistant" if item.get("type") == "message" else kind.endswith("_call")
+        is_reply = is_reply or kind == "reasoning"
+        if kind not in ITEM_KINDS:
             self.left_out[kind] += not is_copy
             self._asked = None if is_reply else self._asked
             return
@@ -136,8 +138,3 @@ def _is_context(item: dict[str, Any]) -> bool:
         return True
     texts = [str(part.get("text", "")) for part in dicts_in(as_parts(item.get("content")))]
     return item.get("role") == "user" and any(text.lstrip().lower().startswith(CONTEXT) for text in texts)
-
-
-def _is_of_reply(item: dict[str, Any]) -> bool:
-    kind = str(item.get("type"))
-    return item.get("role") == "assistant" if kind == "message" else kind == "reasoning" or kind.endswith("_call")

@@ -62,7 +62,6 @@ _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[Record], Iterable[dict[str, Any]]]
-OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 #: Public traces that have no text, by their keys or columns.
 _LENGTHS_ALONE = {
     "BurstGPT's table": {"Timestamp", "Request tokens", "Response tokens"},

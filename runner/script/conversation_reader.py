@@ -30,20 +30,13 @@ from runner.files import (
 )
 from runner.script.agent_sessions import Known
 from runner.script.conversation import Conversation
-from runner.script.conversation_formats import (
-    OUTPUT_KEYS,
-    expanded,
-    form_of,
-    is_message,
-    joining_form,
-    lengths_alone,
-    parse_record,
-)
+from runner.script.conversation_formats import expanded, form_of, is_message, joining_form, lengths_alone, parse_record
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
 MOST_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
+OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 NAMED_KINDS = 12  # kinds of parts that a note names
 MOST_HEADER_CHARS = 1000  # of a table's first line
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
@@ -238,9 +231,9 @@ def _split(text: str, path: Path) -> Iterable[Record]:
         # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
         return (found for line, each in enumerate(text.split("\n"), 1) for found in line_records(each, path, line))
     if text[start] != "[":
-        return document_records(text, start, path)
+        return document_records(text, path)
     # An array is a list of conversations, or the messages of a single one.
-    records = [*document_records(text, start, path)]
+    records = [*document_records(text, path)]
     if not any(is_message(record.value) for record in records):
         return records
     errors = [record for record in records if isinstance(record.value, InputError)]

@@ -20,19 +20,11 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import BLANK, MOST_RECORD_BYTES, InputError, Record, document_records, expect, note_id, read_text
+from runner.files import InputError, Record, document_records, expect, note_id, read_objects, read_text
 from runner.text import plural, printable, shortened, shown
-from runner.traces.trace import (
-    MOST_BLOCK_TOKENS,
-    MOST_EXACT,
-    Fields,
-    KeyTable,
-    Reading,
-    Trace,
-    TraceRequest,
-    join_traces,
-    read_objects,
-)
+from runner.traces.trace import MOST_EXACT, Fields, KeyTable, Reading, Trace, TraceRequest, join_traces
+
+MOST_BLOCK_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +192,7 @@ def _parts(path: Path, reading: Reading) -> list[_Part]:
     table, parts = KeyTable(), list[_Part]()
     part: _Part | None = None  # a header must come first
     end = Record({"format": FORMAT}, path, 0)
-    for record, following in pairwise(chain(read_objects(path), [end])):
+    for record, following in pairwise(chain(read_objects(path, "a trace"), [end])):
         with reading.skipping():
             fields = Fields(record.value, record.where)
             if _is_compact_header(record.value):
@@ -292,7 +284,7 @@ class _RowReader:
         self._rows_without_output = 0
 
     def trace(self) -> Trace:
-        for record in read_objects(self._path):
+        for record in read_objects(self._path, "a trace"):
             with self._reading.skipping():
                 if isinstance(record.value, InputError):
                     raise record.value
@@ -403,8 +395,8 @@ def read_coding_agent(_: TraceForm, paths: Sequence[Path], reading: Reading) -> 
     start_s, rate = 0.0, reading.pace.sessions_per_hour
     for path in paths:
         with reading.skipping():
-            text = read_text(path, "a session", MOST_RECORD_BYTES)
-            documents = [*document_records(text, len(text) - len(text.lstrip(BLANK)), path)]
+            text = read_text(path, "a session")
+            documents = [*document_records(text, path)]
             for each in documents:
                 if isinstance(each.value, InputError):
                     raise each.value
@@ -415,7 +407,7 @@ def read_coding_agent(_: TraceForm, paths: Sequence[Path], reading: Reading) -> 
             block_tokens = fields.whole_number("block_size", at_least=1, at_most=MOST_BLOCK_TOKENS)
             name, records = printable(str(document.get("id") or path)), fields.value("requests", list, "a list")
             found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-            lines = [each.line for each in document_records(text, found.end(), path)] if found else []
+            lines = [each.line for each in document_records(text, path, found.end())] if found else []
             if sessions and block_tokens != sessions[0].block_tokens:
                 wanted = f"{sessions[0].block_tokens}, as before"
                 raise InputError(f"{where}: block_size is {block_tokens}; wanted {wanted}.")

@@ -8,16 +8,7 @@ from typing import Any
 
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
-from tests.script.logs import (
-    QwenLog,
-    function_call,
-    open_said,
-    openings,
-    outline,
-    pi_said,
-    requests_of_log,
-    written,
-)
+from tests.script.logs import QwenLog, function_call, open_said, openings, outline, pi_said, requests_of_log, written
 
 
 def test_every_reply_of_qwen_code_is_a_request_with_its_texts_calls_and_figures(tmp_path: Path) -> None:
