@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import ScheduledRequest, schedule
@@ -14,36 +14,52 @@ from runner.script.schedule import ScheduledRequest, schedule
 LOGS = Path(__file__).with_name("agent_logs")
 
 
-class ClaudeLog:
-    """A log of Claude Code in the making: each record goes on from the one before, or from `after`."""
+class Log:
+    """A log in the making: each record goes on from the one before, or from `after`."""
 
-    def __init__(self, session: str = "s") -> None:
-        self.records: list[dict[str, Any]] = []
+    about: ClassVar[dict[str, Any]]  # what every record has beside that
+
+    def __init__(self, session: str = "s", records: Sequence[dict[str, Any]] = ()) -> None:
+        self.records = [{**each, "sessionId": session} for each in records]
         self._session = session
 
-    def add(self, kind: str, content: Any = None, after: str | None = "last", **fields: Any) -> str:
-        number = len(self.records)
-        parent = self.records[-1]["uuid"] if after == "last" and self.records else None if after == "last" else after
+    def add(self, kind: str, said: Any = None, after: str | None = "last", **fields: Any) -> str:
+        number, last = len(self.records), self.records[-1]["uuid"] if self.records else None
         record = {
-            "type": kind, "uuid": f"{self._session}-{number}", "parentUuid": parent, "isSidechain": False,
+            "type": kind, "uuid": f"{self._session}-{number}", "parentUuid": last if after == "last" else after,
             "sessionId": self._session, "timestamp": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
         }  # fmt: skip
-        if content is not None:
-            record["message"] = {"role": kind, "content": content}
-        self.records.append({**record, **fields})
+        message = {} if said is None else {"message": self._message(kind, said)}
+        self.records.append({**record, **self.about, **message, **fields})
         return str(record["uuid"])
 
+    def _message(self, kind: str, said: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
     def ask(self, text: str, **fields: Any) -> str:
-        return self.add("user", text, **fields)
+        raise NotImplementedError
+
+    def reply(self, *said: Any, **fields: Any) -> str:
+        raise NotImplementedError
 
     def talk(self, *texts: str) -> list[str]:
         """Questions and replies in turn; the names of their records."""
         return [(self.reply if at % 2 else self.ask)(text) for at, text in enumerate(texts)]
 
-    def reply(self, *blocks: dict[str, Any] | str, id: str = "", model: str = "opus", **fields: Any) -> str:
+
+class ClaudeLog(Log):
+    about: ClassVar = {"isSidechain": False}
+
+    def _message(self, kind: str, said: Any) -> dict[str, Any]:
+        return {"role": kind, "content": said}
+
+    def ask(self, text: str, **fields: Any) -> str:
+        return self.add("user", text, **fields)
+
+    def reply(self, *said: Any, id: str = "", model: str = "opus", **fields: Any) -> str:
         """A reply as Claude Code writes it: each block is a record, with the id of the whole."""
         uuid, name = "", id or f"msg-{self._session}-{len(self.records)}"
-        for block in blocks:
+        for block in said:
             content = {"type": "text", "text": block} if isinstance(block, str) else block
             uuid = self.add("assistant", [content], **fields)
             usage = {"input_tokens": 10, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 70}
@@ -72,33 +88,19 @@ def compacted(log: ClaudeLog, head: str, tail: str) -> str:
     return summary
 
 
-class QwenLog:
-    """A log of qwen-code in the making: each row goes on from the one before, or from `after`."""
+class QwenLog(Log):
+    about: ClassVar = {"cwd": "/home/ann", "version": "0.5.0"}
 
-    def __init__(self, session: str = "s") -> None:
-        self.records: list[dict[str, Any]] = []
-        self._session = session
-
-    def add(self, kind: str, parts: list[Any] | None = None, after: str | None = "last", **fields: Any) -> str:
-        number = len(self.records)
-        last = self.records[-1]["uuid"] if self.records else None
-        record = {
-            "uuid": f"{self._session}-{number}", "parentUuid": last if after == "last" else after,
-            "sessionId": self._session, "timestamp": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
-            "type": kind, "cwd": "/home/ann", "version": "0.5.0",
-        }  # fmt: skip
-        if parts is not None:
-            record["message"] = {"role": "model" if kind == "assistant" else "user", "parts": parts}
-        self.records.append({**record, **fields})
-        return str(record["uuid"])
+    def _message(self, kind: str, said: Any) -> dict[str, Any]:
+        return {"role": "model" if kind == "assistant" else "user", "parts": said}
 
     def ask(self, text: str, **fields: Any) -> str:
         return self.add("user", [{"text": text}], **fields)
 
-    def reply(self, *parts: Any, model: str = "qwen3", **fields: Any) -> str:
+    def reply(self, *said: Any, model: str = "qwen3", **fields: Any) -> str:
         used = {"promptTokenCount": 100, "cachedContentTokenCount": 70}
-        said = [{"text": part} if isinstance(part, str) else part for part in parts]
-        return self.add("assistant", said, model=model, usageMetadata=used, **fields)
+        parts = [{"text": part} if isinstance(part, str) else part for part in said]
+        return self.add("assistant", parts, model=model, usageMetadata=used, **fields)
 
     def result(self, call: str, text: str, **fields: Any) -> str:
         response = {"id": call, "name": "read_file", "response": {"output": text}}
@@ -138,7 +140,12 @@ def pi_said(role: str, *content: Any, **more: Any) -> dict[str, Any]:
 
 def open_said(id: str, role: str, *parts: Any, **info: Any) -> dict[str, Any]:
     shown = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
-    about = {"id": id, "role": role, "time": {"created": 1_760_000_000_000 + 1000 * int(id)}, "modelID": "qwen"}
+    about: ClassVar = {
+        "id": id,
+        "role": role,
+        "time": {"created": 1_760_000_000_000 + 1000 * int(id)},
+        "modelID": "qwen",
+    }
     return {"info": {**about, **info}, "parts": shown}
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.script.chat_sessions import COMPACTED
 from tests.script.any_json import changed, read_or_refused
 from tests.script.logs import (
     ClaudeLog,
@@ -78,10 +79,14 @@ class Agent:
         raise NotImplementedError
 
 
-class ClaudeCode(Agent):
+class LogAgent(Agent):
+    """An agent whose rows name the row before. A fork copies all rows into a file of its own."""
+
+    log: type[Any]
+
     def __init__(self) -> None:
         super().__init__()
-        self._log = ClaudeLog("s0")
+        self._log = self.log("s0")
         self.files["s0"] = self._log.records
         self._parent: str | None = None
 
@@ -89,6 +94,15 @@ class ClaudeCode(Agent):
         write = self._log.ask if role == "u" else self._log.reply
         self._parent = write(text, after=self._parent)
         self.view.append((f"{role}:{text}", self._parent))
+
+    def fork(self, number: int) -> None:
+        session = f"s{len(self.files)}"
+        self._log = self.log(session, self._log.records)
+        self.files[session] = self._log.records
+
+
+class ClaudeCode(LogAgent):
+    log = ClaudeLog
 
     def call(self, names: list[str], number: int) -> None:
         rows: list[str] = []
@@ -121,12 +135,6 @@ class ClaudeCode(Agent):
         # A row below a summary stands behind the kept messages.
         if len(view) < len(self.view) and not view[-1][1].startswith("summary"):
             self.view, self._parent = view, view[-1][1]
-
-    def fork(self, number: int) -> None:
-        session = f"s{len(self.files)}"
-        records, self._log = self._log.records, ClaudeLog(session)
-        self._log.records += [{**each, "sessionId": session} for each in records]
-        self.files[session] = self._log.records
 
     def again(self, number: int) -> None:
         record = self._log.records[number % len(self._log.records)]
@@ -225,17 +233,11 @@ class Codex(Agent):
         return ["s:Be kind.", *lines]
 
 
-class QwenCode(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._log = QwenLog("s0")
-        self.files["s0"] = self._log.records
-        self._parent: str | None = None
+class QwenCode(LogAgent):
+    log = QwenLog
 
     def say(self, role: str, text: str, number: int) -> None:
-        write = self._log.ask if role == "u" else self._log.reply
-        self._parent = write(text, after=self._parent)
-        self.view.append((f"{role}:{text}", self._parent))
+        super().say(role, text, number)
         if number % 2:
             self._parent = self._log.add("system", after=self._parent, subtype="ui_telemetry", systemPayload={})
 
@@ -259,12 +261,6 @@ class QwenCode(Agent):
         view = self.cut(number)
         if len(view) < len(self.view) and view[-1][1]:  # it goes back to no row of a compressed history
             self.view, self._parent = view, self._log.add("system", after=view[-1][1], subtype="rewind")
-
-    def fork(self, number: int) -> None:
-        session = f"s{len(self.files)}"
-        records, self._log = self._log.records, QwenLog(session)
-        self._log.records += [{**each, "sessionId": session} for each in records]
-        self.files[session] = self._log.records
 
     def again(self, number: int) -> None:
         self._log.records.append(self._log.records[number % len(self._log.records)])
@@ -354,10 +350,7 @@ class Pi(Agent):
             return
         first = kept[0][1] if kept else "none"
         self._row(type="compaction", summary=text, firstKeptEntryId=first)
-        opening = (
-            "u:The conversation history before this point was compacted into the following summary:\n\n<summary>\n"
-        )
-        self.view = [(f"{opening}{text}\n</summary>", ""), *kept]
+        self.view = [(f"u:{COMPACTED}{text}\n</summary>", ""), *kept]
 
     def go_back(self, number: int) -> None:
         view = self.cut(number)
@@ -393,16 +386,9 @@ class OpenCode(Agent):
             self.view.append((f"a:{text}", self._add("assistant", {"type": "step-start"}, text)))
 
     def call(self, names: list[str], number: int) -> None:
-        tools = [
-            {
-                "type": "tool",
-                "tool": "ls",
-                "callID": name,
-                "state": {"status": "completed", "input": {}, "output": name},
-            }
-            for name in names
-        ]
-        row = self._add("assistant", {"type": "step-start"}, *tools)
+        states = ({"status": "completed", "input": {}, "output": name} for name in names)
+        tools = [{"tool": "ls", "callID": name, "state": state} for name, state in zip(names, states, strict=True)]
+        row = self._add("assistant", {"type": "step-start"}, *({"type": "tool", **each} for each in tools))
         self.view += [("a:" + "(ls)" * len(names), row), *((f"t:{name}", row) for name in names)]
 
     def compact(self, number: int) -> None:

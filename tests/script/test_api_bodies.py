@@ -150,42 +150,29 @@ chat_bodies = st.fixed_dictionaries(
 @given(chat_bodies, st.booleans())
 def test_arguments_of_the_template_are_read_as_the_server_reads_them(body: dict[str, Any], is_chat: bool) -> None:
     turns = [{"role": "user", "content": text} for text in body.pop("messages")]
-    if is_chat:
-        body = {**body, "messages": turns}
-        prompts_are_equal(ChatBody.read(body, OPTIONS).request(""), read_one(body))
-    else:
-        body = {**body, "input": turns}
-        prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+    body = {**body, "messages" if is_chat else "input": turns}
+    request = ChatBody.read(body, OPTIONS).request("") if is_chat else ResponsesBody.read(body).request(OPTIONS, "")
+    prompts_are_equal(request, read_one(body))
 
 
 def test_what_no_template_has_text_for_is_left_out_and_named() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE, {"type": "text", "text": "42"}]}
-    thought = {"type": "redacted_thinking", "data": "x"}
-    found = read_one(
-        {
-            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Look", "citations": None}, IMAGE, pdf]},
-                {"role": "assistant", "content": [thought, {"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
-                {"role": "user", "content": [result]},
-            ],
-        }
-    )
+    thought, call = {"type": "redacted_thinking"}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Look", "citations": None}, IMAGE, pdf]},
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [result]},
+    ]
+    found = read_one({"tools": [{"type": "web_search_20250305", "name": "web_search"}], "messages": messages})
     assert [message["content"] for message in found.messages] == ["Look", "", "42"]
     assert found.left_out == {"tool web_search_20250305": 1, "image": 2, "document": 1, "redacted_thinking": 1}
-    image = {"type": "input_image", "file_id": "f"}
-    found = read_one(
-        {
-            "model": "m",
-            "previous_response_id": "resp_1",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "Look"}, image]},
-                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
-                {"type": "computer_call", "id": "c"},
-            ],
-        }
-    )
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look"}, {"type": "input_image", "file_id": "f"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+        {"type": "computer_call", "id": "c"},
+    ]
+    found = read_one({"model": "m", "previous_response_id": "resp_1", "input": items})
     assert found.messages[0] == {"role": "user", "content": "Look"}
     assert found.left_out == {"previous_response_id": 1, "input_image": 1, "reasoning": 1, "computer_call": 1}
 
@@ -200,11 +187,8 @@ def test_a_wrong_field_of_a_body_is_named() -> None:
 
 def test_conversations_in_openai_s_form_may_have_a_system_prompt_beside_them() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "42"},
-    ]
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "Go"}, calling, {"role": "tool", "content": "42"}]
     found = read_one({"system": "Be brief.", "messages": messages})
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool"]
 
@@ -233,28 +217,18 @@ def asked_of(path: Path) -> list[list[int]]:
 
 
 def test_each_request_of_a_log_is_asked_once_and_in_its_order(tmp_path: Path) -> None:
-    def body(*contents: str) -> dict[str, Any]:
-        roles = ["user", "assistant"] * len(contents)
-        return {
-            "model": "m",
-            "system": "s",
-            "messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)],
-        }
+    def body(contents: str, **more: Any) -> dict[str, Any]:
+        turns = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(contents)]
+        return {"model": "m", "messages": turns, **more}
 
-    by_users = [{**body(text), "user": user} for text, user in zip("abcd", "xyyx", strict=True)]
+    by_users = [body(text, system="s", user=user) for text, user in zip("abcd", "xyyx", strict=True)]
     order = schedule(read_conversations(write(tmp_path / "users.jsonl", *by_users)).conversations)
     assert [each.messages[-1]["content"] for each in order] == [*"abcd"]
-    path = write(
-        tmp_path / "log.jsonl",
-        body("a", "b", "c"),  # begins in the middle of a conversation: its first turn was never asked
-        body("a", "b", "c", "d", "e"),
-        body("a", "b", "c", "d", "e"),  # the same request again
-        body("x"),
-    )
+    # The first one begins in the middle of a conversation, the third one is the second again.
+    path = write(tmp_path / "log.jsonl", *(body(each, system="s") for each in ("abc", "abcde", "abcde", "x")))
     assert asked_of(path) == [[2, 4], [6], [6], [2]]
     assert {each.user for each in read_conversations(path).conversations} == {"log"}
-    whole = {"model": "m", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    assert asked_of(write(tmp_path / "talks.jsonl", whole, whole)) == [[1], [1]]
+    assert asked_of(write(tmp_path / "talks.jsonl", body("ab"), body("ab"))) == [[1], [1]]
 
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
