@@ -112,7 +112,8 @@ class _Log:
             # Ids of calls are of one session only.
             place = f"{item['call_id']} {row}" if "call_id" in item else f"{record.where} {name}"
             reply_id = item.get("id") or item.get("encrypted_content") or place
-            node.call = None if is_copy else call_of(str(reply_id), record.value.get("timestamp", ""), self._model)
+            time = record.value.get("timestamp", "")
+            node.call = None if is_copy else call_of(str(reply_id), time, self._model)
         if is_said and item.get("role") == "user" and not _is_context(item):
             self._questions.append(self._before_context())
         self._end = _End(name, digest)
