@@ -73,7 +73,7 @@ def require_writable(path: Path) -> None:
     """Check before a long run that a file can be written at its end. OSError: it cannot, with reason and path."""
     if path.is_dir():
         raise IsADirectoryError(21, "is a folder; wanted a file", str(path))
-    with _naming(path):
+    with _name_path(path):
         if not _is_special(path):
             handle, probe = _neighbour(path)
             os.close(handle)
@@ -84,7 +84,7 @@ def require_writable(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a neighbour, then rename it. A link stays a link; a FIFO or a device is written to directly."""
-    with _naming(path):
+    with _name_path(path):
         if _is_special(path):
             path.write_bytes(content)
             return
@@ -114,7 +114,7 @@ def _neighbour(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_path(path: Path) -> Iterator[None]:
     """Make every OSError name this path."""
     try:
         yield
@@ -180,7 +180,7 @@ def read_text(path: Path, wanted: str, most_bytes: int = MOST_RECORD_BYTES, erro
     content = read_beginning(path, wanted, most_bytes)
     if len(content) > most_bytes:
         raise InputError(f"{path}: has more than {most_bytes:,} bytes; wanted {wanted} of at most so many.")
-    return _decoded(content, path, errors=errors)
+    return _decode(content, path, errors=errors)
 
 
 def read_objects(path: Path, wanted: str) -> Iterator[Record]:
@@ -200,7 +200,7 @@ def _read_records(path: Path, wanted: str) -> Iterator[Record]:
     for line, content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
         if not is_rest:
             try:
-                yield from line_records(_decoded(content, path, line), path, line)
+                yield from line_records(_decode(content, path, line), path, line)
             except InputError as error:
                 yield Record(error, path, line)
         is_rest = not content.endswith(b"\n")
@@ -213,7 +213,7 @@ def line_records(text: str, path: Path, line: int) -> Iterator[Record]:
         error = f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes."
         yield Record(InputError(error), path, line)
     elif text := text.strip():
-        value, end = _parsed(text, 0, where)
+        value, end = _parse(text, 0, where)
         if end < len(text) and not isinstance(value, InputError):
             error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
             value = InputError(error)
@@ -239,7 +239,7 @@ def document_records(text: str, path: Path, start: int | None = None) -> Iterato
 
     has_more = (char := next_char(start + len(closing))) != closing
     while has_more:
-        value, end = _parsed(text, at, f"{path}:{line}", path)
+        value, end = _parse(text, at, f"{path}:{line}", path)
         yield Record(value, path, line)
         if isinstance(value, InputError):
             return
@@ -283,7 +283,7 @@ def _pieces(path: Path, wanted: str, most_bytes: int, *, in_lines: bool) -> Iter
         raise InputError(f"{where}: cannot be read ({reason or error}); wanted {wanted}.") from error
 
 
-def _decoded(content: bytes | bytearray, path: Path, line: int = 1, errors: str = "strict") -> str:
+def _decode(content: bytes | bytearray, path: Path, line: int = 1, errors: str = "strict") -> str:
     try:
         return content.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
@@ -293,10 +293,10 @@ def _decoded(content: bytes | bytearray, path: Path, line: int = 1, errors: str 
 
 
 def _parses(text: str) -> bool:
-    return not isinstance(_parsed(text, 0, "")[0], InputError)
+    return not isinstance(_parse(text, 0, "")[0], InputError)
 
 
-def _parsed(text: str, start: int, where: str, path: Path | None = None) -> tuple[Any, int]:
+def _parse(text: str, start: int, where: str, path: Path | None = None) -> tuple[Any, int]:
     """The value at `start` or an InputError, and its end.
 
     With the `path` of a document, a syntax error names its own line.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.files import Record
-from runner.script.conversation import Call, Opening, found_in, paths
+from runner.script.conversation import Call, Opening, paths, value_at
 
 
 @dataclass
@@ -103,5 +103,5 @@ def call_of(reply_id: str, time: Any, model: Any, usage: Any = None, prompt: str
 
 def count_in(value: Any, name: str) -> int:
     """A count at a path of keys; 0: there is none."""
-    count = found_in(value, name)[1]
+    count = value_at(value, name)
     return count if isinstance(count, int) and count > 0 else 0

@@ -198,7 +198,7 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
     for role, run in groupby(turns, key=lambda turn: turn.role):
         blocks = [block for turn in run for block in turn.content if not isinstance(block, ServerBlock)]
         if role == "assistant":
-            yield reply_of(blocks), _marked_ends(blocks)
+            yield reply_of(blocks), _mark_ends(blocks)
             continue
         for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
             if is_result:
@@ -206,7 +206,7 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
             else:
                 shown = list(group)
                 content = content_of(shown)
-                yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
+                yield {"role": role, "content": content}, _mark_ends(shown) if isinstance(content, str) else []
         if not blocks:
             yield {"role": role, "content": ""}, []
 
@@ -225,7 +225,7 @@ def _tool_message(result: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
 
 
-def _marked_ends(blocks: Iterable[Any]) -> list[int]:
+def _mark_ends(blocks: Iterable[Any]) -> list[int]:
     texts = [block for block in blocks if hasattr(block, "text")]
     ends = accumulate((len(text.text) for text in texts), lambda end, length: end + 1 + length)  # 1: the line's end
     return [end for end, text in zip(ends, texts[:-1], strict=False) if text.cache_control]

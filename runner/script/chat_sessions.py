@@ -22,7 +22,7 @@ from typing import Any
 
 from runner.files import Record
 from runner.script.agent_sessions import Known, LogNode, bodies, call_of
-from runner.script.conversation import Call, Opening, as_parts, as_tool, dicts_in, found_in, object_of
+from runner.script.conversation import Call, Opening, as_parts, as_tool, dicts_in, named_value, object_of, value_at
 
 KINDS = ("assistant", "system", "tool_result", "user")  # of rows of qwen-code
 NOT_SENT = ("realtime_message", "code_mode_tool_result")  # rows of qwen-code that are no part of the history
@@ -107,14 +107,14 @@ def qwen_code(records: Sequence[Record], known: Known) -> Iterator[Record]:
         value, left_out = record.value, Counter[str]()
         kind, parent = value.get("type"), value.get("parentUuid")
         parent = parent if isinstance(parent, str) else None
-        history = found_in(value, "systemPayload/compressedHistory")[1]
+        history = value_at(value, "systemPayload/compressedHistory")
         if kind == "system" and value.get("subtype") == "chat_compression" and isinstance(history, list):
-            said = [message for each in dicts_in(history) for message in _said_in_parts(each, left_out)]
+            said = [message for each in dicts_in(history) for message in _messages_of_parts(each, left_out)]
             tree.compact(uuid, said, record)
             continue
         is_sent = kind in KINDS and kind != "system" and value.get("subtype") not in NOT_SENT
         message = object_of(value.get("message"))
-        messages = _said_in_parts(message, left_out) if message and is_sent else []
+        messages = _messages_of_parts(message, left_out) if message and is_sent else []
         about = (value.get("timestamp", ""), value.get("model"), value.get("usageMetadata"))
         reply_id, counts = f"reply {uuid}", ("promptTokenCount", "cachedContentTokenCount")
         call = call_of(reply_id, *about, *counts) if kind == "assistant" else None
@@ -141,13 +141,13 @@ def gemini_cli(records: Sequence[Record], known: Known) -> Iterator[Record]:
         if "$rewindTo" in row:
             back = str(row["$rewindTo"])
             history = history[: history.index(back)] if back in history else []
-        elif isinstance(compressed := found_in(row, "$set/messages")[1], list):
-            said = [message for each in dicts_in(compressed) for message in _said_to_gemini(each, Counter())]
+        elif isinstance(compressed := value_at(row, "$set/messages"), list):
+            said = [message for each in dicts_in(compressed) for message in _messages_of_gemini(each, Counter())]
             tree.compact(name := f"{record.where} $set", said, record)
             history = [name]
         elif "type" in row and (name := row["id"]) not in tree.said:
             row, left_out = latest[name], Counter[str]()
-            messages = _said_to_gemini(row, left_out)
+            messages = _messages_of_gemini(row, left_out)
             about = (row.get("timestamp", ""), row.get("model"), row.get("tokens"))
             call = call_of(f"reply {name}", *about, "input", "cached")
             parent = history[-1] if history else None
@@ -164,10 +164,10 @@ def _gemini_rows(record: Record) -> Iterator[tuple[dict[str, Any], Record]]:
         yield {**row, "id": str(row.get("id") or f"{record.where} {at}")}, record
 
 
-def _said_to_gemini(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _messages_of_gemini(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     """A question, or a reply with the results of its calls; none for what Gemini CLI told the user."""
     if row.get("type") == "user":
-        messages = _said_in_parts({"role": "user", "parts": row.get("content")}, left_out)
+        messages = _messages_of_parts({"role": "user", "parts": row.get("content")}, left_out)
         text = "".join(message["content"] for message in messages).strip()
         return [] if text.startswith(("/", "?")) else messages
     if row.get("type") != "gemini":
@@ -183,8 +183,8 @@ def _said_to_gemini(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict
             results.append({"functionResponse": response})
         elif result:
             results += _parts({"parts": result})
-    replied = _said_in_parts({"role": "model", "parts": parts}, left_out)
-    return replied + (_said_in_parts({"role": "user", "parts": results}, left_out) if results else [])
+    replied = _messages_of_parts({"role": "model", "parts": parts}, left_out)
+    return replied + (_messages_of_parts({"role": "user", "parts": results}, left_out) if results else [])
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return dicts_in([{"text": each} if isinstance(each, str) else each for each in listed])
 
 
-def _said_in_parts(content: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _messages_of_parts(content: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     """Messages of the chat API: a reply; or results, and what the user says. Parts without text are counted by type."""
     texts, thoughts = list[str](), list[str]()
     calls, results = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -204,7 +204,7 @@ def _said_in_parts(content: Mapping[str, Any], left_out: Counter[str]) -> list[d
             calls.append(function_call(call.get("id") or call.get("name"), call.get("name"), call.get("args")))
         elif isinstance(response := part.get("functionResponse"), dict):
             call_id, name, answer = response.get("id"), response.get("name"), response.get("response")
-            output = found_in(answer, "output error")[1]
+            output = value_at(answer, "output error")
             output = output if isinstance(output, str) else json.dumps(answer, ensure_ascii=False)
             results.append(result(call_id or name, name, output))
             left_out.update(key for each in dicts_in(response.get("parts")) for key in _kinds(each))
@@ -223,7 +223,7 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
     """The requests of exported sessions as bodies of the chat API, without the system prompt and the tools."""
     tree = Tree(known)
     for record in records:
-        is_child = found_in(record.value, "info/parentID")[1] is not None
+        is_child = value_at(record.value, "info/parentID") is not None
         opening = Opening.SUBAGENT if is_child else Opening.SESSION
         rows: list[str] = []
         starts: dict[str, int] = {}  # where the rows of each message begin
@@ -254,16 +254,18 @@ def opencode(records: Sequence[Record], known: Known) -> Iterator[Record]:
                     row = f"{name} {at}"
                     finish = next((each for each in step if each.get("type") == "step-finish"), {})
                     times = (
-                        found_in(found_in(each, "time state/time")[1], "start created")[1] for each in (*step, info)
+                        value_at(named_value(each, "time state/time")[1], "start created") for each in (*step, info)
                     )
                     known_ms = (float(each) for each in times if isinstance(each, int | float) and 0 < each < 1e14)
                     ms = max(ms, next(known_ms, 0.0))
                     time, tokens = datetime.fromtimestamp(ms / 1000, UTC).isoformat(), finish.get("tokens")
                     prompt = "input cache/write cache/read"
                     call = call_of(f"reply {row}", time, info.get("modelID"), tokens, prompt, "cache/read")
-                    tree.add(row, rows[-1] if rows else None, _said_in_step(step), record, call=call, opening=opening)
+                    tree.add(
+                        row, rows[-1] if rows else None, _messages_of_step(step), record, call=call, opening=opening
+                    )
                     rows.append(row)
-    yield from tree.bodies(found_in(records[0].value, "info/id")[1] or records[0].default_id)
+    yield from tree.bodies(value_at(records[0].value, "info/id") or records[0].default_id)
 
 
 def _steps(parts: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -276,13 +278,13 @@ def _steps(parts: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [step for step in steps if any(each.get("type") in ("reasoning", "text", "tool") for each in step)]
 
 
-def _said_in_step(step: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages_of_step(step: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A reply, and the results of its calls."""
     calls, results = list[dict[str, Any]](), list[dict[str, Any]]()
     for part in (each for each in step if each.get("type") == "tool"):
         call_id, name, state = part.get("callID"), part.get("tool"), object_of(part.get("state"))
         calls.append(function_call(call_id, name, state.get("input")))
-        output = found_in(state, "output error")[1]
+        output = value_at(state, "output error")
         results.append(result(call_id, name, output if isinstance(output, str) else INTERRUPTED))
     return [reply("".join(_texts(step, "text")), "".join(_texts(step, "reasoning")), calls), *results]
 
@@ -310,18 +312,18 @@ def pi(records: Sequence[Record], known: Known) -> Iterator[Record]:
         last = row
         if value.get("type") == "compaction":
             summary = {"role": "user", "content": f"{COMPACTED}{value.get('summary')}\n</summary>"}
-            kept = _kept(parents, parent, rows.get(str(value.get("firstKeptEntryId"))))
+            kept = _rows_between(parents, parent, rows.get(str(value.get("firstKeptEntryId"))))
             tree.compact(row, [summary, *(message for each in kept for message in tree.said[each])], record)
             continue
         left_out = Counter[str]()
-        messages, said = _said_to_pi(value, left_out), object_of(value.get("message"))
+        messages, said = _messages_of_pi(value, left_out), object_of(value.get("message"))
         time, usage = value.get("timestamp", ""), said.get("usage")
         call = call_of(f"reply {row}", time, said.get("model"), usage, "input cacheRead cacheWrite", "cacheRead")
         tree.add(row, parent, messages, record, call=call, left_out=left_out)
     yield from tree.bodies(records[0].value.get("id") or records[0].default_id)
 
 
-def _kept(parents: Mapping[str, str | None], last: str | None, first: str | None) -> list[str]:
+def _rows_between(parents: Mapping[str, str | None], last: str | None, first: str | None) -> list[str]:
     """The rows from `first` to `last`, each below the one before; none if they are not joined."""
     found: dict[str, None] = {}
     while last is not None and last not in found:
@@ -332,7 +334,7 @@ def _kept(parents: Mapping[str, str | None], last: str | None, first: str | None
     return []
 
 
-def _said_to_pi(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _messages_of_pi(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     """What a row adds to the prompt; none for settings, and for replies that failed."""
     kind, message = row.get("type"), object_of(row.get("message"))
     if kind == "branch_summary":

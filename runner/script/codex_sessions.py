@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from runner.files import Record
 from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
-from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
+from runner.script.conversation import Opening, as_parts, dicts_in, object_of, value_at
 from runner.script.response_items import ITEM_KINDS
 
 OLD_META = {"id", "timestamp", "instructions", "git"}  # the keys of a session of Codex in 2025
@@ -34,7 +34,7 @@ def codex(records: Sequence[Record], known: Known) -> Iterator[Record]:
     log = _Log(records, known)
     for record in records:
         log.add(record)
-    instructions = found_in(log.meta, "base_instructions/text")[1]
+    instructions = value_at(log.meta, "base_instructions/text")
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
     about["user"] = str(log.meta.get("id") or records[0].default_id)
     yield from bodies(log.nodes, "input", log.left_out, **about)
@@ -74,7 +74,7 @@ class _Log:
         if kind == "turn_context":
             self._model = str(payload.get("model", ""))
         # What writes a summary is a request, too; but the log has no prompt of it.
-        elif kind == "response_item" and not found_in(record.value, "metadata/compaction_output")[1]:
+        elif kind == "response_item" and not value_at(record.value, "metadata/compaction_output"):
             self._append(payload, record, is_said=True)
         elif kind == "compacted":
             summary = [{"type": "message", "role": "user", "content": str(payload.get("message", ""))}]
@@ -86,7 +86,7 @@ class _Log:
             self._end, self._opening, self._asked = self._questions[-turns:][0], Opening.EDIT, None
             del self._questions[-turns:]
         elif event == "token_count" and self._asked and self._asked.call and not self._asked.call.prompt_tokens:
-            usage, call = found_in(payload, "info/last_token_usage")[1], self._asked.call
+            usage, call = value_at(payload, "info/last_token_usage"), self._asked.call
             figures = (usage, "input_tokens", "cached_input_tokens")
             self._asked.call = call_of(call.reply_id, call.time, call.model, *figures)
 

@@ -295,8 +295,8 @@ def object_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def found_in(value: Any, names: str) -> tuple[str, Any]:
-    """The first of some values that is there, and its name; None: none of them is."""
+def named_value(value: Any, names: str) -> tuple[str, Any]:
+    """The first of some values that is there, and its name; None: none of them is. `a/b` is a path of keys."""
     for name in names.split():
         found = value
         for key in name.split("/"):
@@ -304,6 +304,10 @@ def found_in(value: Any, names: str) -> tuple[str, Any]:
         if found is not None:
             return name, found
     return names.split()[0], None
+
+
+def value_at(value: Any, names: str) -> Any:
+    return named_value(value, names)[1]
 
 
 def has_name(function: Any) -> bool:

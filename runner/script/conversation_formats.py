@@ -34,15 +34,16 @@ from runner.script.conversation import (
     checked_tools,
     dicts_in,
     first_finding,
-    found_in,
     has_name,
     in_present_form,
     json_of,
+    named_value,
     object_of,
     paths,
     reasoning_arguments,
     require_unicode,
     turn_start,
+    value_at,
     with_text,
     without_billing,
 )
@@ -120,7 +121,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value and joining_form([value]) is None
 
 
-def expanded(value: Any) -> list[Any]:
+def conversations_in(value: Any) -> list[Any]:
     """The conversations in one JSON value: InterCode has many in one object, by number."""
     if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
         return list(value.values())
@@ -222,7 +223,7 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     require_unicode(system, f"{where}: system")
     has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
     beginning = [{"role": "system", "content": system}] if has_system else []
-    parents = {name: found_in(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}
+    parents = {name: value_at(turn, form.parent) for name, turn in named.items()} if form.parent else {}
     count = 0
     for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
         chain = [messages[name] for name in path if name in messages]
@@ -260,7 +261,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         turn = dict(zip(names, ("user", turn), strict=True))
     expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {' and '.join(names)}")
     turn = in_present_form(turn)
-    (role_name, speaker), (content_name, content) = found_in(turn, form.role), found_in(turn, form.content)
+    (role_name, speaker), (content_name, content) = named_value(turn, form.role), named_value(turn, form.content)
     if form.parent and speaker is None and content is None:
         return None, left_out
     named = speaker.lower() if isinstance(speaker, str) else ""
@@ -294,7 +295,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
             left_out[key] += 1
         elif not message["reasoning_content"]:
             message["reasoning_content"] = turn[key]
-    call, callee = None, found_in(turn, form.callee)[1] if form.callee else None
+    call, callee = None, value_at(turn, form.callee) if form.callee else None
     if named in _CALLERS and has_name(said := object_of(content)):
         call = {"name": said["name"], "arguments": said.get("arguments", {})}
     elif role == "assistant" and isinstance(callee, str) and callee != "all":
@@ -323,7 +324,7 @@ def _name(record: Record, patterns: str) -> str:
     known = {**record.value, "file": printable(record.path.stem)}
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
-        parts = {key: found_in(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
+        parts = {key: value_at(known, key) for key in re.findall(r"{(.+?)}", pattern)}
         # What stands deeper in a record is of another program, which may have anything there.
         if any(part is None or ("/" in key and not _is_name(part)) for key, part in parts.items()):
             continue
@@ -378,14 +379,14 @@ def _read_logged(record: Record) -> Iterator[dict[str, Any]]:
     Counted as left out: further replies, and a response without one.
     """
     value, where = record.value, record.where
-    _, given = found_in(value, "body/body request/body params/body body request params")
+    given = value_at(value, "body/body request/body params/body body request params")
     body = object_of(given)
     expect(bool(body), f"{where}: the body is", given, "that of an API")
-    url = str(found_in(value, "request/url url")[1])
+    url = str(value_at(value, "request/url url"))
     expect(not url.endswith(("/embeddings", "/moderations")), f"{where}: url is", url, "a chat")
     named = {key: value[key] for key in ("id", "custom_id", "user") if isinstance(value.get(key), str)}
     name = named.pop("custom_id", None)
-    given = found_in(value, "response/body response result/message result error")[1]
+    given = value_at(value, "response/body response result/message result error")
     response = object_of(given)
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
@@ -423,7 +424,7 @@ def _read_langfuse(record: Record) -> Iterator[dict[str, Any]]:
         said = said[0] if isinstance(said, list) and said else said
         reply = {"role": "assistant", "content": said} if isinstance(said, str) else said
         response = {"response": {"choices": [{"message": reply}]}} if isinstance(reply, dict) else {}
-        user = found_in({**value, **each}, "sessionId session_id userId user_id traceId trace_id")[1]
+        user = value_at({**value, **each}, "sessionId session_id userId user_id traceId trace_id")
         yield {"id": each.get("id"), "user": user, "body": {"model": each.get("model"), **body}, **response}
 
 
@@ -451,7 +452,7 @@ def _is_webui(record: dict[str, Any]) -> bool:
 
 def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
     chat, about = record.value["chat"], {"id": record.value.get("id"), "user": record.value.get("user_id")}
-    nodes = found_in(chat, "history/messages")[1]
+    nodes = value_at(chat, "history/messages")
     if not isinstance(nodes, dict):
         yield {**about, "messages": chat.get("messages")}
         return

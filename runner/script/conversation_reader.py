@@ -30,7 +30,14 @@ from runner.files import (
 )
 from runner.script.agent_sessions import Known
 from runner.script.conversation import Conversation
-from runner.script.conversation_formats import expanded, form_of, is_message, joining_form, lengths_alone, parse_record
+from runner.script.conversation_formats import (
+    conversations_in,
+    form_of,
+    is_message,
+    joining_form,
+    lengths_alone,
+    parse_record,
+)
 from runner.script.schedule import beginnings
 from runner.text import plural, printable, shortened
 
@@ -97,7 +104,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad, known) for path in found)
     for record in _with_outputs(chain.from_iterable(every)):
         try:
-            read = [*_parsed(record, sources, asked)]
+            read = [*_conversations_of(record, sources, asked)]
             conversations += [new for each in read if (new := _without(replies, each)) is not None]
         except InputError as error:
             errors.append(error.with_traceback(None))  # its frames hold the record
@@ -150,7 +157,7 @@ def _with_outputs(records: Iterable[Record]) -> Iterator[Record]:
         yield lone._replace(value=InputError(f"{lone.where}: {lacking}"))
 
 
-def _parsed(record: Record, sources: dict[str, str], asked: set[bytes]) -> Iterator[Conversation]:
+def _conversations_of(record: Record, sources: dict[str, str], asked: set[bytes]) -> Iterator[Conversation]:
     """The conversations of a record, if their ids were not seen before.
 
     A request of a log asks for the replies that no earlier request has asked for, and for the last one.
@@ -194,7 +201,7 @@ def _records(path: Path, label: str, skip_bad: bool, known: Known) -> Iterator[R
     except InputError as error:
         yield Record(_UnreadableError(str(error)), path, 1)
         return
-    values = (record._replace(value=value) for record in records for value in expanded(record.value))
+    values = (record._replace(value=value) for record in records for value in conversations_in(record.value))
     found = (each._replace(default_id=f"{printable(label)}#{at}") for at, each in enumerate(values))
     first = list(islice(found, PROBED_RECORDS))
     form = joining_form(each.value for each in first)

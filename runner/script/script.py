@@ -192,17 +192,17 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
         # Tokenizing takes long, so what the rendering leaves out is looked up in its text first.
         text = later.rendering.replace(BREAK, "") if isinstance(later.rendering, str) else "".join(said)
         is_rewritten = common_rendering(last.rendering, later.rendering) < len(last.rendering)
-        if is_rewritten and all(each in text for each in said) and len(found := _spelled(later, request.end, prompt)):
+        if is_rewritten and all(each in text for each in said) and len(found := _spelling(later, request.end, prompt)):
             text = token_text(found.tolist(), tokenizer)
             if all(each in text for each in said):
                 return found
-    if len(spelled := _spelled(last, request.end, prompt)):
+    if len(spelled := _spelling(last, request.end, prompt)):
         return spelled
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
     return np.array(tokenizer.encode(reply.get("content") or "", add_special_tokens=False), np.int32)
 
 
-def _spelled(chat: RenderedChat, index: int, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+def _spelling(chat: RenderedChat, index: int, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
     """The tokens of the message behind a prompt in a longer chat; empty: the chat goes on from another prompt."""
     goes_on = len(prompt) == common_length(chat.tokens, prompt)
     return chat.tokens[len(prompt) : chat.end(index + 1)] if goes_on else np.empty(0, np.int32)

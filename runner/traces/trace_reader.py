@@ -115,7 +115,7 @@ def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Rea
     for conversation in read.conversations:
         with reading.skipping():
             at_s, name = start_s, conversation.conversation_id
-            for turn, (request, prompt) in enumerate(_rendered(conversation, tokenizer), 1):
+            for turn, (request, prompt) in enumerate(_render(conversation, tokenizer), 1):
                 reply = request.recorded_reply or {}
                 calls = reply.get("tool_calls") or ()
                 texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
@@ -132,7 +132,7 @@ def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Rea
     return [Trace(paths[0].stem, block_tokens, requests, first_ms is None, source, sessions_per_hour=rate)]
 
 
-def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[ScheduledRequest, Any]]:
+def _render(conversation: Conversation, tokenizer: Any) -> list[tuple[ScheduledRequest, Any]]:
     """The requests of a conversation, each with the tokens of its prompt."""
     from radixcache.chat import chat_tokens  # needs MLX, which no other format does
 
