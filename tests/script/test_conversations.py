@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from runner import files
 from runner.files import InputError
 from runner.script import conversation_reader
 from runner.script.conversation import Conversation
-from runner.script.conversation_reader import read_conversations
+from runner.script.conversation_reader import ReadResult, read_conversations
 
+Reader = Callable[..., ReadResult]
 BRIEF = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello"}
 REPLY = {"role": "assistant", "content": "Hi there"}
@@ -62,17 +64,14 @@ def test_json_holds_one_conversation_or_a_list_of_them(indent: int | None, tmp_p
         assert (first.messages, len(others)) == ((HELLO, REPLY), count - 1)
 
 
-def test_sharegpt_speakers_become_roles(tmp_path: Path) -> None:
+def test_sharegpt_speakers_become_roles(read: Reader) -> None:
     call = '{"name": "look_up", "arguments": {"day": 1}}'
     said = [("system", "Be brief."), ("human", "Hello"), ("function_call", call), ("observation", "42"), ("gpt", "Hi")]
     turns = [{"from": speaker, "value": text} for speaker, text in said]
-    path = write(tmp_path / "share.json", [{"id": "s1", "conversations": turns, "tools": json.dumps([TOOL])}])
-    (conversation,) = read_conversations(path).conversations
-    roles = [message["role"] for message in conversation.messages]
-    assert roles == ["system", "user", "assistant", "tool", "assistant"]
-    assert conversation.messages[2]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": {"day": 1}}
-    assert conversation.tools == (TOOL,)
-    assert conversation.conversation_id == conversation.user == "s1"
+    (found,) = read({"id": "s1", "conversations": turns, "tools": json.dumps([TOOL])}).conversations
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[2]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": {"day": 1}}
+    assert (found.tools, found.conversation_id, found.user) == ((TOOL,), "s1", "s1")
 
 
 @pytest.mark.parametrize("folder", [".", "trajectories"])
@@ -106,11 +105,10 @@ def test_broken_tool_list_beside_trajectories_is_an_error_that_names_it(tmp_path
     ],
     ids=["system field", "text parts", "unknown keys", "refusal", "mt-bench"],
 )
-def test_records_become_messages(record: Any, messages: tuple[Any, ...], tmp_path: Path) -> None:
-    (found,) = read_conversations(write(tmp_path / "c.jsonl", record)).conversations
+def test_records_become_messages(record: Any, messages: tuple[Any, ...], read: Reader) -> None:
+    (found,) = read(record).conversations
     assert found.messages == messages
-    assert found.replies_recorded == ("turns" not in record)
-    assert (found.conversation_id == "81") == ("turns" in record)
+    assert (found.replies_recorded, found.conversation_id == "81") == ("turns" not in record, "turns" in record)
 
 
 def test_files_are_read_in_order_and_those_of_one_name_in_two_folders_together(tmp_path: Path) -> None:
@@ -289,37 +287,35 @@ def test_second_use_of_an_id_names_the_first_in_lines_and_in_an_array_of_one_lin
     ids=["roles", "any case", "mixed keys"],
 )
 def test_speakers_and_texts_are_found_by_each_of_their_names(
-    key: str, names: tuple[str, ...], texts: tuple[str, str], tmp_path: Path
+    key: str, names: tuple[str, ...], texts: tuple[str, str], read: Reader
 ) -> None:
     turns = [{names[0]: texts[0], names[1]: "Hello", "toxic": False}, {names[2]: texts[1], names[3]: "Hi there"}]
-    (found,) = read_conversations(write(tmp_path / "c.jsonl", {key: turns})).conversations
+    (found,) = read({key: turns}).conversations
     assert found.messages == (HELLO, REPLY)
 
 
-def test_a_speaker_of_calls_whose_text_is_no_call_has_said_it(tmp_path: Path) -> None:
+def test_a_speaker_of_calls_whose_text_is_no_call_has_said_it(read: Reader) -> None:
     turns = [{"from": "user", "value": "Hello"}, {"from": "function_call", "value": "look_up(1)"}]
-    (found,) = read_conversations(write(tmp_path / "c.jsonl", {"conversations": turns})).conversations
+    (found,) = read({"conversations": turns}).conversations
     assert found.messages[1] == {"role": "assistant", "content": "look_up(1)"}
 
 
-def test_rows_of_lmsys_bring_their_ids_and_those_of_wildchat_their_users(tmp_path: Path) -> None:
+def test_rows_of_lmsys_bring_their_ids_and_those_of_wildchat_their_users(read: Reader) -> None:
     """WildChat's hash is no id: equal conversations have the same."""
     lmsys = {"conversation_id": "a1", "model": "vicuna-13b", "conversation": [HELLO, REPLY], "turn": 1}
     wildchat = {"conversation_hash": "b2", "hashed_ip": "c3", "conversation": [HELLO, REPLY], "turn": 1}
-    found = read_conversations(write(tmp_path / "c.jsonl", lmsys, wildchat, wildchat)).conversations
-    assert [(each.conversation_id, each.user) for each in found] == [("a1", "a1"), ("c#1", "c3"), ("c#2", "c3")]
+    found = read(lmsys, wildchat, wildchat).conversations
+    assert [(each.conversation_id, each.user) for each in found] == [("a1", "a1"), ("a#1", "c3"), ("a#2", "c3")]
 
 
-def test_parts_without_text_are_left_out_and_counted_by_type(tmp_path: Path) -> None:
+def test_parts_without_text_are_left_out_and_counted_by_type(read: Reader) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "Hel"}, image, {"type": "refusal", "refusal": "lo"}, image]
-    spoken = {**REPLY, "audio": {"id": "a"}}
-    path = write(
-        tmp_path / "c.jsonl", [{"role": "user", "content": parts}], [{"role": "user", "content": [image]}, spoken]
-    )
-    result = read_conversations(path)
-    assert [each.messages[0]["content"] for each in result.conversations] == ["Hello", ""]
-    assert [each.left_out for each in result.conversations] == [{"image_url": 2}, {"image_url": 1, "audio": 1}]
+    spoken = {"role": "assistant", "content": None, "audio": {"id": "a"}}
+    result = read([{"role": "user", "content": parts}], [{"role": "user", "content": [image]}, spoken])
+    first, second = result.conversations
+    assert (first.messages[0]["content"], [each["content"] for each in second.messages]) == ("Hello", ["", ""])
+    assert [first.left_out, second.left_out] == [{"image_url": 2}, {"image_url": 1, "audio": 1}]
     assert result.notes == ["left out of the prompts, as they are no text of a message: 3 image_url, 1 audio."]
 
 
@@ -378,13 +374,12 @@ def test_a_folder_is_the_files_in_it_and_below_it_by_name(tmp_path: Path) -> Non
     assert [each.conversation_id for each in read_conversations(tmp_path).conversations] == ["a", "z"]
 
 
-def test_intercode_s_log_is_a_conversation_per_task(tmp_path: Path) -> None:
+def test_intercode_s_log_is_a_conversation_per_task(read: Reader) -> None:
     history = {"actions": ["ls", "SELECT 1", "submit"], "observations": ["a b", [[1]], ""], "rewards": [0, 0, 1]}
     one = {"task_id": 4, "query": "Count.", "turn_history": history}
     other = {"query": "X", "turn_history": {"actions": ["y"], "observations": []}}
-    path = write(tmp_path / "log.json", {"0": one, "1": other})
-    first, second = read_conversations(path).conversations
-    assert (first.conversation_id, second.conversation_id) == ("log/4", "log#1")
+    first, second = read({"0": one, "1": other}).conversations
+    assert (first.conversation_id, second.conversation_id) == ("a/4", "a#1")
     assert [each["content"] for each in first.messages] == ["Count.", "ls", "a b", "SELECT 1", "[[1]]", "submit"]
     assert [each["role"] for each in second.messages] == ["user", "assistant"]
 
