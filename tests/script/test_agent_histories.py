@@ -2,7 +2,8 @@
 
 An `Agent` holds a plain list of what the model sees, and notes a copy of the list for each request. Beside that, it
 writes the log of its kind of agent. Questions, calls, compactions, going back, forks, subagents and rows that are
-written again come in any order. What is read from the logs must be the noted lists.
+written again come in any order. What is read from the logs must be the noted lists. Logs of Gemini CLI and opencode are
+read by the same functions as those of qwen-code and pi; test_chat_sessions.py has an example of each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tests.script.logs import (
     codex_log,
     function_call,
     item,
-    open_said,
     pi_said,
     requests_of_log,
     thought,
@@ -273,47 +273,6 @@ class QwenCode(LogAgent):
         self.made.append([f"u:{text}"])
 
 
-class GeminiCli(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: list[dict[str, Any]] = [{"sessionId": "s", "projectHash": "p"}]
-        self.files["s"] = self._rows
-
-    def _row(self, kind: str, content: Any, **more: Any) -> str:
-        name = f"row {len(self._rows)}"
-        self._rows.append({"id": name, "timestamp": "2026-01-01", "type": kind, "content": content, **more})
-        return name
-
-    def say(self, role: str, text: str, number: int) -> None:
-        if number % 2:
-            self._row("info", "Told the user.")
-        content = [{"text": text}] if number % 3 else text
-        self.view.append((f"{role}:{text}", self._row("user" if role == "u" else "gemini", content)))
-
-    def call(self, names: list[str], number: int) -> None:
-        calls = [{"id": name, "name": "ls", "args": {}, "result": name} for name in names]
-        row = self._row("gemini", "", toolCalls=calls)
-        self.view += [("a:" + "(ls)" * len(names), row), *((f"t:{name}", row) for name in names)]
-
-    def compact(self, number: int) -> None:
-        text, kept = self.text(), [each for each in self.kept(number) if each[0][0] in "ua" and "(" not in each[0]]
-        said = [(f"u:{text}", ""), *kept]
-        kinds = {"u": "user", "a": "gemini"}
-        messages = [{"type": kinds[line[0]], "content": line[2:]} for line, _ in said]
-        self._rows.append({"$set": {"messages": messages}})
-        self.view = [(line, "") for line, _ in said]
-
-    def go_back(self, number: int) -> None:
-        view = self.cut(number)
-        if len(view) < len(self.view) and self.view[len(view)][1]:
-            self._rows.append({"$rewindTo": self.view[len(view)][1]})
-            self.view = view
-
-    def again(self, number: int) -> None:
-        said = [each for each in self._rows if "type" in each]
-        self._rows.append(said[number % len(said)] if number % 2 else {"$set": {"kind": "main"}})
-
-
 class Pi(Agent):
     def __init__(self) -> None:
         super().__init__()
@@ -365,43 +324,7 @@ class Pi(Agent):
         self._rows.append(self._rows[number % len(self._rows)])
 
 
-class OpenCode(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._messages: list[dict[str, Any]] = []
-        self.files["s"] = [{"info": {"id": "s"}, "messages": self._messages}]
-
-    def _add(self, role: str, *parts: Any, **info: Any) -> str:
-        name = str(len(self._messages))
-        self._messages.append(open_said(name, role, *parts, **info))
-        return name
-
-    def say(self, role: str, text: str, number: int) -> None:
-        if role == "u":
-            self.view.append((f"u:{text}", self._add("user", text)))
-        elif number % 2 and self._messages[-1]["info"]["role"] == "assistant":  # a further step of the same message
-            self._messages[-1]["parts"] += [{"type": "step-start"}, {"type": "text", "text": text}]
-            self.view.append((f"a:{text}", self.view[-1][1]))
-        else:
-            self.view.append((f"a:{text}", self._add("assistant", {"type": "step-start"}, text)))
-
-    def call(self, names: list[str], number: int) -> None:
-        states = ({"status": "completed", "input": {}, "output": name} for name in names)
-        tools = [{"tool": "ls", "callID": name, "state": state} for name, state in zip(names, states, strict=True)]
-        row = self._add("assistant", {"type": "step-start"}, *({"type": "tool", **each} for each in tools))
-        self.view += [("a:" + "(ls)" * len(names), row), *((f"t:{name}", row) for name in names)]
-
-    def compact(self, number: int) -> None:
-        kept, text = self.kept(number), self.text()
-        if any(not row for _, row in kept):
-            return
-        tail = {"tail_start_id": kept[0][1]} if kept else {}
-        self._add("user", {"type": "compaction", "auto": True, **tail})
-        self._add("assistant", text, summary=True)
-        self.view = [("u:What did we do so far?", ""), (f"a:{text}", ""), *kept]
-
-
-AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, QwenCode, GeminiCli, Pi, OpenCode)}
+AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, QwenCode, Pi)}
 MOVES = ("ask", "compact", "go_back", "fork", "again", "side")
 HISTORIES = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 59)), max_size=12)
 

@@ -120,13 +120,6 @@ def test_links_of_sessions_may_be_texts_or_numbers_of_a_table(tmp_path) -> None:
         read_trace(write(tmp_path / "c.jsonl", chat(1, 1.5, 0, [1])))
 
 
-def test_turns_that_a_file_does_not_name_are_numbered_by_time(tmp_path) -> None:
-    late, early = chat(2, 1, 9, [1, 2]), chat(1, -1, 3, [1])
-    del late["turn"], early["turn"]
-    found = [(each.time_ms, each.turn) for each in read_trace(write(tmp_path / "b.jsonl", late, early)).requests]
-    assert found == [(3000, 1), (9000, 2)]
-
-
 def test_sessions_do_not_depend_on_the_order_of_rows_and_circles_end(tmp_path) -> None:
     rows = [chat(at, at - 1 or -1, at, [at]) for at in range(1, 6)]
     for at, order in enumerate(permutations(rows)):
@@ -431,19 +424,15 @@ def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
     assert (len(trace.requests), len(trace.skipped)) == (1, 1)
 
 
-def test_subagents_without_end_are_refused(tmp_path) -> None:
+def test_subagents_without_end_and_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
     inner: dict[str, Any] = ask(0, 64, [1])
     for _ in range(40):
         inner = {"t": 0, "type": "subagent", "requests": [inner]}
+    deep, other = session(tmp_path / "a.json", inner), session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
     with pytest.raises(InputError, match=r"requests\[0\] is a sub-agent, 16 sub-agents deep; wanted fewer"):
-        read_trace(session(tmp_path / "s.json", inner))
-
-
-def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
-    session(tmp_path / "a.json", ask(0, 64, [1]))
-    session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
+        read_trace(deep)
     with pytest.raises(InputError, match=r"b\.json:1: block_size is 32; wanted 64"):
-        read_trace(tmp_path)
+        read_trace(session(deep, ask(0, 64, [1])), other)
 
 
 @pytest.mark.slow
