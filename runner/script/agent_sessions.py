@@ -9,9 +9,9 @@ request before, the `Call` has the `Opening`:
 
 Invariants:
 
-  AS1  A reply with a message in front of it is one call; what the tool itself wrote in a reply's place is none.
-  AS2  A path has the calls that no path before it has, and `None` in the place of others; it ends with a reply.
-  AS3  What a path left out is counted once: not again for messages of earlier paths, or of copies in other files.
+  AS1  A reply with a message in front of it is one call. Text that the tool wrote in place of a reply is no call.
+  AS2  A path ends with a reply. It has the calls that no earlier path has, and None for the other replies.
+  AS3  Parts that are left out are counted once, also if their message is on several paths or copied to another file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from runner.script.conversation import Call, Opening, paths, value_at
 
 @dataclass
 class Known:
-    """What the files before have: agents copy a session that goes on into a new file.
+    """What earlier files have. Agents copy a session into a new file when they continue it.
 
-    `rows` are names of messages; `older` has the sessions that a forked one goes on from.
+    `rows` are names of messages; `older` has, for a forked session, the sessions that it continues.
     """
 
     rows: set[str] = field(default_factory=set)
     older: dict[str, set[str]] = field(default_factory=dict)
 
     def adds(self, row: str) -> bool:
-        """Note a row; whether it is new."""
+        """Note a row. Returns whether it is new."""
         is_new = row not in self.rows
         self.rows.add(row)
         return is_new
@@ -44,9 +44,9 @@ class Known:
 
 @dataclass
 class LogNode:
-    """A message or an item of a log, and the name of the one above it; of a reply also its call.
+    """A message or an item of a log, and the name of the node above it. A reply may have a call.
 
-    `opening`: why a conversation begins here, if one does. `is_copy`: it stands elsewhere, too.
+    `opening`: why a conversation begins at this node, if one does. `is_copy`: an earlier file or node has it, too.
     """
 
     turn: dict[str, Any]

@@ -1,7 +1,7 @@
 """A recorded conversation in OpenAI's chat form, the checks that data is one, and what makes messages of data.
 
-The server and the readers share what turns bodies of APIs into messages of OpenAI's chat API as it is now, which chat
-templates take. `anthropic_blocks.py` and `response_items.py` say what the parts of a message are in the other APIs.
+The server and the readers share the functions that make chat messages, as templates take them, of bodies of APIs.
+`anthropic_blocks.py` and `response_items.py` have the parts of a message in the other APIs.
 
 Invariants of a `Conversation` that a reader returns:
 

@@ -181,9 +181,9 @@ def _conversations_of(record: Record, sources: dict[str, str], asked: set[bytes]
 
 
 def _without(replies: set[str], conversation: Conversation) -> Conversation | None:
-    """A conversation without the replies that earlier ones had: agents copy a session that goes on into a new file.
+    """A conversation without calls whose replies are in `replies`; None: no call is left. Adds the replies to the set.
 
-    None: no reply is left. The replies are added to `replies`.
+    Agents copy a session into a new file when they continue it.
     """
     if not conversation.calls:
         return conversation
