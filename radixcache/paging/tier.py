@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from radixcache.paging.pager import Pager
 from radixcache.paging.rates import StoreRates
 from radixcache.paging.resume import PrefixRequest, Slots, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
-from radixcache.stores.index import Index, Link, chain_end
+from radixcache.stores.index import Link, chain_end
 from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
 from radixcache.tree.radix_tree import Match
@@ -386,8 +386,6 @@ class StoreWriter:
         self._disk, self._store, self._layout, self._states, self._slots = disk, disk.store, layout, states, slots
         # Exact caches' blocks begin where their prefill does; point layers need a block that ends at each checkpoint.
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
-        #: What was put and may not be written yet.
-        self._put = Index()
 
     def write(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
         """Put what the store lacks of the path to a node, up to offset `end`; stop at the first block it refuses.
@@ -409,7 +407,7 @@ class StoreWriter:
         parent = root_key(self._disk.identity, tip.namespace)
         cuts = {mark, *points, *(node.end for node in path if len(node.children) > 1)}
         cut = 0
-        for low, high, link in self._bounds(keys, tip.namespace, parent, cuts):
+        for low, high, link in self._bounds(keys, tip.namespace, cuts):
             if link is not None and not link.is_whole:
                 parent, cut = link.key, high - low
                 continue
@@ -425,39 +423,22 @@ class StoreWriter:
                 self._offer(Head("checkpoint", *about), partial(self._layout.point_buffers, points[high]), wait)
             cut = 0
 
-    def _bounds(
-        self, keys: Keys, namespace: str, root: bytes, wanted: Iterable[int]
-    ) -> list[tuple[int, int, Link | None]]:
+    def _bounds(self, keys: Keys, namespace: str, wanted: Iterable[int]) -> list[tuple[int, int, Link | None]]:
         """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets."""
-        found = self._chain(keys, namespace, root)
+        found = self._chain(keys, namespace)
         start = chain_end(found)
         cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
         cuts += [len(keys)] if start < len(keys) else []
         new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
         return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
-    def _chain(self, keys: Keys, namespace: str, root: bytes) -> list[Link]:
+    def _chain(self, keys: Keys, namespace: str) -> list[Link]:
         """The longest chain of blocks that these keys follow, stored or put; its end may be half a block or more."""
-        if self._store.flush(0):
-            self._put = Index()
-        stored = self._store.known(self._disk.identity, namespace, keys, grid=self._disk.grid)
-        if not self._cuts:
-            stored = list(takewhile(lambda link: link.is_whole, stored))
-        # A stored block that these keys leave inside may have an unwritten sibling that they follow longer.
-        found = max((self._with_put(chain, keys, root) for chain in (stored, stored[:-1])), key=chain_end)
-        if found and not found[-1].is_whole:
-            last = found[-1]
-            if not self._cuts or 2 * (last.end - last.start) < last.block_end - last.start:
-                found.pop()
+        disk = self._disk
+        found = self._store.known(disk.identity, namespace, keys, grid=disk.grid, is_whole=not self._cuts)
+        if found and 2 * (found[-1].end - found[-1].start) < found[-1].block_end - found[-1].start:
+            found.pop()
         return found
-
-    def _with_put(self, chain: Sequence[Link], keys: Keys, root: bytes) -> list[Link]:
-        """A chain, and what was put that goes on from there."""
-        parent, cut, at = root, 0, chain_end(chain)
-        if chain:
-            parent, cut = chain[-1].key, 0 if chain[-1].is_whole else at - chain[-1].start
-        behind = self._put.match(parent, keys[at:], self._disk.grid, cut=cut)
-        return [*chain, *(each.moved(at) for each in behind)]
 
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
         """Put a block or a checkpoint unless it is there; False: it is neither there nor taken."""
@@ -473,8 +454,6 @@ class StoreWriter:
         if buffers is None or not store.put(Block(head, buffers)):
             return False
         self._states.tally.add(kept_blocks=1)
-        if is_block:
-            self._put.add(head, 1, 0)
         return True
 
     def _state(self, path: Sequence[StateNode], start: int, end: int) -> Buffers | None:

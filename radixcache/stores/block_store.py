@@ -55,7 +55,7 @@ class StoreStats:
     written_bytes: int = counter("bytes", "Bytes written.")
     evicted_files: int = counter("files", "Files removed to keep the budget.")
     evicted_bytes: int = counter("bytes", "Bytes removed to keep the budget.")
-    damaged_files: int = counter("files", "Damaged or foreign files that were set aside.")
+    damaged_files: int = counter("files", "Damaged files that were removed.")
     vanished_files: int = counter("files", "Files that were gone when they were to be read.")
     read_errors: int = counter("errors", "Files or folders that the system could not read.")
     failed_calls: dict[str, int] = counter("calls", "Failed calls to a server, by kind.", label="kind")
@@ -167,14 +167,18 @@ class BlockStore:
         """
         if not self._look_up(identity, namespace, tokens, grid):
             return []
-        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
-
-    def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """As `match`, without looking for blocks that other processes have added."""
         with self._lock:
             return self._index.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
+
+    def known(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, is_whole: bool = False
+    ) -> list[Link]:
+        """As `match`, with blocks that wait to be written, and without looking for blocks of other processes.
+
+        `is_whole`: only blocks with all of their tokens.
+        """
+        with self._lock:
+            return self._index.match(root_key(identity, namespace), tokens, grid, least_bytes=0, is_whole=is_whole)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
         """Bytes of a file; 0: it is not stored."""
@@ -263,7 +267,11 @@ class BlockStore:
 
     def _take(self, block: Block) -> str:
         """Returns "", or why the block is dropped."""
-        return "" if self._queue.offer(block) else "the queue is full"
+        self._add(block.head, 0, 0)
+        if self._queue.offer(block):
+            return ""
+        self._drop_unwritten(*block.head.place)
+        return "the queue is full"
 
     def _write_or_count(self, block: Block) -> None:
         try:
@@ -272,6 +280,8 @@ class BlockStore:
             why_not = "its head is too long"
         else:
             why_not = self._write(block.head, parts, sum(memoryview(part).nbytes for part in parts))
+        finally:
+            self._drop_unwritten(*block.head.place)
         if why_not:
             self._tally.add_to("dropped", why_not)
 
@@ -282,6 +292,11 @@ class BlockStore:
     def _drop(self, key: bytes, *kinds: Kind) -> None:
         with self._lock:
             self._index.drop(key, *kinds)
+
+    def _drop_unwritten(self, key: bytes, kind: Kind) -> None:
+        with self._lock:
+            if not self._index.file_bytes(key, kind):
+                self._index.drop(key, kind)
 
 
 class BudgetedStore(BlockStore):
@@ -301,8 +316,6 @@ class BudgetedStore(BlockStore):
             return "it is already stored"
         if not head.is_first and not self.file_bytes(head.before):
             return "the blocks before it are not stored"
-        if why_not := self._reason_not_to_write(nbytes):
-            return why_not
         if nbytes > self.budget_bytes:
             return "it is larger than the budget"
         self.touch([head.before])
@@ -348,10 +361,6 @@ class BudgetedStore(BlockStore):
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
         """False: another process has deleted the file."""
         raise NotImplementedError
-
-    def _reason_not_to_write(self, nbytes: int) -> str:
-        """A reason besides the budget, or ""."""
-        return ""
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
         """Record a use where other processes see it."""

@@ -184,7 +184,7 @@ def test_whatever_several_processes_do_no_answer_is_wrong(site: Site) -> None:
     "wrong",
     [
         {"queue_bytes": 0}, {"write_on": "never"}, {"secret": b"short"}, {"secret": bytes(65)},
-        {"budget_bytes": 0}, {"write_budget_bytes_per_day": -1},
+        {"budget_bytes": 0},
         {"ttl_s": 0}, {"max_value_mib": 0}, {"timeout_s": 0},
     ],
     ids=repr,

@@ -42,7 +42,7 @@ def test_a_chain_goes_on_from_inside_of_a_block_and_is_used_with_it() -> None:
     assert [(link.start, link.end) for link in _matched(index, [1, 2, 3, 8, 7])] == [(0, 3), (3, 4), (4, 5)]
     assert _end(_matched(index, [1, 2, 8, 9])) == 2, "it is behind three of its tokens, not two"
     assert _end(_matched(index, [1, 2, 3, 4, 8, 9])) == 4, "nor behind all four"
-    assert [link.key for link in index.match(whole[0].head.key, np.array([8, 9]), cut=3)] == [branch[0].head.key]
+    assert [link.end for link in index.match(ROOT, np.array([1, 2, 3, 8, 9]), is_whole=True)] == []
     index.touch(twig[0].head.key, 50)
     oldest = index.oldest()
     assert oldest is not None
