@@ -17,7 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
 WriteOn = Literal["eviction", "second_use", "close"]
 WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
+#: Blocks that are read ahead at the same time.
+READERS = 2
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class WriteQueue:
 
     def __init__(self, write: Callable[[Block], None], limit_bytes: int) -> None:
         self._write, self._limit_bytes = write, limit_bytes
-        self._changed = threading.Condition()
-        self._waiting: dict[Place, Block] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "radixcache-store")
+        self._lock = threading.Lock()
+        self._waiting: dict[Place, tuple[Future[None], int]] = {}
         self._is_closed = False
         self.waiting_bytes = 0
 
@@ -82,49 +86,56 @@ class WriteQueue:
     def offer(self, block: Block) -> bool:
         """Take a block; False: there is no room, the block waits already, or the queue is closed."""
         place = block.head.place
-        with self._changed:
+        with self._lock:
             if place in self._waiting or not self.has_room(block.nbytes):
                 return False
-            if self._thread is None:
-                # A daemon: a process that ends without `close` loses unwritten blocks only.
-                self._thread = threading.Thread(target=self._run, name="radixcache-store", daemon=True)
-                self._thread.start()
-            self._waiting[place] = block
+            self._waiting[place] = self._thread.submit(self._write_next, block), block.nbytes
             self.waiting_bytes += block.nbytes
-            self._changed.notify_all()
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+        with self._lock:
+            writes = [write for write, _ in self._waiting.values()]
+        return not wait(writes, timeout_s).not_done
 
     def close(self, timeout_s: float | None) -> bool:
         """Flush, drop the rest and end the thread; False: the thread is still writing its last block."""
-        with self._changed:
-            self._is_closed = True
-            is_written = self._changed.wait_for(lambda: not self._waiting, timeout_s)
-            for place in list(self._waiting)[1:]:
-                self.waiting_bytes -= self._waiting.pop(place).nbytes
-            self._changed.notify_all()
-        if self._thread is not None and is_written:
-            self._thread.join()
+        self._is_closed = True
+        is_written = self.flush(timeout_s)
+        with self._lock:
+            for place, (write, _) in list(self._waiting.items()):
+                if write.cancel():
+                    self._forget(place)
+        self._thread.shutdown(wait=is_written)
         return is_written
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    return
-                place, block = next(iter(self._waiting.items()))
-            try:
-                self._write(block)
-            except Exception:  # a bug must not stop the blocks that follow
-                logger.exception("a block could not be written")
-            with self._changed:
-                self.waiting_bytes -= self._waiting.pop(place).nbytes
-                del block
-                self._changed.notify_all()
+    def _write_next(self, block: Block) -> None:
+        try:
+            self._write(block)
+        except Exception:  # a bug must not stop the blocks that follow
+            logger.exception("a block could not be written")
+        with self._lock:
+            self._forget(block.head.place)
+
+    def _forget(self, place: Place) -> None:
+        _, nbytes = self._waiting.pop(place)
+        self.waiting_bytes -= nbytes
+
+
+def read_ahead(read: Callable[[Place], Block | None], wanted: Iterable[Place]) -> Iterator[Block | None]:
+    """Call `read` for each place, up to `READERS` ahead of the caller, and yield the results in order."""
+    ahead: deque[Future[Block | None]] = deque()
+    with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
+        try:
+            for place in wanted:
+                if len(ahead) == READERS:
+                    yield ahead.popleft().result()
+                ahead.append(pool.submit(read, place))
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
 
 
 class BlockStore:

@@ -19,22 +19,18 @@ import errno
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from radixcache.stores.block import Block, Head, Identity, Kind, Place
-from radixcache.stores.block_store import BudgetedStore, WriteOn
+from radixcache.stores.block_store import BudgetedStore, WriteOn, read_ahead
 from radixcache.stores.codec import Damaged
 from radixcache.stores.files import Folder, file_name
 from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
 
-#: Files that are read ahead at the same time.
-READERS = 2
 #: Errors of a name that something else has, not of the disk.
 _NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
@@ -86,20 +82,8 @@ class DiskStore(BudgetedStore):
             self._stop(error)
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """As `BlockStore.read`. At most `READERS` blocks are read ahead."""
         self.touch(dict.fromkeys(key for key, _ in wanted))
-        ahead: deque[Future[Block | None]] = deque()
-        with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
-            try:
-                for place in wanted:
-                    if len(ahead) == READERS:
-                        yield ahead.popleft().result()
-                    ahead.append(pool.submit(self._read_one, place))
-                while ahead:
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+        yield from read_ahead(self._read_one, wanted)
 
     def accepts(self, nbytes: int) -> bool:
         return nbytes <= self.budget_bytes and not self._error and self._queue.has_room(nbytes)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from radixcache.counters import Tally
 from radixcache.errors import StoreError
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from redis import Redis
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: From a failure to the next PING.
 PAUSE_S = 10.0
@@ -71,21 +69,18 @@ class Calls:
     def limit_s(self, nbytes: int) -> float:
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
-    def ask(self, commands: Sequence[Command], nbytes: int = 0) -> Replies | None:
-        """Replies to commands in one round trip, None for a refused command; None: the server does not answer."""
-        ends_s = time.monotonic() + self.limit_s(nbytes)
-        return self.wait(self.begin(commands, lambda replies: replies), ends_s)
+    def ask(self, commands: Sequence[Command], nbytes: int = 0, *, ends_s: float | None = None) -> Replies | None:
+        """Replies to commands in one round trip, None for a refused command; None: the server does not answer.
 
-    def begin(self, commands: Sequence[Command], finish: Callable[[Replies], T]) -> Future[T] | None:
-        """As `ask`, without waiting; the thread calls `finish`."""
-        return self._threads.submit(lambda: finish(self._sent(commands))) if self.is_up() else None
-
-    def wait(self, call: Future[T] | None, ends_s: float) -> T | None:
-        """The result of a call; None: it was not made, failed, or reached its limit, by time.monotonic()."""
-        if call is None:
+        Args:
+            nbytes: how much is sent or received; it sets the limit.
+            ends_s: the limit instead, by time.monotonic().
+        """
+        if not self.is_up():
             return None
+        limit_s = self.limit_s(nbytes) if ends_s is None else max(0.0, ends_s - time.monotonic())
         try:
-            return call.result(max(0.0, ends_s - time.monotonic()))
+            return self._threads.submit(self._send, commands).result(limit_s)
         except Exception as error:
             self._note_failure(error)
             self._client.connection_pool.disconnect()
@@ -94,7 +89,7 @@ class Calls:
     def close(self) -> None:
         self._client.connection_pool.disconnect()
 
-    def _sent(self, commands: Sequence[Command]) -> Replies:
+    def _send(self, commands: Sequence[Command]) -> Replies:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -106,7 +101,7 @@ class Calls:
 
     def _try(self) -> None:
         try:
-            self._sent([("PING",)])
+            self._send([("PING",)])
         except Exception as error:
             self._note_failure(error)
         else:
