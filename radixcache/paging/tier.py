@@ -1,9 +1,9 @@
 """Tier: joins a cache to its stores. State is read from them before a request is planned, and written to them.
 
-    read     if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the state
-             goes into the tree as PAGED; the request then finds it like any paged state
-    write    what a request left (write_on="close") or had found (write_on="second_use")
-    lose     what is about to be evicted (write_on="eviction")
+    read             if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the
+                     state goes into the tree as PAGED; the request then finds it like any paged state
+    write            what a request left (write_on="close") or had found (write_on="second_use")
+    write_evicted    what is about to be evicted (write_on="eviction")
 
 Several stores are asked as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
 that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock, which `read` gives up
@@ -80,10 +80,7 @@ class Foreseen(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """A block that was read: the snapshots of its span layers up to the end of its link, and of all of its windows.
-
-    The first block of a path has the shapes of all leaves, too.
-    """
+    """A block that was read; `spans` end where its link ends. A path's first block has the shapes of all leaves."""
 
     link: Link
     shapes: Sequence[Any]
@@ -108,12 +105,12 @@ class Tier:
         self._has_failed = False
 
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> bool:
-        """Put what the stores have of a prompt beyond memory into the tree, if worth it; whether anything came.
+        """Put what the stores have of a prompt beyond memory into the tree, if worth it; returns whether anything came.
 
         Gives the lock up while a store is asked or read.
 
         Args:
-            asked: the keys that may be read and the use of them, as of now: other requests go on meanwhile.
+            asked: returns the keys that may be read and their use, as of now: other requests go on meanwhile.
         """
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self._reader.read(namespace, asked))
@@ -135,8 +132,7 @@ class Tier:
                 match = self._states.match(keys[:end], request.namespace)
                 self._safely(lambda its=writer, at=match: its.write(at.node, at.offset, mark))  # type: ignore[misc]
 
-    def lose(self, node: StateNode) -> None:
-        """Write a node that is about to lose state."""
+    def write_evicted(self, node: StateNode) -> None:
         self._safely(lambda: self._writers["eviction"].write(node, node.end))
 
     def remove(self, keys: Keys, start: int, namespace: str) -> None:
@@ -176,7 +172,8 @@ class StoreReader:
         store     |-----------------------------| chain of blocks, and what point layers need at its end
         read                  |-----------------|     and what windows read there
 
-    It ends where a request can resume. Each store's part is weighed by itself: no store is read for what another saves.
+    Reading ends where a request can resume. The part of each store is compared with the prefill of that part alone.
+    Otherwise the time that a fast store saves would pay for reading a slow one.
     """
 
     def __init__(
@@ -190,12 +187,11 @@ class StoreReader:
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> str:
         """Put what the store has of a prompt beyond memory into the tree; returns the outcome in a few words.
 
-        "damaged": a block that was found is gone now; "changed": so is state in memory on which it would go on. Ask
+        After "damaged" (a block is gone now) and "changed" (state in memory is gone that the blocks continue), ask
         again. Raises what a store or its content may raise.
         """
         keys, _ = asked()
-        chain = self._asked(keys, namespace)
-        match, resume, links = self._missing(keys, namespace, chain)
+        match, resume, links = self._missing(keys, namespace)
         if not links:
             return "not stored"
         links, refused = self._worth_reading(resume, links)
@@ -208,31 +204,31 @@ class StoreReader:
             links = self._affordable(links)
         if match.node.payload is not None:
             self._evictor.tidy(match.node)
-        return self._read(links, namespace, keys, asked) if links else "no room"
+        return self._bring(links, namespace, keys, asked) if links else "no room"
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        chain = self._asked(keys, namespace)
-        _, resume, links = self._missing(keys, namespace, chain)
+        _, resume, links = self._missing(keys, namespace)
         if not links:
             return Foreseen()
         chosen, _ = self._worth_reading(resume, links)
         ends = {self._store.tiers[each.tier]: each.end for each in links}
         return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
 
-    def _asked(self, keys: Keys, namespace: str) -> list[Link]:
-        with self._lock.released():
-            return max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
-
     def matches(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[list[Link]]:
-        """As `Store.match`, of this cache's state, and then of the same in more bits."""
+        """The chains of this cache's state, and of the same state in more bits; see `BlockStore.match`."""
         disk, match = self._disk, partial(self._store.match, grid=self._disk.grid, at_checkpoints=at_checkpoints)
         return [match(identity, namespace, keys) for identity in (disk.identity, *disk.finer)]
 
-    def _missing(self, keys: Keys, namespace: str, chain: Sequence[Link]) -> tuple[Match[NodeState], int, list[Link]]:
-        """The match in memory, where a request would resume on it, and the blocks that would take it further."""
+    def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+        """The match in memory, where a request would resume on it, and the stored blocks with which it resumes later.
+
+        Gives the lock up while the store is asked.
+        """
+        with self._lock.released():
+            chain = max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
         match = self._states.match(keys, namespace)
         resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
-        end = chain[-1].end if chain else 0
+        end = chain_end(chain)
         if floor(end, self._grid) <= resume:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
@@ -240,19 +236,19 @@ class StoreReader:
         return match, resume, needed or [*chain[-1:]]  # No block needed: memory lacks only the checkpoint.
 
     def _worth_reading(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
-        """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
+        """The first of these that are worth reading, store by store, and the next ones if they are not."""
         chosen: list[Link] = []
         for run in self._runs(links):
-            start = chosen[-1].end if chosen else resume
+            start = chain_end(chosen) or resume
             if not self._is_worth(start, run):
-                least = next(count for count, link in enumerate(run, 1) if self._can_resume(link))
-                is_tried = self._is_worth(start, run[:least])
-                return ([*chosen, *run[:least]], []) if is_tried else (chosen, run)
+                shortest = run[: 1 + next(index for index, link in enumerate(run) if self._can_resume(link))]
+                is_tried = self._is_worth(start, shortest)
+                return ([*chosen, *shortest], []) if is_tried else (chosen, run)
             chosen += run
         return chosen, []
 
     def _is_worth(self, start: int, links: Sequence[Link]) -> bool:
-        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
+        return self._rates.is_worth_reading(self._nbytes(links), start, links[-1].end)
 
     def _can_resume(self, link: Link) -> bool:
         return link.has_checkpoint or not self._layout.has_states
@@ -260,27 +256,23 @@ class StoreReader:
     def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
         """These, cut where another store goes on and a request could resume."""
         run: list[Link] = []
-        for link, after in zip(links, [*links[1:], None], strict=True):
-            run.append(link)
-            can_resume = self._can_resume(link)
-            if after is None or (after.tier != link.tier and can_resume):
+        for link in links:
+            if run and link.tier != run[-1].tier and self._can_resume(run[-1]):
                 yield run
                 run = []
+            run.append(link)
+        yield run
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
-        """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""
-        fitting, nbytes = list(links), self._bytes(links)
+        """As many of these, from the first on, as fit the budget, with room made; a request can resume at the last."""
+        fitting, nbytes = list(links), self._nbytes(links).total()
         room = nbytes + self._evictor.budget.fits(nbytes, who="eviction").spare_bytes
-        while fitting and (self._bytes(fitting) > room or not self._can_resume(fitting[-1])):
+        while fitting and (self._nbytes(fitting).total() > room or not self._can_resume(fitting[-1])):
             fitting.pop()
-        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
+        return fitting if self._evictor.find_room(self._nbytes(fitting).total()) else []
 
-    def _bytes(self, links: Sequence[Link]) -> int:
-        """Bytes that these take, in stores and in memory, but for a few KiB."""
-        return self._tier_bytes(links).total()
-
-    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
-        """The same by the store."""
+    def _nbytes(self, links: Sequence[Link]) -> Counter[int]:
+        """Bytes that these take, in each store and in memory, but for a few KiB."""
         found: Counter[int] = Counter()
         for each in links:
             found[each.tier] += each.block_bytes
@@ -288,10 +280,10 @@ class StoreReader:
             found[links[-1].tier] += links[-1].checkpoint_bytes
         return found
 
-    def _read(self, links: list[Link], namespace: str, keys: Keys, asked: Callable[[], tuple[Keys, Use]]) -> str:
+    def _bring(self, links: list[Link], namespace: str, keys: Keys, asked: Callable[[], tuple[Keys, Use]]) -> str:
         layout, states = self._layout, self._states
         with self._lock.released():
-            found = self._found(links)
+            found = self._load(links)
         if found is None:
             return "damaged"
         blocks, leaves, seconds = found
@@ -310,7 +302,7 @@ class StoreReader:
             end = 0 if states.windows.lacking(match.path, end, windows) else end
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
-        self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
+        self._rates.was_read(nbytes := self._nbytes(links), seconds)
         for tier, its in nbytes.items():
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
@@ -327,8 +319,8 @@ class StoreReader:
         states.tally.add(brought_tokens=end - resume)
         return "brought"
 
-    def _found(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
-        """What the store has of these blocks, the state of point layers behind them, and the seconds by store.
+    def _load(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
+        """Read these blocks, and the state of point layers at their end; also returns the seconds by store.
 
         None: a block is gone or damaged. Called without the lock.
         """

@@ -19,7 +19,7 @@ from radixcache import DiskStore, StoreError
 from radixcache.stores import files
 from radixcache.stores.block import Block, Buffer
 from radixcache.stores.codec import Damaged, encoded
-from radixcache.stores.files import Folder, remove, scan, verify
+from radixcache.stores.files import Folder, scan, verify
 from tests.stores.apart import BUDGET_BYTES, SEQUENCES
 from tests.stores.made import (
     CALLERS,
@@ -174,20 +174,6 @@ def test_a_secret_refuses_a_folder_and_files_that_were_made_without_it(path: Pat
     assert resumed(opened(path, secret=SECRET), range(4)) == 4
     file_of(path, block).write_bytes(file_of(tmp_path / "plain", block).read_bytes())
     assert resumed(opened(path, secret=SECRET), range(4)) == 0
-
-
-def test_a_survey_lists_what_there_is_and_finds_every_damaged_file(path: Path) -> None:
-    blocks = [*chain(range(4), namespace="n"), *chain(range(100, 104))]
-    stored(path, *blocks, checkpoint(blocks[1]))
-    found = sorted((each.head.namespace, each.head.kind, each.head.identity.model) for each in scan(path))
-    assert found == [("", "block", "tiny"), ("", "checkpoint", "tiny"), ("n", "block", "tiny")]
-    assert [each.name for each in scan(path)] == [name for name, _ in verify(path)]
-    assert all(abs(each.used_s - file_of(path, blocks[0]).stat().st_mtime) < 1e6 for each in scan(path))
-    bad = file_of(path, blocks[0])
-    bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-    assert [name for name, wrong in verify(path) if wrong] == [str(bad.relative_to(path))]
-    assert remove(path, [blocks[0].head.place] * 2) == 1
-    assert sum(1 for _ in scan(path)) == 2
 
 
 def test_a_damaged_file_is_removed_and_named_and_files_with_other_names_are_left_alone(

@@ -70,16 +70,6 @@ def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed(
     assert not _matched(index, range(7))[-1].has_checkpoint
 
 
-def test_a_checkpoint_without_its_block_is_not_matched_and_still_counted() -> None:
-    blocks = chain(range(4))
-    index = _index(blocks, [checkpoint(blocks[0])])
-    index.drop(blocks[0].head.key, "block")
-    index.check()
-    assert (_matched(index, range(4)), index.nbytes, len(index)) == ([], 10, 1)
-    index.drop(blocks[0].head.key, "checkpoint")
-    assert (index.nbytes, len(index)) == (0, 0)
-
-
 def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched() -> None:
     tokens = list(range(1200))
     assert _end(_matched(_index(chain(tokens, step=1)), tokens)) == 1200
@@ -87,18 +77,6 @@ def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched
     assert _end(_matched(index, [5, 1 << 40])) == 2
     assert _end(_matched(index, [5, (1 << 40) + (1 << 32)])) == 1
     assert [_end(_matched(index, range(8), grid=grid)) for grid in (4, 8, 0)] == [4, 0, 8]
-
-
-def test_what_follows_a_block_is_older_than_the_block() -> None:
-    first, second = chain([1, 2, 3, 4, 5, 6], step=2), chain([7, 8])
-    index = _index(first, second)
-    order = []
-    index.touch(first[1].head.key, 50)
-    while (oldest := index.oldest()) is not None:
-        order.append(oldest.key)
-        index.drop(oldest.key, "block")
-        index.check()
-    assert order == [block.head.key for block in (first[2], second[0], first[1], first[0])]
 
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)

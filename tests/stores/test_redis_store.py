@@ -101,7 +101,7 @@ def test_a_long_prompt_takes_three_round_trips_and_two_once_it_is_known(
     stored(redis, *chain(prompt, step=37))
     with store_at(redis.url) as store:
         asked, ask = list[object](), store._calls.ask
-        monkeypatch.setattr(store._calls, "ask", lambda its, *more, **named: asked.append(its) or ask(its, *more, **named))
+        monkeypatch.setattr(store._calls, "ask", lambda its, **more: asked.append(its) or ask(its, **more))
         assert matched(store, [*prompt, 5])[-1].end == 3000
         assert len(asked) == 3
         assert matched(store, [*prompt, 5])[-1].end == 3000
@@ -332,18 +332,6 @@ def test_reading_has_a_limit_by_its_bytes(proxy: Proxy, redis: Server, monkeypat
         assert list(store.read([(link.key, "block") for link in links])) == [None]
         assert time.monotonic() - began < LONG_S
         assert store.stats.failed_calls == {"timed out": 1}
-
-
-def test_writing_has_a_limit_too_and_nobody_waits_for_it(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy.is_silent = True
-    blocks = chain(range(8))
-    with store_at(proxy.url, timeout_s=0.2, clock=Clock()) as store:
-        assert [store.put(block) for block in blocks] == [True, True]
-        assert store.flush(LONG_S)
-        dropped = store.stats.dropped
-        assert dropped["the server does not answer"] >= 1
-        assert sum(dropped.values()) == 2
-        assert not store.holds(blocks[0].head.key)
 
 
 PASSWORD = "geheim-und-lang"

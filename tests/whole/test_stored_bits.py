@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,7 +21,7 @@ from runner.engine.generator import ParallelGenerator
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
 from tests.engine.test_parallel_generate import load
-from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.cold import cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
 from tests.sessions.test_failures import FailingCopies
@@ -182,22 +181,6 @@ def test_wrong_state_is_removed_from_a_store_in_each_form(opened: Open) -> None:
                 assert store.stats.blocks == 0
 
 
-def test_after_a_change_of_setting_a_tree_holds_both_forms() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    serve(cache, model, FIRST)
-    serve(cache, model, OTHER)
-    for bits in (8, None, 4):
-        inside.layout(cache).stored_bits = bits
-        serve(cache, model, [*FIRST[:90], bits or 1])
-        found, logits = serve(cache, model, [*OTHER, bits or 1])
-        assert found == 100
-        assert error(logits, cold(model, [*OTHER, bits or 1])) < 0.8
-    assert len(forms_held(cache)) > 1
-    cache.reclaim(0)
-    assert cache.stats.paged_bytes == 0
-
-
 @pytest.mark.parametrize("segment_bytes", [0, 1 << 30])
 def test_rows_read_one_plain_copy_that_goes_with_the_last_of_them(segment_bytes: int) -> None:
     model = shared_model("llama")
@@ -266,37 +249,6 @@ def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
         for _ in generator:
             assert cache.stats.over_budget_bytes == 0
     assert cache.stats.requests == 6, "nobody was sent back"
-    cache.check()
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_events_tell_the_bytes_that_are_stored(bits: int | None) -> None:
-    model, told = shared_model("llama"), Counter[str]()
-    cache = PrefixCache(model, stored_bits=bits, on_event=lambda event: told.update({event.kind: event.nbytes}))
-    caches = make_prompt_cache(model)
-    model(mx.array([FIRST]), cache=caches)
-    cache.insert(FIRST, caches)
-    assert told["stored"] == cache.stats.paged_bytes > 0
-    cache.clear()
-    assert told["evicted"] == told["stored"]
-
-
-@pytest.mark.parametrize("is_paged", [False, True])
-def test_a_row_goes_on_with_its_own_values_where_a_session_stored_the_same(is_paged: bool) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, stored_bits=4)
-    with cache.begin_many(capacity=1000, segment_bytes=0) as group:
-        one = group.admit([*FIRST, 9, 10, 11])
-        while one.prompt_left:
-            group.prefill(model, one)
-        for prompt in [FIRST, OTHER] if is_paged else [FIRST]:
-            serve(cache, model, prompt)
-        two = group.admit([*FIRST, 9, 10, 12])
-        while two.prompt_left:
-            group.prefill(model, two)
-        assert two.cached_tokens == 122
-        group.check()
-        assert error(group.step(model, [one], [3])[0, -1], cold(model, [*FIRST, 9, 10, 11, 3])) < ROUNDING
     cache.check()
 
 
