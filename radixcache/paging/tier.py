@@ -197,7 +197,7 @@ class StoreReader:
         links, refused = self._worth_reading(resume, links)
         if refused:
             start = links[-1].end if links else resume
-            self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
+            self._rates.count_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
         with self._states.guarded(match.node):
@@ -302,7 +302,7 @@ class StoreReader:
             end = 0 if states.windows.lacking(match.path, end, windows) else end
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
-        self._rates.was_read(nbytes := self._nbytes(links), seconds)
+        self._rates.count_read(nbytes := self._nbytes(links), seconds)
         for tier, its in nbytes.items():
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
@@ -312,7 +312,7 @@ class StoreReader:
                 if not self._evictor.find_room(nbytes.total()):
                     return "no room"
                 checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
-                spans = self._joined([each.spans for each in more], held, end) if end > held else None
+                spans = self._join([each.spans for each in more], held, end) if end > held else None
                 self._pager.put(now[:end], namespace, spans, None, use, windows, checkpoints)
             finally:
                 self._evictor.tidy(match.node)
@@ -347,7 +347,7 @@ class StoreReader:
         seconds[links[-1].tier] += clock() - began
         return blocks, points, seconds
 
-    def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
+    def _join(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
         """The snapshots of several blocks as one of the tokens [start, end)."""
         leaves = []
         for its in zip(*rows, strict=True):

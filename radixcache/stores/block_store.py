@@ -28,7 +28,7 @@ from typing import Any, Literal, Self, get_args
 from radixcache.counters import Tally, counter, gauge
 from radixcache.errors import refuse_copy
 from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place, root_key
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.index import Index, Link
 from radixcache.tokens import Keys
 
@@ -201,7 +201,7 @@ class BlockStore:
         return (key, kind) in self._queue or self.file_bytes(key, kind) > 0
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """The state of these keys, in order, each checked by `codec.decoded`.
+        """The state of these keys, in order, each checked by `codec.decode`.
 
         None: the file is gone or damaged; then `match` no longer finds it.
         """
@@ -286,7 +286,7 @@ class BlockStore:
 
     def _write_or_count(self, block: Block) -> None:
         try:
-            parts = encoded(block, self._secret)
+            parts = encode(block, self._secret)
         except ValueError:
             why_not = "its head is too long"
         else:
@@ -346,7 +346,7 @@ class BudgetedStore(BlockStore):
                 if self._index.nbytes + nbytes <= self.budget_bytes:
                     return True
                 victim = self._index.oldest()
-                if victim is None or self._index.is_on_path(victim.key, spared):
+                if victim is None or victim in self._index.path(spared):
                     return False
                 files = list(victim.file_bytes.items())
             used_ns = self._last_use_ns(victim.key)

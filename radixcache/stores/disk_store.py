@@ -2,7 +2,7 @@
 
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
-  S1  `codec.decoded` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
+  S1  `codec.decode` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
       namespace and of the identity. Any other file is a miss: it is removed and logged.
   S2  The files of blocks take at most `budget_bytes`, plus a block for each writing process. The least recently used
       block of all processes goes first, never before the blocks that follow it.
@@ -105,7 +105,7 @@ class DiskStore(BudgetedStore):
     def _list_new_files(self) -> None:
         """Index the files of other processes. OSError: the folder cannot be read."""
         found: list[tuple[Head, int, int]] = []
-        for place in self._folder.changed():
+        for place in self._folder.changed_places():
             if self.file_bytes(*place):
                 continue
             try:

@@ -33,7 +33,7 @@ import numpy as np
 
 from radixcache.errors import StoreError
 from radixcache.stores.block import KINDS, Block, Head, Kind, Place
-from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decoded, decoded_head, head_bytes
+from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decode, decode_head, head_bytes
 
 MARK = {"format": "radixcache-store", "version": 1}
 #: Read at a time, and added to the checksum while it is in the cache of the processor.
@@ -68,7 +68,7 @@ class Folder:
         try:
             if make:
                 self._make(secret)
-            with _opened(self.path / "store.json") as handle:
+            with _open(self.path / "store.json") as handle:
                 mark = json.loads(bytes(_read_first(handle, 1 << 12)))
         except (OSError, ValueError, RecursionError, Damaged) as error:
             raise StoreError(f"{self.path}: cannot be used as a store: {error}.") from error
@@ -94,7 +94,7 @@ class Folder:
         who["everybody"] = about.st_mode & stat.S_IWOTH
         return ", ".join(name for name, may_write in who.items() if may_write)
 
-    def changed(self) -> Iterator[Place]:
+    def changed_places(self) -> Iterator[Place]:
         """All blocks and checkpoints in the shards that may have changed since the last call."""
         try:
             for shard in self._changed_shards():
@@ -107,24 +107,24 @@ class Folder:
 
     def read_head(self, place: Place) -> tuple[Head, int, int]:
         """Head, bytes and last use (ns since 1970) of a file. Damaged: it is no block."""
-        with _opened(self.path / file_name(*place)) as handle:
+        with _open(self.path / file_name(*place)) as handle:
             about = os.fstat(handle)
             data = _read_first(handle, FIRST_BYTES)
             if (wanted := head_bytes(data)) > len(data) == FIRST_BYTES:
                 data = _read_first(handle, wanted)
-        head, _ = decoded_head(data, about.st_size)
+        head, _ = decode_head(data, about.st_size)
         if head.place != place:
             raise Damaged("its name is not that of its block")
         return head, about.st_size, about.st_mtime_ns
 
     def read(self, place: Place, nbytes: int, secret: bytes | None) -> Block:
-        """The block in a file of `nbytes`. Damaged: it has another size, or `decoded` refuses it."""
+        """The block in a file of `nbytes`. Damaged: it has another size, or `decode` refuses it."""
         checksum = Checksum(secret, nbytes - CHECKSUM_BYTES)
-        with _opened(self.path / file_name(*place)) as handle:
+        with _open(self.path / file_name(*place)) as handle:
             if (found := os.fstat(handle).st_size) != nbytes:
                 raise Damaged(f"it has {found} bytes, and should have {nbytes}")
             data = _read_first(handle, nbytes, checksum.add)
-        return decoded(data, secret, checksum.value, place)
+        return decode(data, secret, checksum.value, place)
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
         """Write a file of these parts; it replaces any file of that name."""
@@ -205,7 +205,7 @@ class StoredFile(NamedTuple):
 def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     """All blocks and checkpoints with a readable head."""
     folder = Folder(path)
-    for place in folder.changed():
+    for place in folder.changed_places():
         with suppress(Damaged, OSError):
             head, nbytes, used_ns = folder.read_head(place)
             yield StoredFile(head, nbytes, used_ns / 1e9)
@@ -215,7 +215,7 @@ def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterato
     """Check every file; yields its name, and what is wrong or "". StoreError: also for another secret."""
     folder = Folder(path)
     folder.require(secret)
-    for place in folder.changed():
+    for place in folder.changed_places():
         wrong = ""
         try:
             folder.read(place, folder.read_head(place)[1], secret)
@@ -230,7 +230,7 @@ def remove(path: str | os.PathLike[str], places: Iterable[Place]) -> int:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open(path: Path) -> Iterator[int]:
     """A regular file, open for reading."""
     try:
         handle = os.open(path, _OPEN)
@@ -274,7 +274,7 @@ def _make_folder(folder: Path) -> None:
 def _remove_abandoned(root: Path) -> None:
     """Remove the unfinished files of writers that died."""
     for path in root.glob("tmp-*"):
-        with suppress(OSError, Damaged), _opened(path) as handle:
+        with suppress(OSError, Damaged), _open(path) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: another process is writing it
             path.unlink()
 

@@ -145,12 +145,6 @@ class Index:
     def oldest(self) -> IndexEntry | None:
         return next(iter(self._entries.values()), None)
 
-    def is_on_path(self, key: bytes, last: bytes) -> bool:
-        """Whether a block is `last` or before it."""
-        while key != last and (entry := self._entries.get(last)) is not None:
-            last = entry.parent
-        return key == last
-
     def match(
         self,
         root: bytes,

@@ -40,7 +40,7 @@ import numpy as np
 
 from radixcache.stores.block import BLOCK_TOKENS, KEY_BYTES, KINDS, Block, Head, Identity, Kind, Place, root_key
 from radixcache.stores.block_store import BlockStore, WriteOn, read_ahead
-from radixcache.stores.codec import VERSION, Damaged, decoded
+from radixcache.stores.codec import VERSION, Damaged, decode
 from radixcache.stores.redis_calls import Calls, Command, Replies
 from radixcache.tokens import Keys
 
@@ -220,7 +220,7 @@ class RedisStore(BlockStore):
             try:
                 if len(value) != nbytes:
                     raise Damaged(f"it has {len(value)} bytes, and should have {nbytes}")
-                block = decoded(memoryview(value), self._secret, place=place)
+                block = decode(memoryview(value), self._secret, place=place)
                 self._tally.add(read_files=1, read_bytes=nbytes)
                 return block
             except Damaged:

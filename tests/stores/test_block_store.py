@@ -13,7 +13,7 @@ import pytest
 
 from radixcache.stores import redis_store
 from radixcache.stores.block import Block
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.redis_store import Names
 from tests.stores.made import chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed
 from tests.stores.redis_server import PROGRAMS, emptied, store_at
@@ -163,7 +163,7 @@ DAMAGE: dict[str, Change] = {
     "truncated": lambda data: data[:-1],
     "foreign": lambda data: b"GIF89a" * 99,
     "lying": lambda data: (1 << 50).to_bytes(8, "little") + data[8:] + bytes(1 << 16),
-    "another's": lambda data: b"".join(map(bytes, encoded(chain(range(50, 54))[0]))),
+    "another's": lambda data: b"".join(map(bytes, encode(chain(range(50, 54))[0]))),
 }
 
 

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 
 from radixcache.stores import codec
 from radixcache.stores.block import BLOCK_TOKENS, DTYPES, KINDS, Block, Buffer, Head, Identity, shape_bytes
-from radixcache.stores.codec import Damaged, decoded, encoded
+from radixcache.stores.codec import Damaged, decode, encode
 from tests.stores.made import MODEL, chain, content
 
 SECRET = b"0123456789abcdef"
 
 
 def _bytes(block: Block, secret: bytes | None = None) -> bytes:
-    return b"".join(map(bytes, encoded(block, secret)))
+    return b"".join(map(bytes, encode(block, secret)))
 
 
 def _signed(data: bytes) -> bytes:
@@ -32,7 +32,7 @@ def _signed(data: bytes) -> bytes:
 
 def _is_refused(data: bytes, secret: bytes | None = None) -> bool:
     try:
-        decoded(memoryview(data), secret)
+        decode(memoryview(data), secret)
     except Damaged:
         return True
     return False
@@ -68,7 +68,7 @@ def blocks(draw: st.DrawFn) -> Block:
 @settings(max_examples=50)
 def test_every_block_comes_back_as_it_was(block: Block, secret: bytes | None) -> None:
     data = _bytes(block, secret)
-    found = decoded(memoryview(data), secret)
+    found = decode(memoryview(data), secret)
     assert content(found) == content(block)
     assert (repr(found.head), found.head.key) == (repr(block.head), block.head.key)
     assert _bytes(found, secret) == data
@@ -121,7 +121,7 @@ def test_a_head_that_was_tampered_with_and_signed_decodes_to_itself_or_not_at_al
     text += b" " * (-len(text) % 8)
     forged = _signed(len(text).to_bytes(8, "little") + text + whole[8 + length :])
     try:
-        found = decoded(memoryview(forged))
+        found = decode(memoryview(forged))
     except Damaged:
         return
     assert _bytes(found) == forged
@@ -135,7 +135,7 @@ def test_a_lie_about_gigabytes_is_refused_before_anything_is_made_room_for() -> 
         assert _is_refused(_signed(data.replace(theirs, ours)))
     assert _is_refused((1 << 40).to_bytes(8, "little") + data[8:])
     with pytest.raises(Damaged, match="version '2'"):
-        decoded(memoryview(_signed(data.replace(b'"version":"1"', b'"version":"2"'))))
+        decode(memoryview(_signed(data.replace(b'"version":"1"', b'"version":"2"'))))
 
 
 def test_what_no_file_can_hold_is_a_value_error() -> None:
@@ -148,7 +148,7 @@ def test_what_no_file_can_hold_is_a_value_error() -> None:
         lambda: replace(head, parent=b"short"),
         lambda: replace(head, namespace="\ud800"),
         lambda: replace(head, identity=Identity(bytes(65))),
-        lambda: encoded(Block(replace(head, namespace="n" * (1 << 20)), {})),
+        lambda: encode(Block(replace(head, namespace="n" * (1 << 20)), {})),
     ):
         with pytest.raises(ValueError, match=r"wanted|takes"):
             wrong()

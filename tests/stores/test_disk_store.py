@@ -18,7 +18,7 @@ import pytest
 from radixcache import DiskStore, StoreError
 from radixcache.stores import files
 from radixcache.stores.block import Block, Buffer
-from radixcache.stores.codec import Damaged, encoded
+from radixcache.stores.codec import Damaged, encode
 from radixcache.stores.files import Folder, scan, verify
 from tests.stores.apart import BUDGET_BYTES, SEQUENCES
 from tests.stores.made import (
@@ -329,7 +329,7 @@ def _use(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def _lived(path: Path) -> None:
     """A store's life: made, filled beyond its budget, read, damaged, opened again; every answer is right or a miss."""
     blocks, others = chain(range(6)), chain(range(100, 108))
-    budget_bytes = 3 * sum(memoryview(part).nbytes for part in encoded(blocks[0]))
+    budget_bytes = 3 * sum(memoryview(part).nbytes for part in encode(blocks[0]))
     for _ in range(2):
         try:
             store = opened(path, budget_bytes)

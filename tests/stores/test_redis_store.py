@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from radixcache import RedisStore, StoreError
 from radixcache.stores import redis_store
 from radixcache.stores.block import Identity
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.redis_calls import PAUSE_S, SLOWEST_BYTES_PER_S
 from radixcache.stores.redis_store import Names
 from tests.stores.made import MODEL, chain, matched, put_all, resumed
@@ -51,7 +51,7 @@ def place_of(block: Any, secret: bytes | None = None) -> bytes:
 def test_a_value_beyond_the_limit_is_neither_written_nor_read(redis: Server) -> None:
     small, large = chain(range(4))[0], chain(range(100, 600), step=500)[0]
     stored(redis, small, large)
-    nbytes = sum(memoryview(part).nbytes for part in encoded(large))
+    nbytes = sum(memoryview(part).nbytes for part in encode(large))
     with store_at(redis.url, max_value_mib=(nbytes - 1) / (1 << 20)) as store:
         assert not store.accepts(nbytes)
         assert (resumed(store, range(4)), resumed(store, range(100, 600))) == (4, 0)
