@@ -207,25 +207,23 @@ class RedisStore(BlockStore):
     def _read_one(self, ends_s: float, place: Place) -> Block | None:
         """The block in a value; None: the value is gone or wrong. Wrong ones are deleted, and so written again."""
         key, kind = place
-        if not (nbytes := self.file_bytes(key, kind)):
+        if not self.file_bytes(key, kind):
             return None
         began = time.monotonic()
         replies = self._calls.ask([("HGET", self._names.of_block(key), kind)], ends_s=ends_s)
         self._tally.add(read_seconds=time.monotonic() - began)
         if replies is None:
             return None
-        if (value := replies[0]) is None:
-            self._tally.add(vanished_files=1)
+        try:
+            block = None if replies[0] is None else decode(memoryview(replies[0]), self._secret, place=place)
+        except Damaged:
+            self._tally.add(damaged_files=1)
+            self._calls.ask([("HDEL", self._names.of_block(key), kind)])
         else:
-            try:
-                if len(value) != nbytes:
-                    raise Damaged(f"it has {len(value)} bytes, and should have {nbytes}")
-                block = decode(memoryview(value), self._secret, place=place)
-                self._tally.add(read_files=1, read_bytes=nbytes)
+            if block is not None:
+                self._tally.add(read_files=1, read_bytes=len(replies[0]))
                 return block
-            except Damaged:
-                self._tally.add(damaged_files=1)
-                self._calls.ask([("HDEL", self._names.of_block(key), kind)])
+            self._tally.add(vanished_files=1)
         self._drop(key, kind)
         return None
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from radixcache.stores import codec
 from radixcache.stores.block import BLOCK_TOKENS, DTYPES, KINDS, Block, Buffer, Head, Identity, shape_bytes
 from radixcache.stores.codec import Damaged, decode, encode
-from tests.stores.made import MODEL, chain, content
+from tests.stores.made import chain, content
 
 SECRET = b"0123456789abcdef"
 
@@ -152,17 +152,3 @@ def test_what_no_file_can_hold_is_a_value_error() -> None:
     ):
         with pytest.raises(ValueError, match=r"wanted|takes"):
             wrong()
-
-
-def test_identity_namespace_grid_and_place_tell_keys_apart() -> None:
-    ids = [1, 2, 3, 4]
-    others = [
-        chain(ids, namespace="n"),
-        chain(ids, grid=4),
-        chain(ids, identity=Identity(b"another")),
-        chain([1, 2, 3, 5]),
-        chain([0, *ids], step=1)[1:],
-    ]
-    keys = {each[0].head.key for each in [chain(ids), *others]}
-    assert len(keys) == 6
-    assert chain(ids, identity=MODEL._replace(model="renamed"))[0].head.key in keys

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from radixcache.stores.block import Block, root_key
 from radixcache.stores.index import Index, Link
-from tests.stores.made import MODEL, chain, checkpoint, stated
+from tests.stores.made import MODEL, chain, stated
 
 ROOT = root_key(MODEL, "")
 
@@ -54,20 +54,6 @@ def test_keys_tell_where_a_block_begins_inside_of_another_one() -> None:
     keys = {each.head.key for cut in range(4) for each in _following(whole, [3, 4], cut)}
     keys |= {each.head.key for cut in range(4) for each in _following(whole, [cut, 3, 4])}
     assert len(keys) == 8
-
-
-def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed() -> None:
-    blocks = chain(range(12), step=4)
-    index = _index(blocks)
-    assert _matched(index, range(12), at_checkpoints=True) == []
-    for _ in range(2):  # the second time it has been replaced
-        index.add(checkpoint(blocks[1]).head, 5, 99)
-        index.check()
-    links = _matched(index, range(12), at_checkpoints=True)
-    assert [link.end for link in links] == [4, 8]
-    assert [link.has_checkpoint for link in links] == [False, True]
-    assert _matched(index, range(7), at_checkpoints=True) == []
-    assert not _matched(index, range(7))[-1].has_checkpoint
 
 
 def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched() -> None:

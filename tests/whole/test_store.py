@@ -297,29 +297,6 @@ def test_what_is_used_once_is_not_written_on_second_use(opened: Open, tmp_path: 
 
 
 @EITHER
-@pytest.mark.parametrize("kind", ["llama_sliding", "lfm2"])
-def test_what_is_evicted_comes_back(opened: Open, kind: str) -> None:
-    model = tiny_model(kind)
-    prompts = [tokens(seed, 300, first=seed) for seed in range(6)]
-    again = [*prompts[0], *REPLY, 1]
-    with PrefixCache(model) as roomy:
-        serve(roomy, model, prompts[0])
-        budget_bytes = 3 * (roomy.stats.live_bytes + roomy.stats.paged_bytes) // 2
-    with opened(write_on="eviction") as store, PrefixCache(model, store=store, budget_bytes=budget_bytes) as cache:
-        serve(cache, model, prompts[0])
-        assert cache.stats.kept_blocks == 0
-        for prompt in prompts[1:]:
-            serve(cache, model, prompt)
-            cache.flush()
-            assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-        assert inside.stored_tokens(cache, again) < 300
-        cached, logits = serve(cache, model, again)
-        assert cached == 303
-        assert is_close(logits, cold(model, again))
-        assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-
-
-@EITHER
 def test_what_is_there_at_the_end_is_written_on_eviction_but_not_what_was_cleared(opened: Open, llama: Any) -> None:
     gone, kept = tokens(1, 90, first=1), [tokens(2, 600, first=2), tokens(3, 600, first=3)]
     # A queue that takes a single block: the last ones wait for it.

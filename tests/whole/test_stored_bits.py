@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -18,14 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import PrefixCache
 from radixcache.layers.trials import STORED_TOLERANCES
 from runner.engine.generator import ParallelGenerator
+from runner.models.load import load_model
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
-from tests.engine.test_parallel_generate import load
 from tests.groups.cold import cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
-from tests.sessions.test_failures import FailingCopies
-from tests.whole.test_bytes import active_bytes
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
 SECOND = [*FIRST[:60], *tokens(3, 60)]
@@ -116,22 +113,6 @@ def test_a_budget_holds_more_tokens_of_bfloat16(bits: int, times: float) -> None
         assert stats.paged_bytes == pytest.approx(paged_tokens * inside.layout(cache).stored_token_bytes, rel=0.01)
         tokens_held.append(stats.tokens)
     assert tokens_held[1] / tokens_held[0] == pytest.approx(times, rel=0.05)
-
-
-def test_stats_and_the_view_count_the_bytes_that_are_held(exact_allocations: None) -> None:
-    model = shared_model("gemma3_text")
-    cold(model, FIRST)
-    before = active_bytes()
-    cache = PrefixCache(model, stored_bits=8)
-    for prompt in (FIRST, OTHER, SECOND):
-        serve(cache, model, prompt)
-    held = cache.stats.live_bytes + cache.stats.paged_bytes
-    assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    assert 0 < cache.stats.copied_bytes < held
-    assert sum(node.span_bytes for node in cache.view().nodes if not node.is_live) <= cache.stats.paged_bytes
-    layout = inside.layout(cache)
-    paged = [node for node in inside.nodes(cache) if node.payload.spans is not None]
-    assert all(n.payload.spans.nbytes == (n.end - n.start) * layout.stored_token_bytes for n in paged)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
@@ -240,7 +221,7 @@ def test_a_copy_to_read_in_place_is_counted_once() -> None:
 
 
 def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
-    loaded, prefix = load("llama"), tokens(1, 900)
+    loaded, prefix = load_model("tiny:llama"), tokens(1, 900)
     cache = PrefixCache(loaded.model, budget_bytes=3_900_000, stored_bits=8)
     serve(cache, loaded.model, prefix)
     with ParallelGenerator(cache, loaded.model, loaded.tokenizer, capacity=1 << 20, step_size=256) as generator:
@@ -363,24 +344,6 @@ def test_moving_away_evicts_no_more_than_the_pages_take() -> None:
         budget_bytes = stats.live_bytes + stats.paged_bytes
         assert stats.evictions == 0
         assert inside.stored_tokens(cache, prompts[0]) == len(prompts[0])
-
-
-@pytest.mark.parametrize("method", ["page_out", "page_in", "split"])
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_copy_that_fails_leaves_nothing_wrong(method: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, at, reached = shared_model("llama"), 1, True
-    while reached:
-        cache = PrefixCache(model, stored_bits=8, live_slots=2)
-        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
-            for prompt in (FIRST, OTHER, SECOND, [*FIRST[:70], 9], [*OTHER, 5], [*FIRST, 3]):
-                with suppress(MemoryError):
-                    serve(cache, model, prompt)
-                cache.check()
-        for prompt in ([*OTHER, 9], [*FIRST, 9]):
-            assert error(serve(cache, model, prompt)[1], cold(model, prompt)) < STORED_TOLERANCES[8]
-        reached = failing.reached
-        assert reached or at > 1
-        at += 2
 
 
 def test_a_cache_that_cannot_round_anything_says_so_once() -> None:
