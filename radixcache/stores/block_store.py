@@ -86,11 +86,14 @@ class WriteQueue:
     def offer(self, block: Block) -> bool:
         """Take a block; False: there is no room, the block waits already, or the queue is closed."""
         place = block.head.place
-        with self._lock:
-            if place in self._waiting or not self.has_room(block.nbytes):
-                return False
-            self._waiting[place] = self._thread.submit(self._write_next, block), block.nbytes
-            self.waiting_bytes += block.nbytes
+        try:
+            with self._lock:
+                if place in self._waiting or not self.has_room(block.nbytes):
+                    return False
+                self._waiting[place] = self._thread.submit(self._write_next, block), block.nbytes
+                self.waiting_bytes += block.nbytes
+        except RuntimeError:  # the interpreter is about to end, and starts no thread
+            self._write(block)
         return True
 
     def flush(self, timeout_s: float | None) -> bool:

@@ -412,6 +412,16 @@ def test_calls_that_do_a_part_only_are_made_again(path: Path, monkeypatch: pytes
         assert store.stats.damaged_files == 0
 
 
+def test_what_was_put_is_written_also_at_the_end_of_a_process_that_closes_nothing(path: Path) -> None:
+    code = (
+        "import atexit, sys; from pathlib import Path; from tests.stores.made import chain, opened;"
+        "store = opened(Path(sys.argv[1])); blocks = chain(range(12)); [*map(store.put, blocks[:2])];"
+        "atexit.register(lambda: store.put(blocks[2]))"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code, path], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert resumed(opened(path), range(12)) == 12
+
+
 @pytest.mark.parametrize("turns", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_processes_share_a_folder_and_one_that_is_killed_leaves_nothing_wrong(path: Path, turns: int) -> None:
     for turn in range(turns):
