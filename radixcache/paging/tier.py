@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-#: How often a chain is read anew after one of its blocks was found damaged or gone.
+#: How often a chain is read again after one of its blocks was found damaged or gone.
 ATTEMPTS = 8
 
 
 class Disk(NamedTuple):
-    """A store, and how this cache's state is filed there.
+    """A store, and the names of this cache's state there.
 
     Attributes:
-        grid: an exact cache's step size, which marks its blocks; it reads no others. 0: not exact.
+        grid: the step size of an exact cache, which is part of the names of its blocks; 0: not exact.
         clock: seconds; times prefill and reading.
         block_tokens: the most tokens of a block; None: those of a segment of the tree.
-        takes: which namespaces may be written; None: all.
+        takes: whether a namespace may be written; None: all.
         finer: identities of state in more bits than this cache stores, which it may read too.
     """
 
@@ -363,13 +363,13 @@ class StoreReader:
 class StoreWriter:
     """Writes state of one cache's tree: a block up to each multiple of 512 tokens, each checkpoint, and the end.
 
-        stored      |--------|--------|--|              as it was cut before
+        stored      |--------|--------|--|              these blocks stay as they are
         path        |------------------------------| end
-        put                              |-----|---|    behind it: each token is written once
+        put                              |-----|---|    new blocks follow them, so each token is written once
 
-    A block also ends where the system prompt ends and where the tree parts: what goes on from there need not write it
-    again. A path that parts in the second half of a stored block goes on from inside that block. Layers that resume
-    only at checkpoints need a block that ends at each: theirs is written again, up to the last checkpoint.
+    A block also ends at the end of the system prompt and where the tree branches, so that other prompts can follow it.
+    A path that leaves a stored block in its second half follows the first part of that block. Layers that resume only
+    at checkpoints need a block that ends at each one: they write the first part of such a block again.
 
     Arrays in one piece are written without a copy; live buffers are copied, a block at a time, if the store takes it.
     """
@@ -383,7 +383,8 @@ class StoreWriter:
         """Put what the store lacks of the path to a node, up to offset `end`; stop at the first block it refuses.
 
         Args:
-            mark: an offset where many prompts are likely to part.
+            mark: an offset where many prompts are likely to branch.
+            wait: if the queue is full, wait for room.
         """
         if self._disk.takes is not None and not self._disk.takes(tip.namespace):
             return
@@ -416,24 +417,22 @@ class StoreWriter:
             cut = 0
 
     def _bounds(self, keys: Keys, namespace: str, wanted: Iterable[int]) -> list[tuple[int, int, Link | None]]:
-        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets."""
-        found = self._chain(keys, namespace)
-        start = chain_end(found)
-        cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
-        cuts += [len(keys)] if start < len(keys) else []
-        new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
-        return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
+        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets.
 
-    def _chain(self, keys: Keys, namespace: str) -> list[Link]:
-        """The longest chain of blocks that these keys follow, stored or put; its end may be half a block or more."""
+        The last stored block is used if the keys follow at least half of it.
+        """
         disk = self._disk
         found = self._store.known(disk.identity, namespace, keys, grid=disk.grid, is_whole=not self._cuts)
         if found and 2 * (found[-1].end - found[-1].start) < found[-1].block_end - found[-1].start:
             found.pop()
-        return found
+        start = chain_end(found)
+        cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
+        cuts += [len(keys)] if start < len(keys) else []
+        new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, disk.block_tokens)]
+        return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
-        """Put a block or a checkpoint unless it is there; False: it is neither there nor taken."""
+        """Put a block or a checkpoint that the store lacks; False: the store lacks it still."""
         store, is_block = self._store, head.kind == "block"
         if store.holds(head.key, head.kind):
             return True
