@@ -212,10 +212,11 @@ class Engine:
         drafts = self._loop.propose(continuing, self._read)
         was_ahead = all(each.unread for each in continuing) and not has_prefilled
         self._step(continuing, drafts)
-        self._tell_progress(first)
+        # Before progress is told: that ends a reply which failed behind these tokens, or whose callback raises.
         for reply, token in self._checked:
             self._deliver(reply, token)
         self._checked.clear()
+        self._tell_progress(first)
         # Tokens of this step are read in the next round, except first tokens and those before a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
@@ -340,7 +341,8 @@ class Engine:
             window = reply.window
             if window is None or reply.row.position < window.tokens or self._shift(reply, window):
                 continuing.append(reply)
-        return continuing
+        # To make room for a shift, one of these may have been sent back.
+        return [each for each in continuing if each in self._queue.running]
 
     def _step(self, replies: list[Generation], drafts: Drafts) -> None:
         while replies := [each for each in replies if each in self._queue.running]:

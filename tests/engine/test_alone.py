@@ -107,6 +107,32 @@ def test_a_draft_model_drafts_and_changes_nothing() -> None:
         generator.close()
 
 
+@pytest.mark.parametrize("fails", ["a processor", "on_progress"])
+def test_the_tokens_of_a_first_check_come_before_the_error_that_ends_the_reply(fails: str) -> None:
+    """The first pass of a reply checks drafts behind the prompt."""
+    loaded, calls = load("llama"), 0
+
+    def fail_at_the_third(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("third")
+        return args[-1]
+
+    (wanted,) = replies(new_generator(loaded, new_cache(loaded), is_alone=True), PROMPTS[:1], LENGTH + 4)
+    more = {
+        "a processor": {"logits_processors": [fail_at_the_third]},
+        "on_progress": {"on_progress": fail_at_the_third},
+    }
+    with free_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True, step_size=64) as generator:
+        ticket = submit(generator, PROMPTS[0], LENGTH + 4, prediction=wanted[:LENGTH], **more[fails])
+        pieces = [piece for _, piece in generator]
+        assert str(done(ticket).error) == "third"
+        assert [piece.token for piece in pieces[:-1]] == [*tokens_of(ticket)] == [*wanted[: len(pieces) - 1]]
+        assert len(pieces) >= 3
+        assert [piece.completion for piece in pieces] == [None] * (len(pieces) - 1) + [ticket.completion]
+
+
 def test_one_request_runs_at_a_time_and_each_is_cancelled_alone() -> None:
     loaded = load("llama")
     with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
@@ -142,6 +168,24 @@ def test_logits_that_are_no_numbers_end_the_request_and_are_not_stored() -> None
         following = submit(generator, PROMPTS[1])
         list(generator)
         assert done(following).done_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba2"])
+def test_a_first_token_that_is_no_number_leaves_in_the_cache_what_the_request_resumed_on(kind: str) -> None:
+    loaded = load(kind)
+    following = [*PROMPTS[0], 5, 6]
+    with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
+        submit(generator, PROMPTS[0])
+        list(generator)
+        failing = submit(generator, following, logits_processors=[lambda _, logits: logits * mx.nan])
+        list(generator)
+        assert "not numbers" in str(done(failing).error)
+        cache.check()
+        fine = submit(generator, following)
+        list(generator)
+        assert done(fine).cached_tokens == done(failing).cached_tokens > 0
+        generator.close()
+        assert [tokens_of(fine)] == replies(new_generator(loaded, new_cache(loaded)), [following], 8)
 
 
 def test_what_a_sampler_raises_ends_its_request_alone() -> None:
