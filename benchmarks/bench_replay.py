@@ -35,10 +35,10 @@ from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.random_models import random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish
 from radixcache import RadixTree
+from runner.commands.replay import ReplayProgress
 from runner.models.load import LoadedModel, load_model
 from runner.replay import ReplayOptions
 from runner.replay.caches import layers_bytes
-from runner.replay.progress import ReplayProgress
 from runner.replay.replayer import CacheRun, Replay
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations

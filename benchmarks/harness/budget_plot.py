@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.files import write_atomically
-from runner.replay.progress import STYLES
+from runner.replay.report import STYLES
 from runner.text import new_figure, picture_bytes
 
 if TYPE_CHECKING:

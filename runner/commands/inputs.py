@@ -213,9 +213,6 @@ class TraceOptions(SizeOptions):
             help=f"Prefill speed: a slower disk is not read; advise shows seconds.  [default: {PREFILL_TOKENS_PER_S:g}]"
         ),
     ] = None
-    speculate: Annotated[
-        bool, Option("--speculate", help="Count what drafting saves on the replies of conversations; needs --model.")
-    ] = False
     jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; advise: up to 4 for a long trace]")] = None
     json_file: JsonFile = None
     plot_file: PlotFile = None

@@ -1,4 +1,4 @@
-"""The result of a replay, as a table and a sentence for people and as JSON for programs. Never imports MLX.
+"""The result of a replay: a table, a sentence and a picture for people, JSON for programs. Never imports MLX.
 
 For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
 tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from runner.text import MIB, figures_table, plural
+from runner.text import MIB, Column, cells, figures_table, new_figure, picture_bytes, plural
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from runner.replay.replayer import AnswerDifference, CacheRun
     from runner.replay.servers import RequestRow
 
@@ -64,8 +66,12 @@ class Summary:
         return self.cached_tokens / self.prompt_tokens
 
     @property
-    def drafted_words(self) -> str:
-        return f"{self.accepted_tokens:,}/{self.proposed_tokens:,}" if self.proposed_tokens else "-"
+    def drafted_words(self) -> str | None:
+        return f"{self.accepted_tokens:,}/{self.proposed_tokens:,}" if self.proposed_tokens else None
+
+    @property
+    def equal_words(self) -> str | None:
+        return None if self.answers_equal is None else f"{self.answers_equal}/{self.requests}"
 
 
 #: Keys of a summary that JSON has only for one user at a time, and only for several.
@@ -75,29 +81,32 @@ MANY_USERS_KEYS = {
     "prompt_tokens_per_s", "token_ms_p50",
 }  # fmt: skip
 
-#: Header, cell, and for how many users at a time the column is; None: for any number.
-COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
-    ("cache", lambda each: each.cache, None),
-    ("users at a time", lambda each: str(each.users_at_a_time), "many"),
-    ("requests", lambda each: str(each.requests), None),
-    ("prompt tokens", lambda each: f"{each.prompt_tokens:,}", None),
-    ("cached tokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
-    ("tokens per s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
-    ("drafted tokens accepted", lambda each: each.drafted_words, "many"),
-    ("TTFT p50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
-    ("TTFT p95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
-    ("token p50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
-    ("prefill s", lambda each: f"{each.prefill_s:.1f}", "one"),
-    ("decode s", lambda each: f"{each.decode_s:.1f}", "one"),
-    ("wall s", lambda each: f"{each.wall_s:.1f}", "many"),
-    ("peak cache MiB", lambda each: f"{each.peak_cache_bytes / MIB:,.1f}", None),
-    ("evicted", lambda each: str(each.evictions), None),
-    (
-        f"answers equal to {REFERENCE}",
-        lambda each: "-" if each.answers_equal is None else f"{each.answers_equal}/{each.requests}",
-        "one",
-    ),
+#: The columns of the table, and for how many users at a time each is; None: for any number.
+COLUMNS: tuple[tuple[Column, Literal["one", "many"] | None], ...] = (
+    (Column("cache", "cache"), None),
+    (Column("users at a time", "users_at_a_time"), "many"),
+    (Column("requests", "requests"), None),
+    (Column("prompt tokens", "prompt_tokens", ","), None),
+    (Column("cached tokens %", lambda each: 100 * each.cached_share, ".1f"), None),
+    (Column("tokens per s", "output_tokens_per_s", ".1f"), "many"),
+    (Column("drafted tokens accepted", "drafted_words"), "many"),
+    (Column("TTFT p50 ms", "ttft_ms_p50", ",.0f"), None),
+    (Column("TTFT p95 ms", "ttft_ms_p95", ",.0f"), None),
+    (Column("token p50 ms", "token_ms_p50", ",.0f"), "many"),
+    (Column("prefill s", "prefill_s", ".1f"), "one"),
+    (Column("decode s", "decode_s", ".1f"), "one"),
+    (Column("wall s", "wall_s", ".1f"), "many"),
+    (Column("peak cache MiB", "peak_cache_bytes", ",.1f", MIB), None),
+    (Column("evicted", "evictions"), None),
+    (Column(f"answers equal to {REFERENCE}", "equal_words"), "one"),
 )
+# Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
+STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": "#999999", "marker": "o"},
+    "single": {"color": "#E69F00", "marker": "s"},
+    "mlx-lm": {"color": "#0072B2", "marker": "^"},
+    "radix": {"color": "#D55E00", "marker": "D"},
+}
 
 
 class TotalRatio(NamedTuple):
@@ -164,9 +173,8 @@ class Report:
 
     def table(self) -> Table:
         users = "many" if self._is_parallel else "one"
-        rows = (*self.summaries, *self._alone_summaries)
-        shown = [[header, *map(cell, rows)] for header, cell, only in COLUMNS if only in (None, users)]
-        return figures_table(shown, names=("cache",))
+        columns = [column for column, only in COLUMNS if only in (None, users)]
+        return figures_table(cells(columns, [*self.summaries, *self._alone_summaries]), names=("cache",))
 
     def sentence(self) -> str:
         if self._is_parallel:
@@ -353,3 +361,34 @@ def _meaning(ours: Summary, others: Sequence[Summary]) -> str:
 def _against(others: Sequence[Summary]) -> str:
     said = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
     return f"; {said}" if others else ""
+
+
+def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:
+    """TTFT per request above and bytes held below; PNG, SVG or PDF."""
+    figure = new_figure(10.0, 8.0)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(title, parse_math=False)
+    _plot(upper, runs, lambda row: row.ttft_ms)
+    upper.set_yscale("log")
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.set_ylabel("TTFT, ms (log scale)")
+    upper.grid(visible=True, which="both", alpha=0.25)
+    upper.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    _plot(lower, runs, lambda row: row.peak_bytes / MIB)
+    held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
+    # A budget far above what was held would flatten everything else.
+    if budget_bytes <= 2 * held_bytes:
+        lower.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
+        lower.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
+        held_bytes = max(held_bytes, budget_bytes)
+    lower.set_ylim(0, 1.12 * held_bytes / MIB)
+    lower.set_ylabel("peak bytes during the request, MiB")
+    lower.set_xlabel("request")
+    lower.grid(visible=True, alpha=0.25)
+    return picture_bytes(figure, file_format)
+
+
+def _plot(axes: Axes, runs: Sequence[CacheRun], value: Callable[[RequestRow], float]) -> None:
+    for run in runs:
+        style = {"label": run.cache, "linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}
+        axes.plot(range(1, len(run.rows) + 1), [*map(value, run.rows)], **style)

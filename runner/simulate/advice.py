@@ -26,8 +26,8 @@ from rich.table import Table
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate.curve import CURVE_COUNTS, Curve, curve_rows
-from runner.simulate.rows import Column, DiskPlan, SimulationRow, cells
-from runner.text import GIB, MIB, figures_table, plural
+from runner.simulate.rows import DiskPlan, SimulationRow
+from runner.text import GIB, MIB, Column, cells, figures_table, plural
 from runner.traces.trace import Trace, TurnInference
 
 #: How many samples there are, block references per sample, and prompts that a sample's cache has room for at least.

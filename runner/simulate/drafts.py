@@ -28,8 +28,7 @@ from runner.files import InputError
 from runner.script.conversation import Conversation, json_of
 from runner.script.schedule import requests_of
 from runner.script.script import recorded_reply
-from runner.simulate.rows import Column, cells
-from runner.text import figures_table
+from runner.text import Column, cells, figures_table
 
 #: What --speculate of the server can be, with the sources of each.
 SPECULATE = {"tree": ("tree", "prompt"), "prompt": ("prompt",)}

@@ -1,12 +1,11 @@
 """Results of simulations: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
 
-A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` makes
-text from any columns and rows.
+A row is one simulation; its fields are its JSON. A `Column` shows a field to people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from radixcache.stores.block_store import WriteOn
-from runner.text import GIB, figures_table, new_figure, picture_bytes, plural
+from runner.text import GIB, Column, cells, figures_table, new_figure, picture_bytes, plural
 from runner.traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -132,47 +131,6 @@ def infinite_token_ratio(trace: Trace) -> float:
         hit_tokens += min(sum(key in seen for key in keys) * trace.block_tokens, request.tokens)
         seen.update(keys)
     return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
-
-    `value` is the path of a field, as "disk.read_bytes", or a function; `form` is a format specification or a function.
-    """
-
-    title: str
-    value: str | Callable[[Any], Any]
-    form: str | Callable[[Any], str] = ""
-    unit: int = 1
-    is_optional: bool = False
-
-    def of(self, row: Any) -> Any:
-        if not isinstance(self.value, str):
-            return self.value(row)
-        for name in self.value.split("."):
-            row = None if row is None else getattr(row, name)
-        return row
-
-    def cell(self, value: Any) -> str:
-        if value is None:
-            return "-"
-        if not isinstance(self.form, str):
-            return self.form(value)
-        if value != value:
-            return "unknown"
-        return format(value if self.unit == 1 else value / self.unit, self.form)
-
-
-def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
-    """The columns as text, each with its title first, without optional columns that have no value."""
-    rows = list(rows)
-    found = [(column, [column.of(row) for row in rows]) for column in columns]
-    return [
-        [column.title, *map(column.cell, values)]
-        for column, values in found
-        if not column.is_optional or any(value is not None for value in values)
-    ]
 
 
 def _tier_columns(field: str, origin: str) -> tuple[Column, ...]:

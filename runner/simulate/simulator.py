@@ -303,6 +303,28 @@ def simulate(
     return SimulationRow(**fields, has_checkpoints=simulation.layout.has_points, disk=simulation.disk_use())
 
 
+@dataclass(frozen=True, slots=True)
+class SimulationJob:
+    """A policy at a capacity in blocks of span state, or in bytes; without a model, blocks are counted."""
+
+    trace: int
+    policy: str
+    capacity_blocks: int | None = None
+    budget_bytes: int | None = None
+    model: ModelBytes | None = None
+    disk: DiskPlan | None = None
+
+    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> SimulationRow:
+        return simulate(trace, self.policy, *self.budget(trace), on_progress, self.disk)
+
+    def budget(self, trace: Trace) -> tuple[int, BlockSizes]:
+        sizes = BlockSizes.of(self.model, trace.block_tokens)
+        if self.capacity_blocks is not None:
+            return self.capacity_blocks * sizes.span_bytes, sizes
+        assert self.budget_bytes is not None, self
+        return self.budget_bytes, sizes
+
+
 def grow_tree(
     requests: Sequence[ScheduledRequest],
     tokenizer: Any,

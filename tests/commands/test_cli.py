@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from radixcache.layers.layout import Layout
-from runner.replay import caches, progress
+from runner.commands.replay import ReplayProgress
+from runner.replay import caches
 
 
 def replay(talks, *more):
@@ -135,7 +136,7 @@ def test_differing_answers_are_named_and_exit_code_1(command, talks, monkeypatch
 
 def stopped_at(monkeypatch, count, number):
     """Let a signal come when so many requests are done."""
-    done, seen = progress.ReplayProgress.request_done, []
+    done, seen = ReplayProgress.request_done, []
 
     def request_done(self, cache, prompt_tokens):
         done(self, cache, prompt_tokens)
@@ -143,7 +144,7 @@ def stopped_at(monkeypatch, count, number):
         if len(seen) == count:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(progress.ReplayProgress, "request_done", request_done)
+    monkeypatch.setattr(ReplayProgress, "request_done", request_done)
 
 
 def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from runner.files import require_writable, write_atomically, write_json
-from runner.replay.progress import expected_time, replay_picture
 from runner.replay.replayer import AnswerDifference, CacheRun
-from runner.replay.report import Report, total_ratio
+from runner.replay.report import Report, replay_picture, total_ratio
 from runner.replay.servers import RequestRow, output_hash
 
 
@@ -263,19 +261,6 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{tmp_path / 'a'} File too large\n", done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_long_replay_says_how_long_it_takes_and_what_to_pass_for_less():
-    first = row(2_000.0, decode_ms=1_000.0, answer=range(5))  # 100 prompt tokens/s and 4 tokens/s of replies
-    prompts = [np.arange(200), np.arange(300), np.arange(300) + 7]
-    # 800 tokens without a cache; of the second prompt 200 are cached with one.
-    assert expected_time(first, prompts, ["none", "radix"], 5) == (
-        "note: the whole replay takes about 20 s on this machine (100 prompt tokens/s, 4.0 tokens/s of replies)."
-    )
-    assert expected_time(first, prompts, ["none", "radix"], 1) is None
-    many = [np.arange(100) + 1000 * index for index in range(300)]
-    said = expected_time(first, many, ["single"], 1)
-    assert said.endswith("about 5 min on this machine (100 prompt tokens/s). For about a minute, pass --requests 60.")
 
 
 def test_the_plot_is_a_png_of_its_full_size():

@@ -156,10 +156,12 @@ SIZES = ("--bytes-per-token", "2048", "--capacity-blocks", "3")
 
 def test_the_command_says_what_comes_from_a_disk(command: Command, trace_file: Path) -> None:
     json_file, plot_file = trace_file.with_name("rows.json"), trace_file.with_name("rows.svg")
-    simulated = ("simulate", trace_file, *SIZES, "--disk-gib", "1", "--policy", "lru", "--json", json_file)
+    simulated = ("simulate", trace_file, *SIZES, "--disk-gib", "1", "--policy", "lru,belady", "--json", json_file)
     code, out, _ = command(*simulated, "--plot", plot_file)
-    assert (code, "From disk: share of prompt tokens" in out) == (0, True)
-    (row,) = rows_in(json_file)
+    shown = " ".join(out.split())
+    assert (code, "A disk of 1.00 GiB stands below memory." in shown) == (0, True)
+    assert "With checkpoints or a disk, other policies can be better." in shown
+    row, _ = rows_in(json_file)
     plan = {"budget_bytes": 1 << 30, "read_bytes_per_s": 2000 * (1 << 20), "prefill_tokens_per_s": 1000}
     assert row["disk"]["plan"] == {**plan, "write_on": "eviction"}
     # Of 456 the last one is not read: with the heads of their files the three are more than memory has room for.
@@ -167,7 +169,7 @@ def test_the_command_says_what_comes_from_a_disk(command: Command, trace_file: P
     assert "with a disk of 1.00 GiB" in plot_file.read_text(encoding="utf-8")
     for slow in (("--disk-mib-per-s", "0.5"), ("--prefill-tokens-per-s", "1e12")):
         assert command(*simulated, "--disk-write-on", "close", *slow)[0] == 0
-        (row,) = rows_in(json_file)
+        row, _ = rows_in(json_file)
         assert row["disk"]["decisions"] == {"not stored": 3, "brought": 1, "slower than prefill": 1}
 
 
