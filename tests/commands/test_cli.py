@@ -95,6 +95,12 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
     assert code == 0, stderr
     assert "2 users at a time got 16 tokens in " in stdout
     (serial,), (parallel, beside, _) = (json.loads(path.read_text())["runs"] for path in (alone, together))
+    # A row has the figures that are measured for as many users.
+    first, other = parallel["rows"][0].keys(), beside["rows"][0].keys()
+    assert first - other == {"waited_ms"}
+    assert other - first == {"begin_ms", "close_ms", "live_bytes", "paged_bytes", "allocated_bytes"}
+    assert {"users_at_a_time", "token_ms_p50"} <= parallel.keys()
+    assert "prefill_s" not in parallel
     assert "One at a time, with " in stdout
     assert "Every answer is the same as without a cache." in stdout
     assert [row["output_hash"] for row in beside["rows"]] == [row["output_hash"] for row in serial["rows"]]
@@ -226,16 +232,3 @@ def test_a_full_disk_and_a_reader_that_went_away_are_one_line_or_none(talks, tmp
         assert said[:2] == ["error: the output: cannot be written (No space left on device).", "exit 2"]
     assert said[2:] == ["exit 0", "exit 0", full, "exit 2", full, "exit 2"]
     assert not path.exists()
-
-
-def test_help_lists_the_options_of_a_command_and_those_that_it_shares(command):
-    sizes = ["--model-config", "--bytes-per-checkpoint", "--kv-group-size"]
-    traces = [*sizes, "--skip-bad", "--block-tokens"]
-    for name, options in {
-        "replay": ["--cache", "--conversations", "--recorded", "--tree", "--step-size", "--exact"],
-        "tree": sizes,
-        **dict.fromkeys(("simulate", "advise"), traces),
-    }.items():
-        code, stdout, _ = command(name, "--help")
-        assert code == 0
-        assert [option for option in options if option not in stdout] == []

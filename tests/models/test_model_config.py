@@ -172,12 +172,6 @@ def test_windows_are_not_quantized() -> None:
     assert sum(type(cache) is KVCache for cache in caches) == 2
 
 
-def test_a_checkpoint_has_full_windows() -> None:
-    found = model_bytes(kind_of("gemma3_text").config, dtype="float32")
-    ((tokens, token_bytes),) = found.windows
-    assert found.checkpoint_bytes == tokens * token_bytes
-
-
 def test_dtype_comes_from_the_configuration(tmp_path) -> None:
     for names, token_bytes in (({"torch_dtype": "float32"}, 262_144), ({"dtype": "float16"}, 131_072), ({}, 131_072)):
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "torch_dtype": None, **names}))

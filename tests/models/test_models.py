@@ -132,16 +132,6 @@ def test_the_tiny_tokenizer_spells_every_text_in_bytes_and_knows_tools() -> None
     assert "look_up" in prompt.split("<|im_start|>")[3]
 
 
-def test_the_tiny_detokenizer_streams_what_the_tokenizer_decodes() -> None:
-    tokenizer, text, segments = tiny_tokenizer(), "Ünï 🙂 done", []
-    detokenizer = tokenizer.detokenizer
-    for token in tokenizer.encode(text):
-        detokenizer.add_token(token)
-        segments.append(detokenizer.last_segment)
-    detokenizer.finalize()
-    assert "".join([*segments, detokenizer.last_segment]) == text
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux loads OpenBLAS")
 def test_a_missing_openblas_is_one_line_of_advice_that_names_it() -> None:
     advice = _output("from runner.blas import load_openblas; print(load_openblas('libnowhere.so.0'))")

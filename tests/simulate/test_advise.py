@@ -20,7 +20,7 @@ from runner.simulate.advice import (
     policy_text,
     samples_of,
 )
-from runner.simulate.curve import curve_picture, lru_curve
+from runner.simulate.curve import lru_curve
 from runner.simulate.simulator import simulate
 from runner.traces.trace import Trace, TraceRequest
 
@@ -77,17 +77,6 @@ def test_best_policy_is_online_and_ahead_of_lru() -> None:
     assert "belady, which knows the future, reaches 40.0%" in text
     close = best_policy({"turn": 0.2001, "lru": 0.2}, 100)
     assert (close.policy, close.gain, close.bound) == ("lru", 0.0, None)
-
-
-def test_a_picture_of_the_curve_is_the_same_each_time_and_its_names_are_escaped() -> None:
-    found = advised(token_bytes=1024)
-    picture, again = (
-        curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
-        for _ in range(2)
-    )
-    assert picture == again
-    assert b"circle &lt;1&gt;" in picture
-    assert b"circle <1>" not in picture
 
 
 # Samples
