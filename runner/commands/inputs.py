@@ -101,11 +101,15 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool, *, is_short: bool 
         return builtin_conversations("builtin_short.jsonl" if is_short else "builtin.jsonl")
     with usage_errors(InputError):
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
-    if result.skipped:
-        say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
-    for note in result.notes:
-        say(f"note: {note}")
+    _say_notes("record", result.skipped, result.notes)
     return result.conversations
+
+
+def _say_notes(noun: str, skipped: Sequence[str], notes: Sequence[str]) -> None:
+    if skipped:
+        say(f"note: {plural(len(skipped), noun)} skipped, the first: {skipped[0]}")
+    for note in notes:
+        say(f"note: {note}")
 
 
 def load_model(spec: str) -> LoadedModel:
@@ -249,10 +253,7 @@ class TraceOptions(SizeOptions):
                 block_tokens=self.block_tokens,
                 time_unit=self.time_unit,
             )
-        if trace.skipped:
-            say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
-        for note in trace.notes:
-            say(f"note: {note}")
+        _say_notes("line", trace.skipped, trace.notes)
         if trace.is_timing_synthetic:
             say("note: some or all arrival times are synthetic.")
         return trace

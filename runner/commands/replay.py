@@ -122,7 +122,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     By default, four users with one system prompt take turns and get short replies: half a minute on 2 cores. --full,
     --users, --parallel and --conversations replay in full: all chosen conversations, with longer replies.
     """
-    caches, settings = _checked(context, options)
+    caches, settings = _check(context, options)
     tree_format = (
         outputs.require_view_file(options.tree_file) if options.tree_file not in (None, outputs.STDOUT) else "text"
     )
@@ -153,7 +153,7 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
         raise typer.Exit(outputs.EXIT_CHECK_FAILED)
 
 
-def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
+def _check(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
     """The caches and the settings of the replay. UsageError: an option is wrong, or two do not go together."""
     caches, step_size = _cache_names(options.cache), options.step_size
     is_alone = options.parallel is None

@@ -79,8 +79,8 @@ def simulate(
     results = options.checked_outputs()
     drafting: dict[str, Any] = {}
     if speculate:
-        shown, drafting = _count_drafts(options)
-        results.show(*shown)
+        counted, drafting = _count_drafts(options)
+        results.show(*counted)
         if options.capacity_blocks is None and options.budget_gib is None:
             results.write("--json", lambda: json_bytes({**drafting, **outputs.about(context)}))
             results.finish()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 #: How a message ends where the user has to give a figure.
 INSTEAD = "Give the size yourself with --bytes-per-token (and --bytes-per-checkpoint)."
 

@@ -100,7 +100,7 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
         if not any(folder.glob("model*.safetensors")):
             raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
         return folder
-    return _fetched(spec, mlx_lm.utils._download)
+    return _fetch(spec, mlx_lm.utils._download)
 
 
 def stored_folder(spec: str) -> Path | None:
@@ -147,7 +147,7 @@ def load_outline(
     if spec == DEMO:
         folder = _demo_folder(show_progress)
     else:
-        folder = _folder(spec) or _fetched(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES))
+        folder = _folder(spec) or _fetch(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES))
     config = _read_config(folder)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {}))
@@ -177,7 +177,7 @@ def _folder(spec: str) -> Path | None:
     return Path(path) if spec and os.path.exists(path) else None
 
 
-def _fetched(spec: str, fetch: Callable[[str], str | Path]) -> Path:
+def _fetch(spec: str, fetch: Callable[[str], str | Path]) -> Path:
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
             f"model {spec!r:.200}: no such folder. "

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from radixcache.stores.block_store import WriteOn
 from runner.text import GIB, Column, cells, figures_table, new_figure, picture_bytes, plural
@@ -174,10 +173,6 @@ REPLICA_COLUMNS = (
 )
 
 
-def rows_table(columns: Sequence[Column], rows: Sequence[ResultRow]) -> Table:
-    return figures_table(cells(columns, rows), names=("policy", "router"))
-
-
 POLICY_COUNTS = (
     "Block hits: share of prompt blocks that were found in the cache. Token hits: share of prompt tokens in these "
     "blocks. A block is found whole or not at all."
@@ -278,13 +273,16 @@ SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
 def policies_report(trace: Trace, rows: Sequence[SimulationRow]) -> SimulationReport:
-    shown = [*([rows_table(POLICY_COLUMNS, rows)] if rows else []), *policy_notes([trace], rows)]
-    return shown, _document(trace, rows, POLICY_COUNTS, infinite_block_hit_ratio={trace.name: infinite_ratio(trace)})
+    document = _document(trace, rows, POLICY_COUNTS, infinite_block_hit_ratio={trace.name: infinite_ratio(trace)})
+    return _shown(POLICY_COLUMNS, rows, policy_notes([trace], rows)), document
 
 
 def replicas_report(trace: Trace, rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
-    shown = [*([rows_table(REPLICA_COLUMNS, rows)] if rows else []), *replica_notes(trace, rows, speeds)]
-    return shown, _document(trace, rows, REPLICA_COUNTS)
+    return _shown(REPLICA_COLUMNS, rows, replica_notes(trace, rows, speeds)), _document(trace, rows, REPLICA_COUNTS)
+
+
+def _shown(columns: Sequence[Column], rows: Sequence[ResultRow], notes: Sequence[str]) -> list[Any]:
+    return [*([figures_table(cells(columns, rows), names=("policy", "router"))] if rows else []), *notes]
 
 
 def _document(trace: Trace, rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:

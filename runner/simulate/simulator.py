@@ -97,7 +97,7 @@ class Future:
         self._following.reverse()
 
     def arrive(self, index: int) -> None:
-        """Request `index` comes now: its keys wait for the request after it that uses them."""
+        """Request `index` arrives: the next use of its keys is now in a later request."""
         self._next.update(zip(self._requests[index].keys.tolist(), self._following[index], strict=True))
 
     def next_use(self, entry: Entry) -> float:
@@ -346,7 +346,7 @@ def grow_tree(
         if on_progress is not None:
             on_progress(index)
         try:
-            tokens, marks = _rendered(tokenizer, request, with_marks=layout.has_points)
+            tokens, marks = _render(tokenizer, request, with_marks=layout.has_points)
             reply = recorded_reply(tokenizer, request, tokens)
         except ValueError as error:
             skipped.append(f"{request.where}: {error}")
@@ -361,7 +361,7 @@ def grow_tree(
     return cache, skipped
 
 
-def _rendered(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
+def _render(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
     """Tokens, and marks for layers that resume only at checkpoints."""
     tools, arguments = request.conversation.tools, request.conversation.arguments
     if with_marks:
