@@ -153,31 +153,32 @@ def stopped_at(monkeypatch, count, number):
     monkeypatch.setattr(ReplayProgress, "request_done", request_done)
 
 
-def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):
-    stopped_at(monkeypatch, 3, signal.SIGINT)
-    out = tmp_path / "out.json"
-    code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", out))
-    assert code == 130
-    assert last_line(stderr) == "interrupted: 3 of 4 requests had finished."
-    assert "2 users at a time got 12 tokens" in stdout
-    assert json.loads(out.read_text())["interrupted"] is True
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(command, talks, tmp_path, monkeypatch, number):
-    stopped_at(monkeypatch, 4, number)
+@pytest.mark.parametrize(
+    ("number", "more", "done", "finished", "said"),
+    [
+        *(
+            (each, ("--cache", "none,single"), 4, 2, "\nnone ")
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ),
+        (signal.SIGINT, ("--parallel", 2), 3, 3, "2 users at a time got 12 tokens"),
+    ],
+)
+def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(
+    command, talks, tmp_path, monkeypatch, number, more, done, finished, said
+):
+    stopped_at(monkeypatch, done, number)
     out = tmp_path / "out.json"
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
-        code, stdout, stderr = command(*replay(talks, "--cache", "none,single", "--json", out))
+        code, stdout, stderr = command(*replay(talks, *more, "--json", out))
     finally:
         signal.signal(number, before)
     assert code == 128 + number
-    assert last_line(stderr) == "interrupted: 2 of 4 requests had finished."
-    assert "\nnone " in stdout
+    assert last_line(stderr) == f"interrupted: {finished} of 4 requests had finished."
+    assert said in stdout
     document = json.loads(out.read_text())
     assert document["interrupted"] is True
-    assert [(run["cache"], len(run["rows"])) for run in document["runs"]] == [("none", 2), ("single", 2)]
+    assert {len(run["rows"]) for run in document["runs"]} == {finished}
 
 
 def test_ctrl_c_before_anything_finished_is_one_line_and_130(command, talks, monkeypatch):

@@ -23,25 +23,10 @@ from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
+from tests.replay.conftest import Silence
 
 BUDGET_BYTES = 64 << 20
 SYSTEM = "You answer in one word. " * 4
-
-
-class Silence:
-    """Watches a replay and remembers what it was told."""
-
-    def __init__(self):
-        self.runs, self.advances, self.done = [], [], []
-
-    def run_started(self, cache, requests):
-        self.runs.append((cache, requests))
-
-    def request_advanced(self, cache, done_tokens, prompt_tokens):
-        self.advances.append((cache, done_tokens, prompt_tokens))
-
-    def request_done(self, cache, row):
-        self.done.append((cache, row.prompt_tokens))
 
 
 def conversation(name, user, *texts, **more):

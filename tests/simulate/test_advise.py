@@ -16,7 +16,6 @@ from runner.simulate.advice import (
     estimates_of,
     lru_report,
     parts_of,
-    paste_line,
     policy_text,
     samples_of,
 )
@@ -127,17 +126,6 @@ def test_an_estimate_is_of_the_difference_to_lru_on_the_same_sample() -> None:
     assert [each.policy for each in best_two([gdsf, lru, fifo, arc])] == ["gdsf", "lru"]
     unsure = replace(gdsf, error=0.05)
     assert [each.policy for each in best_two([unsure, lru, fifo, arc])] == ["lru"]
-
-
-def test_the_line_to_paste_names_budget_and_policy() -> None:
-    best = best_policy({"gdsf": 0.5, "lru": 0.4}, 9)
-    assert paste_line(advised(budget_blocks=9), best) == (
-        'PrefixCache(model, budget_bytes=576 * bytes_per_token, policy="gdsf")'
-    )
-    assert paste_line(advised(budget_blocks=9, token_bytes=1000)) == (
-        'PrefixCache(model, budget_bytes=576_000, policy="lru")'
-    )
-    assert paste_line(advised(token_bytes=1000)).startswith("PrefixCache(model, budget_bytes=")
 
 
 def test_an_assumed_rate_of_arrivals_is_said_with_its_option() -> None:
