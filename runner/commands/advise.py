@@ -61,13 +61,13 @@ def advise(
     disk = options.disk_plan("--disk-gib", options.disk_gib)
     compared = Comparison(None)
 
-    from runner.simulate.advice import advice_document, advice_of, best_policy, lru_report, policy_text
+    from runner.simulate.advice import Advice, advice_document, best_policy, lru_report, policy_text
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
     with outputs.usage_errors(ValueError):
         curve = lru_curve(trace)
-    advice = advice_of(
+    advice = Advice(
         trace,
         curve,
         token_bytes=None if sizes is None else sizes.token_bytes,

@@ -106,7 +106,7 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
 def stored_folder(spec: str) -> Path | None:
     """The folder of a model that is on this machine; nothing is fetched. None: it is not, or a tiny model has none."""
     if spec == DEMO:
-        return demo_model_folder()
+        return demo_model_place() if demo_model_place().is_dir() else None
     if (folder := _folder(spec)) is not None or not HUB_ID.fullmatch(spec):
         return folder
     config = try_to_load_from_cache(spec, "config.json")
@@ -115,9 +115,8 @@ def stored_folder(spec: str) -> Path | None:
 
 def is_downloaded(spec: str) -> bool:
     """Whether a model is used without a download, as far as its name and this machine say."""
-    if spec == DEMO:
-        return demo_model_place().is_dir()
-    return _tiny_kind(spec) is not None or stored_folder(spec) is not None or not HUB_ID.fullmatch(spec)
+    is_fetched = spec == DEMO or HUB_ID.fullmatch(spec) is not None
+    return _tiny_kind(spec) is not None or stored_folder(spec) is not None or not is_fetched
 
 
 def parameter_count(folder: Path) -> int:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from runner.models.load import ModelError, load_model, load_outline
+from runner.models.load import ModelError, load_model, load_outline, local_context_length, stored_folder
 from runner.models.tiny import CONTEXT_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,14 @@ def test_a_hub_id_that_cannot_be_fetched_is_an_error_of_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = "'nobody/nothing': no such folder, and as a hub id: nobody/nothing cannot be loaded"
     assert _failure("nobody/nothing", said)
+
+
+def test_asking_what_is_known_of_the_demo_model_downloads_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("runner.models.load.demo_model_folder", lambda *_: pytest.fail("it is downloaded"))
+    assert stored_folder("demo") is local_context_length("demo") is None
 
 
 def test_the_tiny_tokenizer_spells_every_text_in_bytes_and_knows_tools() -> None:

@@ -9,7 +9,6 @@ from runner.simulate import advice
 from runner.simulate.advice import (
     Advice,
     advice_document,
-    advice_of,
     best_policy,
     best_two,
     distinct,
@@ -34,7 +33,7 @@ def circle(length: int = 10, rounds: int = 20) -> Trace:
 
 def advised(**more) -> Advice:
     trace = circle()
-    return advice_of(trace, lru_curve(trace), **more)
+    return Advice(trace, lru_curve(trace), **more)
 
 
 def test_budgets_are_where_the_curve_says() -> None:
@@ -61,8 +60,6 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     assert [column.header for column in table.columns] == ["LRU budget for", "blocks", "tokens", "prefill\nsaved"]
     assert "with --model-config or --bytes-per-token also in GiB" in policy_text(found)
     assert "can save at most 95.0% of prefill" in text
-    with pytest.raises(ValueError, match="needs token_bytes"):
-        advised(budget_bytes=GIB)
     assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
     assert "checkpoints" not in policy_text(advised(token_bytes=8))
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate import advice
-from runner.simulate.advice import advice_of, estimated_disk
+from runner.simulate.advice import Advice, estimated_disk
 from runner.simulate.curve import lru_curve
 from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow, infinite_ratio
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
@@ -220,6 +220,6 @@ def test_a_disk_that_was_not_named_is_ten_times_the_budget_or_has_room_for_every
     trace = made([[number] for number in range(30)] * 2)
     curve = lru_curve(trace)
     sizes = {"token_bytes": BLOCK_BYTES // BLOCK_TOKENS}
-    found = [advice_of(trace, curve, budget_blocks=blocks, **sizes).disk_bytes for blocks in (2, 5)]
+    found = [Advice(trace, curve, budget_blocks=blocks, **sizes).disk_bytes for blocks in (2, 5)]
     assert found == [20 * BLOCK_BYTES, 30 * FILE_BYTES]
-    assert advice_of(trace, curve, **sizes).disk_bytes is advice_of(trace, curve, budget_blocks=5).disk_bytes is None
+    assert Advice(trace, curve, **sizes).disk_bytes is Advice(trace, curve, budget_blocks=5).disk_bytes is None
