@@ -23,10 +23,9 @@ import numpy as np
 from benchmarks.harness.record import Spread, arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
 from policies import OFFLINE_POLICIES, POLICIES
-from runner.files import write_atomically
 from runner.simulate.curve import lru_curve
 from runner.simulate.grid import run_locally
-from runner.simulate.rows import SimulationRow, infinite_ratio, policies_picture, policy_notes
+from runner.simulate.rows import SimulationRow, infinite_ratio, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, SimulationJob, simulate
 from runner.traces.trace import Trace, TraceRequest
 
@@ -71,7 +70,6 @@ def _publish_grid(traces: Sequence[Trace], options: argparse.Namespace) -> None:
     about = "\n".join([conclusion(rows, minutes), *policy_notes(traces, rows)])
     more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
-    write_atomically(options.results / "policies.png", policies_picture(rows, infinite))
 
 
 def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:

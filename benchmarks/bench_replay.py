@@ -30,7 +30,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.harness.budget_plot import plot_budgets
 from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.random_models import random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish
@@ -98,7 +97,6 @@ def main(given: Sequence[str] | None = None) -> None:
         conclusion=conclusion(rows, repeats),
         took_s=time.perf_counter() - began,
     )
-    plot_budgets(options.results / "budgets.png", rows, title=title)
 
 
 def conclusion(rows: Sequence[dict[str, Any]], repeats: int) -> str:
