@@ -128,7 +128,7 @@ def simulate(
         more = {**drafting, "interrupted": stop is not None, **outputs.about(context)}
         results.write("--json", lambda: json_bytes({**document, **more}))
         if options.plot_file is not None:
-            infinite, form = document["infinite_block_hit_ratio"], picture_format(options.plot_file)
+            infinite, form = document["infinite_block_hit_ratio"][trace.name], picture_format(options.plot_file)
             results.write("--plot", lambda: policies_picture(rows, infinite, form))
     if stop is not None:
         raise stop

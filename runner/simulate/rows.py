@@ -5,19 +5,16 @@ A row is one simulation; its fields are its JSON. A `Column` shows a field to pe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from radixcache.stores.block_store import WriteOn
 from runner.text import GIB, Column, cells, figures_table, new_figure, picture_bytes, plural
 from runner.traces.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Speeds(NamedTuple):
@@ -290,7 +287,7 @@ def _document(trace: Trace, rows: Sequence[ResultRow], counts: str, **more: Any)
     return {"rows": [asdict(row) for row in rows], **more, **shown}
 
 
-PANEL_INCHES = (9.0, 5.0)
+FIGURE_INCHES = (9.0, 5.0)
 OFFLINE_LINES = {"belady": "-", "belady-bypass": "--"}
 #: A marker for each policy.
 MARKERS = "osD^v<>pPX*hdH8+x1|"
@@ -301,20 +298,11 @@ MOST_TICKS = 8
 RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
 
 
-def policies_picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
-    """Block hit ratio over capacity, a panel per trace; dotted: a cache without limit. Equal policies share a line."""
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))
-    panels = figure.subplots(len(traces), 1, squeeze=False)
-    styles = line_styles(dict.fromkeys(row.policy for row in rows))
-    for axes, trace in zip(panels[:, 0], traces, strict=True):
-        _draw_panel(axes, [row for row in rows if row.trace == trace], infinite.get(trace), styles)
-    return picture_bytes(figure, file_format)
-
-
-def _draw_panel(
-    axes: Axes, rows: Sequence[SimulationRow], infinite: float | None, styles: Mapping[str, dict[str, Any]]
-) -> None:
+def policies_picture(rows: Sequence[SimulationRow], infinite: float, file_format: str) -> bytes:
+    """Block hit ratio over capacity; dotted: a cache without limit. Policies with equal ratios share a line."""
+    figure = new_figure(*FIGURE_INCHES)
+    axes = figure.subplots()
+    styles = _line_styles(dict.fromkeys(row.policy for row in rows))
     lines: dict[tuple[tuple[float, str], ...], list[str]] = {}
     for policy in dict.fromkeys(row.policy for row in rows):
         points = sorted((_capacity(row), f"{row.block_hit_ratio:.4f}") for row in rows if row.policy == policy)
@@ -324,8 +312,7 @@ def _draw_panel(
         styled = next((policy for policy in policies if policy in OFFLINE_LINES), policies[0])
         ratios = [float(ratio) for _, ratio in line]
         axes.plot([capacity for capacity, _ in line], ratios, label=" = ".join(policies), **styles[styled])
-    if infinite is not None:
-        axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
+    axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
     disk = rows[0].disk
     beside = "" if disk is None else f", with a disk of {disk.plan.budget_bytes / GIB:,.2f} GiB"
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
@@ -341,6 +328,7 @@ def _draw_panel(
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    return picture_bytes(figure, file_format)
 
 
 def _capacity(row: ResultRow) -> float:
@@ -348,7 +336,7 @@ def _capacity(row: ResultRow) -> float:
     return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
 
 
-def line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
     """How each policy is drawn: the bounds in black, the others by colour and marker."""
     styles: dict[str, dict[str, Any]] = {}
     for policy in policies:
