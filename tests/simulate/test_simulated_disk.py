@@ -137,11 +137,6 @@ def test_the_disk_s_budget_holds(
     assert 0 <= use.hit_tokens <= simulation.hit_tokens
 
 
-def test_a_policy_that_bypasses_has_no_disk() -> None:
-    with pytest.raises(ValueError, match="bypassing works only without a disk"):
-        run(made(TURNS), 3, policy="belady-bypass")
-
-
 # The commands
 
 
