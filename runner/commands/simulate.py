@@ -21,6 +21,7 @@ from runner.commands import outputs
 from runner.commands.inputs import StoredBits, TraceOptions, read_chosen, with_options
 from runner.commands.outputs import require
 from runner.files import json_bytes
+from runner.routing.routers import ROUTERS, make_router
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ R = TypeVar("R", bound="ResultRow")
 
 #: Speeds of a common network, and of a laptop with a model of 8 billion parameters.
 SHARED_BYTES_PER_S, DECODE_TOKENS_PER_S = 10e9 / 8, 40.0
-ROUTERS = "random,round-robin,hash,prefix"
+ALL_ROUTERS = ",".join(ROUTERS)
 MOST_REPLICAS = 1024
 #: Options that need --replicas, and options that exclude it.
 FOR_REPLICAS = ("router", "shared_gib", "decode_tokens_per_s")
@@ -53,7 +54,9 @@ def simulate(
     ] = False,
     disk_write_on: Annotated[WriteOn, Option(help="When to write state to the disk.")] = "eviction",
     replicas: Annotated[str | None, Option(help="Comma-separated replica counts; each replica has the budget.")] = None,
-    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ROUTERS,
+    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ",".join(
+        ROUTERS
+    ),
     shared_gib: Annotated[float | None, Option(help="With --replicas: a store that all replicas share.")] = None,
     decode_tokens_per_s: Annotated[float, Option(help="With --replicas: decoding speed.")] = DECODE_TOKENS_PER_S,
     ray: Annotated[
@@ -93,11 +96,10 @@ def simulate(
         disk = options.disk_plan("--disk-gib", options.disk_gib, write_on=disk_write_on)
         policies = _policies(policy, sizes, disk)
     else:
-        from runner.routing.routers import ROUTERS as KNOWN
-
         counts, routers = _replica_counts(replicas), list(dict.fromkeys(_words(router, "router")))
         for name in routers:
-            require(name in KNOWN, f"--router: router {name!r} is not known. Known: {', '.join(KNOWN)}.")
+            with outputs.usage_errors(ValueError, prefix="--router: "):
+                make_router(name)
         disk = options.disk_plan("--shared-gib", shared_gib, SHARED_BYTES_PER_S, "close")
         policies = _policies(policy if outputs.is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
     capacities = options.capacities()
