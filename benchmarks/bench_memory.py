@@ -90,7 +90,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the memory of the most users, by model."""
     users = max(row["users"] for row in rows)
     parts = [
         f"{row['mlx-lm MB'] / row['radix MB']:.1f} with {row['model']} ({row['mlx-lm MB']:,.0f} MB and "

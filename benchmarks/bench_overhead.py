@@ -57,7 +57,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(tokens: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     slowest = max(tokens, key=lambda row: row["step adds us"])
     series: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in requests:

@@ -52,7 +52,6 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 
 def _publish_grid(traces: Sequence[Trace], options: argparse.Namespace) -> None:
-    """Publish the hit ratio of each policy at each capacity."""
     capacities = (20, 100) if options.quick else CAPACITIES
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()

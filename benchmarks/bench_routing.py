@@ -95,7 +95,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[ReplicaRow]) -> str:
-    """Compare the prefix router at MANY replicas with the aims."""
     said = []
     for row in rows:
         if row.replicas == MANY and row.router == "prefix":

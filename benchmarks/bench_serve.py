@@ -159,7 +159,6 @@ def _add_only(parser: argparse.ArgumentParser) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     pairs = [
         (f"{o['model']}, {o['load']}, {o['users']} users", o, t) for o, t in zip(rows[::2], rows[1::2], strict=True)
     ]
