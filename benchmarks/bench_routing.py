@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
-from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS, PrefixRouter
+from runner.models import ModelBytes
+from runner.routing import ROUTERS, PrefixRouter
 from runner.simulate.grid import run_locally
 from runner.simulate.replicas import ReplicaJob
 from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds

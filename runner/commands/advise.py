@@ -16,7 +16,7 @@ from runner.text import GIB, picture_format
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.simulate.advice import DiskAdvice, Estimate
     from runner.simulate.curve import Curve
     from runner.simulate.rows import DiskPlan

@@ -37,7 +37,7 @@ from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
     from radixcache.stores.block_store import WriteOn
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.models.load import LoadedModel, ModelOutline
     from runner.script.conversation import Conversation
     from runner.script.schedule import ScheduledRequest
@@ -174,7 +174,7 @@ class SizeOptions:
 
     def load(self, stored_bits: int | None = None) -> ModelBytes | None:
         """The bytes that the options give, or None. With `stored_bits`, of keys and values that are not live too."""
-        from runner.models.footprint import ModelBytes, ModelConfigError
+        from runner.models import ModelBytes, ModelConfigError
 
         token, checkpoint = self.bytes_per_token, self.bytes_per_checkpoint
         for option, value in (("--bytes-per-token", token), ("--bytes-per-checkpoint", checkpoint)):

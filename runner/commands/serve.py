@@ -17,7 +17,7 @@ from radixcache.errors import RadixCacheError
 from radixcache.settings import STORED_BITS
 from runner.commands.inputs import with_options
 from runner.commands.outputs import UsageError, require, require_policy, say, usage_errors
-from runner.models.footprint import KV_BITS, KV_GROUP_SIZES
+from runner.models import KV_BITS, KV_GROUP_SIZES
 from runner.serve.options import ServeOptions, require_compatible
 
 if TYPE_CHECKING:

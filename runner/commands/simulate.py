@@ -21,11 +21,11 @@ from runner.commands import outputs
 from runner.commands.inputs import StoredBits, TraceOptions, read_chosen, with_options
 from runner.commands.outputs import require
 from runner.files import json_bytes
-from runner.routing.routers import ROUTERS, make_router
+from runner.routing import ROUTERS, make_router
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.simulate.grid import AnyJob
     from runner.simulate.rows import DiskPlan, ResultRow
     from runner.traces.trace import Trace

@@ -24,7 +24,7 @@ from mlx_lm.utils import _get_classes
 from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.adapters.span import stored_nbytes
 from runner.files import read_json
-from runner.models.footprint import INSTEAD, KV_BITS, KV_GROUP_SIZES, ModelBytes, ModelConfigError
+from runner.models import INSTEAD, KV_BITS, KV_GROUP_SIZES, ModelBytes, ModelConfigError
 from runner.models.tiny import text_args
 from runner.text import shortened, shown
 

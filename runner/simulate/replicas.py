@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixcache.sized_cache import stored_keys
-from runner.routing.dispatcher import BLOCK_TOKENS, Dispatcher
-from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
+from runner.routing import BLOCK_TOKENS, FIRST, Ask, Coefficients, Dispatcher, Router, RoutingRates, make_router
 from runner.simulate.rows import ReplicaRow, Speeds, TierUse, infinite_token_ratio
 from runner.simulate.simulator import Machine, OnProgress, Simulation, SimulationJob, row_fields, with_progress
 from runner.traces.trace import Trace, TraceRequest

@@ -32,7 +32,7 @@ from radixcache.paging.tier import Disk
 from radixcache.sized_cache import last_key, serve_spans, sized_cache
 from radixcache.stores.block import BLOCK_TOKENS, Identity
 from radixcache.stores.sized_store import SizedStore
-from runner.models.footprint import ModelBytes
+from runner.models import ModelBytes
 from runner.script.schedule import ScheduledRequest
 from runner.script.script import ScriptError, recorded_reply
 from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow

@@ -18,7 +18,7 @@ from benchmarks.architectures.document import DOCUMENT, rows_in
 from benchmarks.architectures.kinds import kind_of
 from benchmarks.architectures.right_state import STEP_SIZE
 from radixcache.layers.layout import Layout
-from runner.models.footprint import ModelConfigError
+from runner.models import ModelConfigError
 from runner.models.sizes import model_bytes, read_model_bytes
 from runner.models.tiny import CHUNK_LENGTH, architecture
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from radixcache import PolicyError
-from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS
+from runner.models import ModelBytes
+from runner.routing import ROUTERS
 from runner.simulate.grid import AnyJob, in_order, run_locally, run_on_ray
 from runner.simulate.replicas import ReplicaJob
 from runner.simulate.rows import DiskPlan, SimulationRow, Speeds

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS
+from runner.models import ModelBytes
+from runner.routing import ROUTERS
 from runner.simulate.replicas import ReplicaJob, Replicas
 from runner.simulate.rows import DiskPlan, Speeds, infinite_ratio, infinite_token_ratio
 from runner.simulate.simulator import SimulationJob, simulate

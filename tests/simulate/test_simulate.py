@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from policies import OFFLINE_POLICIES, POLICIES, Entry, make_policy
-from runner.models.footprint import ModelBytes
+from runner.models import ModelBytes
 from runner.simulate.rows import FIFO_NOTE, infinite_ratio, infinite_token_ratio, policy_notes
 from runner.simulate.simulator import BlockSizes, Simulation, simulate
 from runner.traces.synthesis import Synth, synthesize
