@@ -65,7 +65,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:
-    """Summarize the results."""
     slow = min(copies, key=lambda row: row["get / GET"])
     told = [f"{row['tokens/s']:,.0f} tokens/s at {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
     return (

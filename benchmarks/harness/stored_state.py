@@ -71,7 +71,6 @@ class SlowStore(DiskStore):
 
 
 def opened(path: Path, kind: type[DiskStore] = DiskStore, write_on: Any = "close") -> Any:
-    """Return a store without a practical limit."""
     return kind(path, budget_bytes=LARGE_BYTES, write_on=write_on, min_free_bytes=0, queue_bytes=LARGE_BYTES)
 
 
@@ -85,7 +84,6 @@ def fill(cache: PrefixCache, filler: Filler, tokens: Sequence[int], marks: Seque
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the files of blocks and checkpoints."""
     return sorted(path.glob("??/*"))
 
 

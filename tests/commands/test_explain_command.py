@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
+from runner.models import ModelBytes
 from runner.models.demo import demo_model_place
-from runner.models.footprint import ModelBytes
 from runner.models.load import is_downloaded, load_outline
 from runner.script.conversation import Conversation, Opening
 from runner.script.conversation_reader import read_conversations
