@@ -41,8 +41,6 @@ from runner.serve.models import outline_of
 from runner.serve.openai import (
     ChatBody,
     CompletionBody,
-    Penalty,
-    RepetitionPenalty,
     StopWords,
     joined,
     nameable_models,
@@ -56,6 +54,8 @@ from runner.serve.request import (
     ApiError,
     Constraint,
     ModelNames,
+    Penalty,
+    RepetitionPenalty,
     Request,
     Share,
     Temperature,

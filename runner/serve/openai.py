@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
@@ -50,9 +50,8 @@ from runner.serve.request import (
     Name,
     PrefillProgress,
     Request,
-    Share,
+    Sampling,
     StopWord,
-    Temperature,
     Tokens,
     body_schema,
     checked,
@@ -72,8 +71,6 @@ from runner.serve.volatile import MOVES, behind_tools
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES, MAX_REPLIES = 8, 64  # for a prompt, as `n`; of a request with several prompts
-LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
-LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0: JSON has no infinities
 #: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
 MODEL_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
@@ -84,12 +81,6 @@ NOT_OF_TEMPLATES = frozenset((
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
     "truncation",
 ))  # fmt: skip
-
-
-def _repetition_penalty(penalty: float) -> float:
-    if 0 < penalty < LEAST_REPETITION_PENALTY:
-        raise ValueError(f"wanted 0, which is none, or at least {LEAST_REPETITION_PENALTY}")
-    return penalty
 
 
 def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -129,15 +120,9 @@ def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
 
-RepetitionPenalty = Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)]
 StopWords = Annotated[
     Many[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
 ]
-Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
-#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
-Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
-TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
-
 
 IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
@@ -155,34 +140,16 @@ Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
 Function = Annotated[dict[str, Any], AfterValidator(_named), WithJsonSchema(NAMED)]
 
 
-class OpenAIBody(Checked):
-    """What both bodies have in common. Fields that a Request has too keep their names there."""
+class OpenAIBody(Sampling):
+    """What both bodies have in common."""
 
     model: Name = DEFAULT
     adapters: Name | None = None
     draft_model: Name | None = DEFAULT
-    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    min_tokens: Count = 0
-    temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
-    top_p: Share = 1.0
-    top_k: Count = 0
-    min_p: Share = 0.0
-    xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    repetition_penalty: RepetitionPenalty = 0.0
-    repetition_context_size: Count = 20
-    presence_penalty: Penalty = 0.0
-    presence_context_size: Count = 20
-    frequency_penalty: Penalty = 0.0
-    frequency_context_size: Count = 20
-    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: StopWords = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
@@ -200,20 +167,16 @@ class OpenAIBody(Checked):
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
         most = self.max_completion_tokens or self.max_tokens
         _require(most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens, {most}")
-        same = {field.name: getattr(self, field.name) for field in fields(Request) if hasattr(self, field.name)}
-        own = {
-            "names": ModelNames(self.model, self.adapters, self.draft_model),
-            "max_tokens": most,
-            "stop_words": self.stop,
-            "namespace": namespace,
-        }
-        return Request(**{**same, **own})
+        names = ModelNames(self.model, self.adapters, self.draft_model)
+        sampling = Sampling.model_construct(**{name: getattr(self, name) for name in Sampling.model_fields})
+        return Request(names, most, sampling=sampling, stop_words=self.stop, namespace=namespace)
 
     def requests(self, namespace: str) -> list[Request]:
         """Return a Request for each choice: `n` for each prompt. They differ in their seeds."""
         first = self.request(namespace)
         seeds = [None if self.seed is None else (self.seed + index) % (1 << 64) for index in range(self.n)]
-        return [replace(first, prompt=prompt, seed=seed) for prompt in self.prompts for seed in seeds]
+        samplings = [first.sampling.model_copy(update={"seed": seed}) for seed in seeds]
+        return [replace(first, prompt=prompt, sampling=each) for prompt in self.prompts for each in samplings]
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -235,10 +198,11 @@ class CompletionBody(OpenAIBody):
         _require(
             not self.echo or self.logprobs is not True, "echo", "false with logprobs true; give logprobs as a number"
         )
-        request = replace(super().request(namespace), prompt=self.prompt[0])
-        if self.has_counted_logprobs:
-            return replace(request, logprobs=True, top_logprobs=int(self.logprobs))
-        return request
+        request = replace(super().request(namespace), prompt=self.prompt[0], echo=self.echo)
+        if not self.has_counted_logprobs:
+            return request
+        counted = {"logprobs": True, "top_logprobs": int(self.logprobs)}
+        return replace(request, sampling=request.sampling.model_copy(update=counted))
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -336,13 +300,15 @@ class ChatBody(OpenAIBody):
         messages = [*_without_billing(self.messages)]
         if self.move_volatile:
             messages, marked_texts = behind_tools(messages, marked_texts)
-        request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
         reasoning = self.model_dump(include={"reasoning_effort", "enable_thinking", "thinking"})
         arguments = {**reasoning_arguments(reasoning), **self.chat_template_kwargs}
         constraint = self._constraint(format_field)
         _require(not self.min_tokens or constraint is None, "min_tokens", "0 where a format or a call is enforced")
         return replace(
-            request,
+            super().request(namespace),
+            messages=messages,
+            marked_texts=marked_texts,
+            role_mapping=self.role_mapping,
             tools=self.tools or None,
             chat_template_kwargs=arguments or None,
             constraint=constraint,
@@ -664,7 +630,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
                 created_s,
                 is_chat=requests[0].prompt is None,
                 n=body.n,
-                has_logprobs=requests[0].has_logprobs,
+                has_logprobs=requests[0].sampling.has_logprobs,
                 has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
                 include_usage=body.stream_options.get("include_usage", False),
                 has_prediction=isinstance(body, ChatBody) and body.prediction is not None,

@@ -16,7 +16,7 @@ from runner.models.load import LoadedModel
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord
+from runner.serve.request import ApiError, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Sampling
 from runner.serve.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -74,7 +74,8 @@ class Waiting:
         more = {"names": ModelNames(), "max_tokens": 12, **asked}
         if "messages" not in more:
             more.setdefault("prompt", "The quick brown fox")
-        self.opened = OpenRequest(Request(**more), self._put)
+        sampling = Sampling(**{name: more.pop(name) for name in Sampling.model_fields if name in more})
+        self.opened = OpenRequest(Request(**more, sampling=sampling), self._put)
         self._on_answer = on_answer
         thread.ask(self.opened)
 

@@ -179,13 +179,14 @@ def test_a_last_turn_of_the_assistant_stays_the_last_message() -> None:
 
 def test_sampling_is_the_bodys_and_else_the_servers() -> None:
     options = ServeOptions(temp=0.5, top_p=0.8, top_k=30, min_p=0.1, num_draft_tokens=5)
-    mine = asked(options, temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n"])
-    assert (mine.max_tokens, mine.stop_words, mine.namespace) == (16, ["END", "\n"], "ann")
+    request = asked(options, temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n"])
+    assert (request.max_tokens, request.stop_words, request.namespace) == (16, ["END", "\n"], "ann")
+    mine = request.sampling
     assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (1.0, 0.9, 40, 0.1)
-    mine = asked(options, temperature=None)
+    mine = asked(options, temperature=None).sampling
     assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (0.5, 0.8, 30, 0.1)
-    assert asked(options).num_draft_tokens == 5
-    assert asked(options, temperature=0).temperature == 0
+    assert asked(options).sampling.num_draft_tokens == 5
+    assert asked(options, temperature=0).sampling.temperature == 0
 
 
 def test_the_name_of_the_model_is_handed_on() -> None:

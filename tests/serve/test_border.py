@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
 from runner.serve.prompts import prompt_of
-from runner.serve.request import ApiError, ModelNames, Request
+from runner.serve.request import ApiError, ModelNames, Request, Sampling
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -24,18 +23,17 @@ MESSAGES = [
 
 def test_samplers_and_processors_are_made_of_a_requests_own_fields(tiny: LoadedModel) -> None:
     likeliest = mx.log(mx.array([[0.1, 0.2, 0.7]]))
-    plain = Request(ModelNames(), 1)
-    for sampling in (plain, replace(plain, temperature=1.0, top_k=1)):
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=1)):
         sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tiny.tokenizer)
         assert sampler(likeliest).tolist() == [2]
-    penalties = replace(plain, logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+    penalties = Sampling(logit_bias={3: 5.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
     made = mlx_lm_border.make_logits_processors(SimpleNamespace(logits=penalties))
     assert len(made) == 4
     logits = mx.ones((1, 4))
     for processor in made:
         logits = processor(mx.array([1, 1, 2]), logits)
     assert logits.tolist() == [[1.0, 0.5 - 1.0 - 1.0, 0.5 - 1.0 - 0.5, 6.0]]
-    assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=plain)) == []
+    assert mlx_lm_border.make_logits_processors(SimpleNamespace(logits=Sampling())) == []
 
 
 def asked(**more: Any) -> Request:

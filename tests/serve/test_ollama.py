@@ -87,22 +87,22 @@ def test_every_option_reaches_the_generation_thread() -> None:
     for path in OWN:
         asked = request_of(path, options=options, model="tiny:latest", logprobs=True, top_logprobs=2, keep_alive="5m")
         wanted = {
-            "max_tokens": 9, "temperature": 0.5, "top_p": 0.75, "top_k": 40, "min_p": 0.25, "seed": 7,
-            "stop_words": ["x"], "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+            "temperature": 0.5, "top_p": 0.75, "top_k": 40, "min_p": 0.25, "seed": 7,
+            "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
             "repetition_context_size": 33, "presence_context_size": 33, "frequency_context_size": 33, "logprobs": True,
             "top_logprobs": 2,
         }  # fmt: skip
-        assert {name: getattr(asked, name) for name in wanted} == wanted
-        assert asked.names.model == "tiny"
+        assert {name: getattr(asked.sampling, name) for name in wanted} == wanted
+        assert (asked.max_tokens, asked.stop_words, asked.names.model) == (9, ["x"], "tiny")
 
 
 def test_negative_options_mean_no_limit_a_drawn_seed_and_penalties_of_the_whole_text() -> None:
     asked = request_of(CHAT, options={"num_predict": -1, "seed": -1, "repeat_last_n": -1, "repeat_penalty": 2})
-    assert (asked.max_tokens, asked.seed, asked.repetition_context_size) == (None, None, 2**31 - 1)
+    assert (asked.max_tokens, asked.sampling.seed, asked.sampling.repetition_context_size) == (None, None, 2**31 - 1)
     assert request_of(CHAT, options={"num_predict": -2}).max_tokens is None
-    assert request_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).repetition_penalty == 0
+    assert request_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).sampling.repetition_penalty == 0
     asked = request_of(CHAT, ServeOptions(temp=0.5, max_tokens=7), options={"num_predict": None}, think=None, format="")
-    assert (asked.max_tokens, asked.temperature, asked.constraint) == (7, 0.5, None)
+    assert (asked.max_tokens, asked.sampling.temperature, asked.constraint) == (7, 0.5, None)
 
 
 def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answer() -> None:

@@ -39,7 +39,7 @@ def test_a_text_is_a_users_message_behind_the_instructions() -> None:
     system = {"role": "system", "content": "Be brief."}
     assert request.messages == [system, {"role": "user", "content": "Hi"}]
     assert (request.names.model, request.max_tokens, request.namespace) == ("m", 5, "ann")
-    assert (request.temperature, request.top_k, request.tools) == (0.5, 3, None)
+    assert (request.sampling.temperature, request.sampling.top_k, request.tools) == (0.5, 3, None)
 
 
 def test_an_effort_reaches_the_template_by_the_names_of_chats() -> None:
@@ -65,7 +65,8 @@ def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started() -> None:
     names = ("model", "instructions", "tools", "temperature", "text", "reasoning", "stream", "metadata", "conversation")
     request = asked(options)
     assert request == asked(options, **dict.fromkeys(names))
-    assert (request.names.model, request.max_tokens, request.temperature, request.top_p) == (DEFAULT, 33, 0.5, 0.9)
+    assert (request.names.model, request.max_tokens) == (DEFAULT, 33)
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
 
 
 def test_items_of_one_reply_become_one_message_of_the_assistant() -> None:

@@ -195,12 +195,6 @@ def test_a_second_stop_shortens_the_time() -> None:
             "maximum context length is 32768 tokens. However, your mess",
         ),
         ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than 256, the size of the vocabulary."),
-        (
-            {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.6},
-            400,
-            "xtc_threshold is 0.6; wanted 0 to 0.5.",
-        ),
-        ({"temperature": 1.0, "seed": -1}, 400, "seed is -1"),
         ({"logit_bias": {256: 1.0}}, 400, "logit_bias names token 256; wanted 0 to 255."),
         ({"names": ModelNames("./nothing")}, 404, "model './nothing': no such folder."),
         ({"names": ModelNames(draft="tiny:nothing")}, 404, "model tiny:nothing: no such kind."),
