@@ -195,10 +195,10 @@ class PromptBody(Checked):
         """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
-        body = {name: value for name, value in self if value is not None}  # model_dump would copy all messages
+        body = dict(self)  # model_dump would copy all messages
         if self.messages is not None:
             return ChatBody.read(body, options).request(self.namespace)
-        return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
+        return CompletionBody.read({**body, "prompt": self.prompt or ""}, options).request(self.namespace)
 
 
 def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
@@ -207,7 +207,7 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
     if not isinstance(namespace, str):
         raise ApiError(400, "wanted a string.", param="namespace")
     if "input" in body:
-        return ResponsesBody.read(body).request(options, namespace), []
+        return checked(ResponsesBody, body).request(options, namespace), []
     if is_ollama(body):
         return ollama_request(body, options, namespace), []
     if "messages" in body and is_anthropic(body):

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -210,10 +210,6 @@ class OllamaBody(Checked):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
-        return checked(cls, {name: value for name, value in body.items() if value is not None})
-
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
         if isinstance(self.format, dict):
@@ -305,7 +301,7 @@ def is_ollama(body: Mapping[str, Any]) -> bool:
 def ollama_request(body: Mapping[str, Any], options: ServeOptions, namespace: str) -> Request:
     """The Request of a body of either kind. ApiError: a field is wrong."""
     kind: type[OllamaChatBody | GenerateBody] = OllamaChatBody if "messages" in body else GenerateBody
-    return kind.read(body).request(options, namespace)
+    return checked(kind, body).request(options, namespace)
 
 
 def own_name(name: str, options: ServeOptions) -> str:
@@ -508,15 +504,15 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         return shown[key]
 
     async def answer(http_request: HttpRequest, kind: type[OllamaChatBody | GenerateBody]) -> Response:
-        def checked(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
-            body = kind.read(given)
+        def asked_by(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
+            body = checked(kind, given)
             if not body.is_load:
                 return body, body.request(options, namespace_of(http_request, given))
             # The shortest request makes the server load the model, and leaves nothing in the cache.
             namespace = namespace_of(http_request, {"cache_prompt": False})
             return body, Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
 
-        body, asked = await read_json(http_request, checked)
+        body, asked = await read_json(http_request, asked_by)
 
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
@@ -528,7 +524,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
             )
 
         is_streamed = body.stream and not body.is_load
-        return await service.answer_all(http_request, [asked], writer, stream=is_streamed, media_type=LINES)
+        return await service.answer(http_request, [asked], writer, stream=is_streamed, media_type=LINES)
 
     @router.post(CHAT, openapi_extra=body_schema(OllamaChatBody, CHAT, stream=LINES))
     async def ollama_chat(request: HttpRequest) -> Response:

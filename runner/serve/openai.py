@@ -159,9 +159,7 @@ class OpenAIBody(Sampling):
         names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
         defaults["move_volatile"] = options.move_volatile or MOVES.get()
-        # A null draft model means none; any other null means the default.
-        given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
-        return checked(cls, {**defaults, **given})
+        return checked(cls, body, defaults)
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
@@ -639,9 +637,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             return form, requests, body.stream
 
         form, requests, stream = await read_json(http_request, asked)
-        return await service.answer_all(
-            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream
-        )
+        return await service.answer(http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream)
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))
     @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))

@@ -421,18 +421,21 @@ TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
+
 def echoed(name: Any) -> Any:
     """A model's name from a request, as replies repeat it."""
     return name if not isinstance(name, str) or len(name) <= MAX_ECHO_CHARS else f"{name[:MAX_ECHO_CHARS]}..."
 
 
 Body = TypeVar("Body", bound=BaseModel)
+NULLABLE = ("draft_model",)  # fields in which null has a meaning: no draft model
 
 
-def checked(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Check all fields of a body. ApiError: one is missing or wrong."""
+def checked(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Body:
+    """Check all fields of a body. `null` means the same as no field. ApiError: a field is missing or wrong."""
+    given = {name: value for name, value in fields.items() if value is not None or name in NULLABLE}
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate({**(defaults or {}), **given})
     except ValidationError as error:
         raise ApiError.of_validation(error.errors()) from error
 

@@ -2,7 +2,6 @@
 
 await read_json(http_request, make)    what the API makes of the body: it checks the fields and makes the Request
 await service.answer(...)              the whole response, by way of the API's ReplyWriter
-await service.answer_all(...)          the same for several requests, served together
 
 reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
 async for part in reply: ...           PrefillProgress and Token
@@ -20,14 +19,15 @@ import logging
 import math
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from fastapi import Request as HttpRequest
@@ -314,6 +314,52 @@ class ReplyWriter(Protocol):
         """Server-sent events, or lines; a failure is one of them."""
 
 
+Events: TypeAlias = Iterator[dict[str, Any]]
+
+
+class Draft(ABC):
+    """Writes one reply as a list of blocks, of reasoning, text and calls. Only the last block may be open.
+
+    White space alone is no block: models write it between reasoning, calls and text.
+    """
+
+    def __init__(
+        self, reply: ServedReply, result: dict[str, Any], blocks: list[dict[str, Any]], reasoning: str, text: str
+    ) -> None:
+        self._reply, self._result, self._blocks, self._reasoning, self._text = reply, result, blocks, reasoning, text
+        self._is_open = False
+        self._blank = ""
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._events():
+            pass
+        return self._result
+
+    @abstractmethod
+    def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]: ...
+
+    def _add(self, part: Token) -> Events:
+        if part.reasoning:
+            yield from self._write(self._reasoning, part.reasoning)
+        text, self._blank = self._blank + part.text, ""
+        if text.strip() or (text and self._is_writing(self._text)):
+            yield from self._write(self._text, text)
+        else:
+            self._blank = text
+        for call in part.tool_calls:
+            yield from self._call(call)
+
+    def _is_writing(self, kind: str) -> bool:
+        return self._is_open and self._blocks[-1]["type"] == kind
+
+    @abstractmethod
+    def _write(self, kind: str, text: str) -> Events:
+        """Add to the text of the open block if it is of this kind, else open one."""
+
+    @abstractmethod
+    def _call(self, call: dict[str, Any]) -> Events: ...
+
+
 class _Mailbox:
     """Carries events to the event loop, which wakes once for all events of a round."""
 
@@ -343,12 +389,6 @@ class Service:
         self._mailbox: _Mailbox | None = None
 
     async def answer(
-        self, http_request: HttpRequest, request: Request, writer: Callable[[ServedReply], ReplyWriter], *, stream: bool
-    ) -> Response:
-        """Return the response to a request, in one piece or as a stream of events. ApiError: it cannot be served."""
-        return await self.answer_all(http_request, [request], lambda replies: writer(replies[0]), stream=stream)
-
-    async def answer_all(
         self,
         http_request: HttpRequest,
         requests: Sequence[Request],
@@ -357,7 +397,10 @@ class Service:
         stream: bool,
         media_type: str = EVENTS,
     ) -> Response:
-        """Return the response to several requests, which are served together. Raises as `answer`."""
+        """Return the response to requests that are served together, in one piece or as a stream of events.
+
+        ApiError: a request cannot be served.
+        """
         replies = await while_connected(http_request, self._ask_all(requests))
         if stream:
             return ReplyStream(replies, writer(replies).events(), media_type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi.testclient import TestClient
 from mlx.utils import tree_flatten
@@ -21,11 +19,11 @@ from runner.models.tiny import TINY_KINDS, build
 from runner.serve import ollama, openai
 from runner.serve.ollama import CHAT, GENERATE, SHOW
 from runner.serve.options import ServeOptions
-from runner.serve.request import NOT_KEPT, ApiError, Constraint, PrefillProgress, Request
+from runner.serve.request import NOT_KEPT, Constraint, PrefillProgress, Request
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import USER, scripted_app, scripted_client
-from tests.serve.talking_model import CALL, CALLED, END, HINT, THINK, THOUGHT, TOOL_F, saying, write_talking_model
+from tests.serve.scripted_app import USER, scripted_client
+from tests.serve.talking_model import HINT, write_talking_model
 
 HELLO = (said("Hel"), said("lo", finish="stop"))
 FULL = (
@@ -267,33 +265,6 @@ def test_a_long_prefill_sends_empty_lines_of_a_reply(monkeypatch: pytest.MonkeyP
 # What goes wrong
 
 
-def test_errors_are_a_text_with_their_status_before_a_reply_and_in_its_stream() -> None:
-    for stream in (False, True):
-        with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
-            answer = client.post(CHAT, json={**OWN[CHAT], "stream": stream})
-        assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (429, {"error": "full"}, "1")
-    part, error = lines_of(ScriptedRuns(said("x"), ApiError(500, "it broke")))
-    assert (part["message"]["content"], error) == ("x", {"error": "it broke"})
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(stream: bool) -> None:
-    runs = ScriptedRuns(said("x"), is_endless=True)
-
-    async def leave() -> None:
-        transport = httpx2.ASGITransport(scripted_app(runs))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-            asking = asyncio.create_task(client.post(CHAT, json={**OWN[CHAT], "stream": stream}))
-            async with asyncio.timeout(60):
-                while not runs.opened:
-                    await asyncio.sleep(0.001)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    asyncio.run(leave())
-    assert runs.opened[0].is_cancelled
-
-
 # Models
 
 
@@ -365,51 +336,3 @@ def test_a_format_holds_a_model_loads_and_requests_are_found_by_their_ids(tiny_s
     found = tiny_server.get(f"/cache/requests/{reply['id']}").json()
     assert found["prompt_tokens"] == reply["prompt_eval_count"]
     assert tiny_server.post(GENERATE, json={"model": "m"}).json()["done_reason"] == "load"
-
-
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name":"{{ call.function.name }}","arguments":
-{{- call.function.arguments | tojson | replace(" ", "") }}}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def words(*parts: int | str) -> dict[str, Any]:
-    """A body that makes the reply these parts, see `saying`."""
-    spoken = saying(*parts)
-    options = {"num_predict": spoken["max_tokens"], "frequency_penalty": 100, "repeat_last_n": 12}
-    return {"logit_bias": spoken["logit_bias"], "options": options, "stream": False}
-
-
-CALLING = words(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END)
-SPEAKING = words(THINK, "ok", THOUGHT, "Grey.", END)
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATE + HINT, encoding="utf-8")
-    with application(model=str(folder)) as (app, _), local_client(app) as client:
-        yield client
-
-
-def test_a_session_with_tool_calls_and_thinking_reuses_every_turn_before_it(talking: TestClient) -> None:
-    messages: list[Any] = []
-    before_tokens = 0
-    for question in ("Look.", "Look again."):
-        messages.append({"role": "user", "content": question})
-        for said_ in (
-            words(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END),
-            words(THINK, "ok", THOUGHT, "Grey.", END),
-        ):
-            reply = talking.post(CHAT, json={"messages": messages, "tools": [TOOL], **said_}).json()
-            assert reply["cached_tokens"] >= before_tokens - 1
-            before_tokens = reply["prompt_eval_count"] + reply["eval_count"]
-            messages.append(reply["message"])
-            for call in reply["message"].get("tool_calls", ()):
-                assert call["function"]["arguments"] == {"x": 1}
-                messages.append({"role": "tool", "tool_name": "f", "content": "It is grey."})
-        assert (reply["message"]["thinking"], reply["message"]["content"]) == ("ok", "Grey.")
-    shown = talking.post(SHOW, json={"model": "m"}).json()
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, PrefillProgress
-from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, RESPONSES, scripted_app, scripted_client
-from tests.serve.talking_model import CALL, CALLED, END, HINT, THINK, THOUGHT, TOOL_F, saying, write_talking_model
 
 BODY: dict[str, Any] = BODIES[RESPONSES]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -258,69 +253,6 @@ def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
         asyncio.run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
     with pytest.raises(openai.NotFoundError, match="no model nowhere/nothing"):
         asyncio.run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
-
-
-# On a real model
-
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name":"{{ call.function.name }}","arguments":
-{{- call.function.arguments | tojson | replace(" ", "") }}}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-CALLING = saying(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END)
-SPEAKING = saying(THINK, "ok", THOUGHT, "Grey.", END)
-RESULT = {"type": "function_call_output", "call_id": "", "output": "It is grey."}
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATE + HINT, encoding="utf-8")
-    with application(model=str(folder)) as (app, _), local_client(app) as client:
-        yield client
-
-
-def ask(client: TestClient, words: dict[str, Any], **body: Any) -> dict[str, Any]:
-    spoken = {name: value for name, value in words.items() if name != "max_tokens"}
-    answer = client.post(RESPONSES, json={**spoken, "max_output_tokens": 12, "tools": TOOLS, **body})
-    assert answer.status_code == 200, answer.text
-    response: dict[str, Any] = answer.json()
-    assert response["status"] == "completed"
-    return response
-
-
-def grows(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether all of a turn but the mark of its end was reused by the next one."""
-    used, found = before["usage"], after["usage"]["input_tokens_details"]["cached_tokens"]
-    is_grown: bool = found >= used["input_tokens"] + used["output_tokens"] - 1
-    return is_grown
-
-
-@pytest.mark.parametrize("way", ["items", "sealed", "previous"])
-def test_a_session_with_tool_calls_and_reasoning_reuses_every_turn_before_it(talking: TestClient, way: str) -> None:
-    items: list[Any] = []
-    turns: list[dict[str, Any]] = []
-
-    def turn(words: dict[str, Any], *fresh: Any) -> dict[str, Any]:
-        about: dict[str, Any] = {"input": [*fresh], "previous_response_id": turns[-1]["id"] if turns else None}
-        if way != "previous":
-            items.extend(fresh)
-            about = {"input": items, "store": False, "include": ["reasoning.encrypted_content"] * (way == "sealed")}
-        turns.append(ask(talking, words, **about))
-        for item in turns[-1]["output"]:
-            # Codex sends no text of reasoning back.
-            items.append({**item, "content": []} if way == "sealed" and item["type"] == "reasoning" else item)
-        return turns[-1]
-
-    for question in ("Look.", "Look again.", f"And once more, {way}."):
-        *_, call = turn(CALLING, {"role": "user", "content": question})["output"]
-        assert (call["type"], call["arguments"]) == ("function_call", '{"x": 1}')
-        thought, message = turn(SPEAKING, {**RESULT, "call_id": call["call_id"]})["output"]
-        assert thought["content"][0]["text"] == "ok"
-        assert message["content"][0]["text"] == "Grey."
-    assert all(grows(*pair) for pair in itertools.pairwise(turns))
-    assert turns[0]["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
 
 
 def test_a_remembered_response_is_read_listed_counted_and_deleted() -> None:

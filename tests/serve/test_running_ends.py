@@ -259,19 +259,6 @@ def test_a_reply_without_a_limit_goes_on_to_the_end_of_the_context_and_reserves_
     assert error.in_anthropic_form() == {"type": "error", "error": anthropic}
 
 
-def test_many_replies_without_a_limit_run_together_in_a_budget_that_has_no_room_for_their_longest() -> None:
-    with running(budget_bytes=16 << 20) as thread:
-        held = threading.Event()
-        thread.call(lambda _: held.wait())
-        asked = [Waiting(thread, max_tokens=None, prompt=prompt, logit_bias={1: -1e6}) for prompt in PROMPTS[:4]]
-        held.set()
-        for waiting in asked:
-            waiting.until(Token)
-        for waiting in asked:
-            waiting.opened.cancel()
-        assert all(waiting.record.outcome == "cancelled" for waiting in asked)
-
-
 def test_a_reply_that_the_memory_cannot_hold_ends_with_what_it_has() -> None:
     with running(max_request_bytes=600_000) as thread:
         waiting = Waiting(thread, max_tokens=4000, logit_bias={1: -1e6})

@@ -116,17 +116,6 @@ def test_replies_to_two_hundred_schemas_are_json_of_them(talking: Scheduler) -> 
     require_valid(talking, range(1000, 1200))
 
 
-def test_a_draft_model_does_not_change_what_a_reply_must_be() -> None:
-    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
-    with running(draft_model="tiny:qwen3", num_draft_tokens=2) as thread:
-        for seed in range(3):
-            asked: dict[str, Any] = {"messages": TURNS, "temperature": 1.0, "max_tokens": 200, "seed": seed}
-            reply = Waiting(thread, **asked, constraint=Constraint(schema))
-            assert reply.record.outcome == "stop"
-            jsonschema.validate(json.loads(reply.text), schema)
-            assert Waiting(thread, **asked).record.completion_tokens > 0
-
-
 def test_no_compilation_keeps_other_requests_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes while the grammar of the first one is compiled, and its reply does not wait for that."""
     costly = {"type": "string", "allOf": [{"pattern": f"[a-{chr(98 + each)}].{{{each + 3}}}b"} for each in range(14)]}
@@ -485,15 +474,6 @@ def test_a_model_without_a_form_for_calls_writes_forced_ones_as_json(names: Any,
             events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         starts = [each["content_block"] for each in events if each["type"] == "content_block_start"]
         assert {each["type"] for each in starts} == {"tool_use"}
-
-
-@pytest.mark.parametrize("form", ["qwen3_coder", "glm47", "gemma4"])
-def test_a_server_enforces_the_calls_of_other_forms(form: str, tmp_path: Path) -> None:
-    hint, special = FORMS[form]
-    folder = write_talking_model(tmp_path, "llama", dict(enumerate(special, THINK)), "{# " + hint + " #}")
-    with application(model=str(folder)) as (app, _), local_client(app) as client:
-        counts = [require_calls(ask(client, seed=seed, tool_choice="required"), set(PARAMETERS)) for seed in range(3)]
-    assert max(counts) > 0
 
 
 def test_of_some_allowed_tools_one_may_be_called_and_the_prompt_stays(client: Any) -> None:
