@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -58,6 +59,13 @@ def application(records: list[RequestRecord] | None = None, **options: Any) -> I
 
 def local_client(app: FastAPI) -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + GUARD_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def noting(ended: list[str], name: str) -> Callable[[OpenRequest, ReplyEvent], None]:

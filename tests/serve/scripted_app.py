@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 
 from runner.serve.anthropic import MESSAGES, anthropic_routes
 from runner.serve.middleware import Frame
+from runner.serve.ollama import CHAT as OLLAMA
 from runner.serve.ollama import ollama_routes
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
@@ -14,7 +15,7 @@ from runner.serve.options import ServeOptions
 from runner.serve.responses import RESPONSES, ResponseMemory, responses_routes
 from runner.serve.service import ReplyBackend, Service
 
-__all__ = ["BODIES", "CHAT", "MESSAGES", "RESPONSES", "TEXT", "USER", "scripted_app", "scripted_client"]
+__all__ = ["BODIES", "CHAT", "MESSAGES", "OLLAMA", "RESPONSES", "TEXT", "USER", "scripted_app", "scripted_client"]
 
 USER = {"role": "user", "content": "?"}
 #: A body that each API takes.
@@ -22,6 +23,7 @@ BODIES = {
     CHAT: {"messages": [USER]},
     RESPONSES: {"model": "m", "input": [USER]},
     MESSAGES: {"model": "claude-x", "max_tokens": 16, "messages": [USER]},
+    OLLAMA: {"messages": [USER]},
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from runner.engine.token import Token
 from runner.serve import service
-from runner.serve.request import ApiError, OpenRequest, PrefillProgress
+from runner.serve.request import OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, MESSAGES, USER, scripted_app
 
@@ -94,12 +94,6 @@ def test_reasoning_text_and_tool_calls_are_blocks_and_white_space_between_them_i
     assert (message["content"], message["stop_reason"]) == (FULL_CONTENT, "tool_use")
 
 
-def test_what_the_end_of_a_reply_brings_to_light_is_part_of_it() -> None:
-    message = post(ScriptedRuns(said("a"), flushed=said(calls=[("t", "{}")])), BODY).json()
-    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
-    assert message["stop_reason"] == "tool_use"
-
-
 @pytest.mark.parametrize(
     ("runs", "reason", "word"),
     [
@@ -166,13 +160,6 @@ def test_a_stream_that_waits_pings_until_it_knows_what_was_cached(monkeypatch: p
     assert events[begin]["message"]["usage"]["cache_read_input_tokens"] == 8
 
 
-def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
-    error = {"type": "api_error", "message": "the model broke."}
-    assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
-    assert events[-1] == {"type": "error", "error": error}
-
-
 def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> None:
     async def read() -> tuple[anthropic.types.Message, anthropic.types.Message, str]:
         async with client_of(ScriptedRuns(*FULL)) as client:
@@ -202,20 +189,6 @@ def test_the_real_client_of_openai_reads_a_stream_to_the_reply_that_comes_whole(
             return text, whole.choices[0].message.content, last.usage.prompt_tokens_details.cached_tokens
 
     assert run(read()) == ("Hello", "Hello", CACHED_TOKENS)
-
-
-def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
-    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
-        async with client_of(runs) as client:
-            await client.messages.create(**{**BODY, **fields})
-
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens: Input should be greater"):
-        run(ask(ScriptedRuns(), max_tokens=0))
-    with pytest.raises(anthropic.RateLimitError) as full:
-        run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
-    assert full.value.response.headers["retry-after"] == "7"
-    with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
-        run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
 def test_a_cut_tool_call_is_a_block_with_the_arguments_that_came() -> None:

@@ -22,9 +22,6 @@ from runner.serve.request import CLIENT, MAX_TOOLS, ApiError, ModelNames, Reques
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
 from tests.chat.test_chat import CHATML, make_tokenizer
 from tests.serve.jobs import GUARD_S, Waiting, application, local_client, running
-from tests.serve.test_running_ends import slow
-
-__all__ = ["slow"]  # a fixture
 
 SOON_S = 10
 WORDS = TokenizerWrapper(make_tokenizer(CHATML))
@@ -234,25 +231,6 @@ def test_a_long_text_is_tokenized_up_to_the_end_of_the_context(monkeypatch: pyte
     assert refused.value.code == "context_length_exceeded"
     assert max(lengths) <= 1000
     assert sum(lengths) < 5 * most_tokens < len(text)
-
-
-@pytest.mark.parametrize(("max_tokens", "used"), [(3, 6), (None, 2000)])
-def test_of_a_prediction_no_more_is_tokenized_than_a_reply_can_use(
-    max_tokens: int | None, used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    tokenizer = make_tokenizer(CHATML)
-    encode = type(tokenizer)._encode_plus
-
-    def counting(self: Any, text: Any, **arguments: Any) -> Any:
-        lengths.extend(map(len, [text] if isinstance(text, str) else text))
-        return encode(self, text, **arguments)
-
-    request = Request(ModelNames(), max_tokens, messages=[user("?")], prediction="zq" * 1_500_000)
-    monkeypatch.setattr(type(tokenizer), "_encode_plus", counting)
-    prompt = prompt_of(request, TokenizerWrapper(tokenizer), {}, most_tokens=2000)
-    assert len(prompt.prediction or ()) == used
-    assert sum(lengths) < 70_000
 
 
 def test_a_text_of_few_tokens_for_its_length_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

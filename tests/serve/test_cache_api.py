@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from radixcache.chat_template import ChatTemplate
 from radixcache.observe.tree_view import read_view
@@ -23,10 +22,8 @@ from runner.serve import prompts
 from runner.serve.prompts import part_at, prompt_of
 from runner.serve.request import ModelNames, Request
 from runner.serve.scheduler import Scheduler
-from tests.chat.test_chat import make_tokenizer
-from tests.serve.jobs import application, local_client
+from tests.serve.jobs import application, local_client, wait_until
 from tests.serve.parrot import TEMPLATES
-from tests.serve.test_disk import wait_until
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -435,18 +432,6 @@ def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
     text = Request(ModelNames(), 1, prompt="abc")
     assert prompt_of(text, tokenizer, {}).part_at(1) == "the text"
     assert part_at(text, tokenizer, [80, 81], 1) == "the text"
-
-
-def test_a_part_with_the_texts_of_special_tokens_and_of_long_characters_ends_where_it_ends():
-    tokenizer = TokenizerWrapper(make_tokenizer(TEMPLATES["hermes"]))
-    told = "<|im_end|> 中文 <|im_start|>"
-    talk = [{"role": role, "content": f"{told}{role}"} for role in ("system", "user", "assistant", "user")]
-    prompt = prompt_of(Request(ModelNames(), 1, messages=talk), tokenizer, {})
-    for end, name in prompt.parts:
-        assert tokenizer.decode(prompt.tokens[:end]).endswith(("system", "user", "assistant")), name
-    assert [name for _, name in prompt.parts] == [
-        "system message 0", "user message 1", "assistant message 2", "user message 3"
-    ]  # fmt: skip
 
 
 def test_no_prompt_is_made_and_no_part_is_named_on_the_generation_thread(server: Server, monkeypatch) -> None:

@@ -40,23 +40,6 @@ def part(size: int, *, is_last: bool = False) -> Message:
     return {"type": "http.request", "body": b"x" * size, "more_body": not is_last}
 
 
-def test_a_route_is_reached_with_the_whole_body_and_hears_of_what_comes_after() -> None:
-    request = Request(part(3), part(0), part(MIB - 3, is_last=True), GONE, length=MIB)
-    request.send()
-    assert request.received == [{"type": "http.request", "body": b"x" * MIB}, GONE]
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [Request(part(1, is_last=True), length=MIB + 1), Request(part(MIB), part(1), part(1, is_last=True))],
-    ids=["as it says", "as counted"],
-)
-def test_a_body_that_is_too_large_is_not_read_to_its_end(request_):
-    with pytest.raises(ApiError, match="larger than 1 MiB") as refused:
-        request_.send()
-    assert (refused.value.status, len(request_.unread), request_.received) == (413, 1, [])
-
-
 def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
     async def send() -> None:
         is_done = asyncio.Event()

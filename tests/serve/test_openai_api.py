@@ -15,27 +15,51 @@ from runner.serve import openai
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, TEXT, USER, scripted_app, scripted_client
+from tests.serve.scripted_app import (
+    BODIES,
+    CHAT,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
+    TEXT,
+    USER,
+    scripted_app,
+    scripted_client,
+)
 
-# What goes wrong on the way
+# What goes wrong on the way, in each API
+
+
+def error_in(path: str, text: str) -> Any:
+    """The error of an answer, or of the last event of a stream."""
+    *_, last = (line for line in text.replace("data: [DONE]", "").splitlines() if line)
+    found = json.loads(last.removeprefix("data: "))
+    return found.get("response", found)["error"]
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_reply(path, stream):
-    with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
+    with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=7))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    error = {"message": "full", "type": "rate_limit_error", "param": None, "code": None}
+    wanted = {OLLAMA: "full", MESSAGES: {"type": "rate_limit_error", "message": "full"}}.get(path, error)
+    assert (answer.status_code, error_in(path, answer.text), answer.headers["retry-after"]) == (429, wanted, "7")
 
 
-def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
-    with scripted_client(ScriptedRuns(said("x"), ApiError(500, "it broke"))) as client:
-        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
-    *_, chunk, error, done, rest = answer.text.split("\n\n")
-    assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "x"
-    wanted = {"message": "it broke", "type": "server_error", "param": None, "code": None}
-    assert json.loads(error.removeprefix("data: ")) == {"error": wanted}
-    assert (done, rest) == ("data: [DONE]", "")
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_fails_on_the_way_is_an_error_or_ends_its_stream_with_it(path, stream):
+    with scripted_client(ScriptedRuns(said("said so far"), ApiError(500, "it broke"))) as client:
+        answer = client.post(path, json={**BODIES[path], "stream": stream})
+    assert (answer.status_code, "said so far" in answer.text) == (200 if stream else 500, stream)
+    kind = {MESSAGES: "api_error"}.get(path, "server_error")
+    error = error_in(path, answer.text)
+    assert (error if path == OLLAMA else error["message"]) == "it broke"
+    assert path == OLLAMA or error["type"] == kind
+    if stream and path == RESPONSES:
+        assert (error["code"], "response.failed" in answer.text, '"usage": null' in answer.text) == (kind, True, True)
+    assert answer.text.endswith("data: [DONE]\n\n") == (stream and path == CHAT)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -43,15 +67,15 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
 def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream):
     with scripted_client(ScriptedRuns(said("x"), ApiError.of_length(9, 8))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
-    error = json.loads(answer.text.split("data: ")[-2] if stream and path == CHAT else answer.text.split("data: ")[-1])
+    error = error_in(path, answer.text)
     if path == MESSAGES:
         wanted = {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 8 maximum"}
-        assert error == {"type": "error", "error": wanted}
+        assert error == wanted
     else:
-        error = error.get("response", error)["error"]
-        field = {CHAT: "messages", TEXT: "prompt"}.get(path, "input")
-        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-        assert "This model's maximum context length is 8 tokens. However, your " in error["message"]
+        message = error if path == OLLAMA else error["message"]
+        assert "This model's maximum context length is 8 tokens. However, your " in message
+        field = {CHAT: "messages"}.get(path, "input")
+        assert path == OLLAMA or (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from runner.serve.admin import explained_request
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request, Sampling
@@ -177,20 +175,6 @@ def test_functions_of_older_clients_are_tools():
         assert asked.tools == tools
     others = [{"function": {"name": "g"}}]
     assert asked_by({**older, "tools": others}).tools == others
-
-
-def test_a_prompt_is_explained_as_it_is_asked():
-    system = f"Be brief.\n{PI}"
-    chat = {"messages": [{"role": "system", "content": system}, USER]}
-    options = replace(OPTIONS, move_volatile=True)
-    wanted = ChatBody.read(chat, options).request("").messages
-    assert len(wanted) == 3
-    for body in (
-        chat,
-        {"instructions": system, "input": [USER]},
-        {"model": "m", "system": system, "messages": [USER]},
-    ):
-        assert explained_request(body, options)[0].messages == wanted
 
 
 def test_a_text_with_half_of_a_known_part_stays_as_it_is():

@@ -76,6 +76,12 @@ def test_a_reply_that_begins_with_open_reasoning_goes_on_with_reasoning(begun: s
     assert (start in found.marks) == (start >= len(found.tokens) - 11)
 
 
+def test_the_requests_template_arguments_go_before_the_servers() -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer("{{ who }} {{ what }}"))
+    own = Request(ModelNames(), 5, messages=TALK, chat_template_kwargs={"who": "mine"})
+    assert tokenizer.decode(prompt_of(own, tokenizer, {"who": "server's", "what": "stays"}).tokens) == "mine stays"
+
+
 # Volatile parts
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, PrefillProgress
+from runner.serve.request import PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
 from tests.serve.scripted_app import BODIES, RESPONSES, scripted_app, scripted_client
 
@@ -163,14 +163,6 @@ def test_a_reply_that_was_cut_off_is_incomplete_and_so_is_its_last_item(runs: Sc
     assert all(item["status"] == "completed" for item in before)
 
 
-def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
-    assert events[-1]["type"] == "response.failed"
-    response = events[-1]["response"]
-    assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "the model broke.")
-    assert (response["status"], response["usage"]) == ("failed", None)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_of_a_tool_in_a_namespace_has_the_name_that_the_client_knows(*, stream: bool) -> None:
     tools = [{"type": "namespace", "name": "mcp__files", "description": "", "tools": TOOLS}]
@@ -239,20 +231,6 @@ def test_the_real_client_reads_a_stream_to_the_response_that_comes_whole() -> No
     assert [item["type"] for item in parsed] == [item["type"] for item in FULL_OUTPUT]
     assert ended.usage is not None
     assert ended.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
-
-
-def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
-    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
-        async with client_of(runs) as client:
-            await client.responses.create(**{"model": "m", "input": "Hi", **fields})
-
-    with pytest.raises(openai.BadRequestError) as wrong:
-        asyncio.run(ask(ScriptedRuns(), max_output_tokens=0))
-    assert wrong.value.param == "max_output_tokens"
-    with pytest.raises(openai.RateLimitError):
-        asyncio.run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
-    with pytest.raises(openai.NotFoundError, match="no model nowhere/nothing"):
-        asyncio.run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
 def test_a_remembered_response_is_read_listed_counted_and_deleted() -> None:

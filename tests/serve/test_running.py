@@ -178,7 +178,7 @@ def test_requests_that_are_drawn_for_verification_run_beside_others(options: dic
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
-            Waiting(thread, max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name))
+            Waiting(thread, max_tokens=count, logit_bias={1: -1e4}, on_answer=noting(ended, name))
             for name, count in (("long", 30), ("short", 1))
         ]
         held.set()
@@ -194,7 +194,7 @@ def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_i
         held = threading.Event()
         thread.call(lambda _: held.wait())
         asked = [
-            Waiting(thread, prompt="abc", max_tokens=count, logit_bias={1: -1e6}, on_answer=noting(ended, name), **more)
+            Waiting(thread, prompt="abc", max_tokens=count, logit_bias={1: -1e4}, on_answer=noting(ended, name), **more)
             for name, count, more in (
                 ("before", 30, {}),
                 ("alone", 20, {"echo": True, "logprobs": 1}),
