@@ -28,6 +28,7 @@ from runner.script.anthropic_blocks import AnthropicChat, CacheControl, Turn, fo
 from runner.script.conversation import Checked, Many, as_tool
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
+from runner.serve.reply_reader import read_arguments
 from runner.serve.request import (
     MAX_MESSAGES,
     ApiError,
@@ -49,7 +50,6 @@ from runner.serve.service import (
     ServedReply,
     Service,
     namespace_of,
-    read_arguments,
     read_json,
     server_sent_event,
     to_json,

@@ -47,6 +47,7 @@ from runner.serve.openai import (
     written_logprobs,
 )
 from runner.serve.options import ServeOptions
+from runner.serve.reply_reader import read_arguments
 from runner.serve.request import (
     DEFAULT,
     MAX_MESSAGES,
@@ -68,7 +69,6 @@ from runner.serve.service import (
     ServedReply,
     Service,
     namespace_of,
-    read_arguments,
     read_json,
     to_json,
 )

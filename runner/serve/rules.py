@@ -3,7 +3,7 @@
     call_rules    rules of calls; CALL_FORMS has the forms
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON. calls.py reads these forms.
+stands as it is between them, anything else is JSON. reply_reader.py reads these forms.
 """
 
 from __future__ import annotations

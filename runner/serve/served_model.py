@@ -36,12 +36,12 @@ from runner.engine.generator import PARALLEL_STEP_SIZE, ParallelGenerator
 from runner.engine.token import LikelyToken, Token
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
-from runner.serve.calls import json_calls, read_calls
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
+from runner.serve.reply_reader import ReplyReader, json_calls
 from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, Request, Sampling
-from runner.serve.service import FairThreads, ReplyReader
+from runner.serve.service import FairThreads
 from runner.serve.template_breaks import TemplateBreaks
 from runner.serve.volatile import behind_tools
 
@@ -304,7 +304,8 @@ class ServedModel:
         return ReplyReader(
             machine,
             initial_state,
-            partial(read_calls, parser, prompt.arguments),
+            parser,
+            prompt.arguments,
             call_marks=(tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""),
             has_one_call=request.constraint is not None and request.constraint.is_single,
             drops_breaks=self._breaks.drops_behind_reasoning,

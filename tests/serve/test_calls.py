@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engine.token import Token
-from runner.serve.calls import argument_of, read_calls
 from runner.serve.mlx_lm_border import TextStateMachine
 from runner.serve.ollama import CHAT as OLLAMA
+from runner.serve.reply_reader import ReplyReader, argument_of
 from runner.serve.schemas import ArgumentSchema, argument_schemas
-from runner.serve.service import ReplyReader
 from tests.serve.call_forms import FORMS, TAGS, as_json, in_form
 from tests.serve.scripted import ScriptedRuns, said
 from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER, scripted_client
@@ -109,8 +107,8 @@ def read(form: str, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{form}")
     start, end = module.tool_call_start, module.tool_call_end
     machine = TextStateMachine({"normal": [(start, "tool")], "tool": [(end, "normal")] if end else []})
-    calls = partial(read_calls, module.parse_tool_call, argument_schemas([tool("f"), tool("g")]))
-    reader = ReplyReader(machine, "normal", calls, call_marks=(start, end))
+    arguments = argument_schemas([tool("f"), tool("g")])
+    reader = ReplyReader(machine, "normal", module.parse_tool_call, arguments, call_marks=(start, end))
     deltas = [reader.add(Token(piece, 1, 0.0, (), None)) for piece in pieces]
     deltas += [reader.add(Token("", 2, 0.0, (), "stop")), reader.finish()]
     calls = [call["function"] for delta in deltas for call in delta.tool_calls]

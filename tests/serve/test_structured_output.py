@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from mlx_lm.utils import load_tokenizer
 from runner.engine.token import Token
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_tokenizer
 from runner.serve import rules, schemas
-from runner.serve.calls import read_calls
 from runner.serve.grammars import Grammars, Marks
 from runner.serve.mlx_lm_border import make_text_state_machine
 from runner.serve.prompts import RenderedPrompt
+from runner.serve.reply_reader import ReplyReader
 from runner.serve.request import ApiError, Constraint, ModelNames, Request
 from runner.serve.scheduler import Scheduler
 from runner.serve.schemas import argument_schemas
-from runner.serve.service import ReplyReader
 from tests.serve.jobs import MESSAGES as TURNS
 from tests.serve.jobs import Waiting, application, local_client, running
 from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES, USER
@@ -323,8 +321,8 @@ def called_at_random(grammars: Grammars, tokenizer: Any, request: Request, seed:
             break
         if len(tokens) > 2000:
             return None
-    formatter = partial(read_calls, tokenizer.tool_parser, argument_schemas(request.tools or ()))
-    reader = ReplyReader(make_text_state_machine(tokenizer), "normal", formatter)
+    arguments = argument_schemas(request.tools or ())
+    reader = ReplyReader(make_text_state_machine(tokenizer), "normal", tokenizer.tool_parser, arguments)
     delta = reader.add(Token(tokenizer.decode(tokens[:-1]), tokens[-1], 0.0, (), "stop"))
     last = reader.finish()
     assert not (delta.text + last.text).strip()
