@@ -40,8 +40,8 @@ from runner.serve.request import (
     Temperature,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
@@ -89,7 +89,7 @@ class AnthropicPromptBody(AnthropicChat):
     def read(cls, body: Mapping[str, Any]) -> Self:
         if foreign := foreign_tools(body.get("tools")):
             logger.warning(LEFT_OUT, shortened(", ".join(foreign), 200))
-        return checked(cls, body)
+        return check_body(cls, body)
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
         if foreign := left_out(self.messages):
@@ -236,22 +236,22 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
 
-    def asked_by(kind: type[Body], request: HttpRequest, given: dict[str, Any]) -> tuple[Body, Request]:
+    def read_body(kind: type[Body], request: HttpRequest, given: dict[str, Any]) -> tuple[Body, Request]:
         body = kind.read(given)
         return body, body.request(options, namespace_of(request, given))
 
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
-        body, asked = await read_json(request, lambda given: asked_by(MessagesBody, request, given))
+        body, asked = await read_json(request, lambda given: read_body(MessagesBody, request, given))
 
         def writer(replies: Sequence[ServedReply]) -> MessageDraft:
-            return MessageDraft(replies[0], echoed(body.model))
+            return MessageDraft(replies[0], short_name(body.model))
 
         return await service.answer(request, [asked], writer, stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
-        _, asked = await read_json(request, lambda given: asked_by(AnthropicPromptBody, request, given))
+        _, asked = await read_json(request, lambda given: read_body(AnthropicPromptBody, request, given))
         tokens = await while_connected(request, service.backend.count_tokens(asked))
         return to_json({"input_tokens": tokens})
 

@@ -268,7 +268,7 @@ class Grammars:
         if constraint.schema is not None and not is_required:
             text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
-        may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
+        may_think = not is_thinking and not _has_thought(prompt.tokens, tokenizer)
         may_think &= not request.has_plain_calls(tokenizer)  # its marks could be part of a text in a call
         whole, within = (calls, None) if is_required else (text, calls)
         return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
@@ -308,7 +308,7 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
     return "no reply satisfies it" if "NoExtension" in error else error
 
 
-def _is_thought(tokens: list[int], tokenizer: Any) -> bool:
+def _has_thought(tokens: list[int], tokenizer: Any) -> bool:
     """Whether a prompt ends with reasoning that is over, empty as a rule: the template has switched it off."""
     if not tokenizer.has_thinking:
         return True

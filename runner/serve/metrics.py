@@ -201,16 +201,18 @@ class Watch(Collector):
         finally:
             self._cause = "pressure"
 
-    def ended(self) -> list[tuple[float, RequestRecord]]:
+    def last_requests(self) -> list[tuple[float, RequestRecord]]:
         with self._lock:
             return list(reversed(self._ended))
 
     def last_with(self, keys: Sequence[int], namespace: str) -> tuple[float, RequestRecord] | None:
         """The last request that had this prompt, and when it ended; None: it is not among those listed."""
-        found = ((at, each) for at, each in self.ended() if each.namespace == namespace and each.keys is not None)
+        found = (
+            (at, each) for at, each in self.last_requests() if each.namespace == namespace and each.keys is not None
+        )
         return next(((at, each) for at, each in found if each.keys.tolist() == [*keys]), None)
 
-    def refused(self) -> list[RefusedRequest]:
+    def refusals(self) -> list[RefusedRequest]:
         """The last refused requests, newest first."""
         with self._lock:
             return list(reversed(self._refused))

@@ -42,7 +42,7 @@ from runner.serve.openai import (
     ChatBody,
     CompletionBody,
     StopWords,
-    joined,
+    join_parts,
     nameable_models,
     written_logprobs,
 )
@@ -61,8 +61,8 @@ from runner.serve.request import (
     Share,
     Temperature,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     IDLE_S,
@@ -86,7 +86,7 @@ OWN_FIELDS = frozenset(("context", "format", "keep_alive", "options", "raw", "te
 OWN_MESSAGE_FIELDS = frozenset(("images", "thinking", "tool_name"))
 
 
-def _refused(why: str) -> AfterValidator:
+def _refuse_value(why: str) -> AfterValidator:
     """Refuse any value but an empty one."""
 
     def require_empty(value: Any) -> Any:
@@ -108,7 +108,7 @@ def _known_format(format: Any) -> Any:
 
 
 Images = Annotated[
-    list[Any] | None, _refused("images are not taken here; /v1/chat/completions and /v1/messages take them")
+    list[Any] | None, _refuse_value("images are not taken here; /v1/chat/completions and /v1/messages take them")
 ]
 #: Many clients write numbers with a point.
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
@@ -263,10 +263,10 @@ class GenerateBody(OllamaBody):
     system: str = ""
     raw: bool = False
     images: Images = None
-    suffix: Annotated[str, _refused("this server fills no gap in a text")] = ""
-    template: Annotated[str, _refused("the model has its own chat template; with raw, a prompt needs none")] = ""
+    suffix: Annotated[str, _refuse_value("this server fills no gap in a text")] = ""
+    template: Annotated[str, _refuse_value("the model has its own chat template; with raw, a prompt needs none")] = ""
     context: Annotated[
-        list[int] | None, _refused("no reply of this server has one; /api/chat takes the messages before")
+        list[int] | None, _refuse_value("no reply of this server has one; /api/chat takes the messages before")
     ] = None
 
     @property
@@ -301,7 +301,7 @@ def is_ollama(body: Mapping[str, Any]) -> bool:
 def ollama_request(body: Mapping[str, Any], options: ServeOptions, namespace: str) -> Request:
     """The Request of a body of either kind. ApiError: a field is wrong."""
     kind: type[OllamaChatBody | GenerateBody] = OllamaChatBody if "messages" in body else GenerateBody
-    return checked(kind, body).request(options, namespace)
+    return check_body(kind, body).request(options, namespace)
 
 
 def own_name(name: str, options: ServeOptions) -> str:
@@ -355,7 +355,7 @@ class OllamaReply:
             yield _line(error.in_ollama_form())
 
     def _object(self, *parts: Token) -> dict[str, Any]:
-        part = joined(parts)
+        part = join_parts(parts)
         said: dict[str, Any] = {"role": "assistant", "content": part.text} if self._is_chat else {"response": part.text}
         if part.reasoning:
             said["thinking"] = part.reasoning
@@ -504,20 +504,20 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         return shown[key]
 
     async def answer(http_request: HttpRequest, kind: type[OllamaChatBody | GenerateBody]) -> Response:
-        def asked_by(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
-            body = checked(kind, given)
+        def read_body(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
+            body = check_body(kind, given)
             if not body.is_load:
                 return body, body.request(options, namespace_of(http_request, given))
             # The shortest request makes the server load the model, and leaves nothing in the cache.
             namespace = namespace_of(http_request, {"cache_prompt": False})
             return body, Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
 
-        body, asked = await read_json(http_request, asked_by)
+        body, asked = await read_json(http_request, read_body)
 
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
                 replies[0],
-                echoed(body.model),
+                short_name(body.model),
                 is_chat=kind is OllamaChatBody,
                 has_logprobs=body.logprobs or body.top_logprobs > 0,
                 is_load=body.is_load,
@@ -536,7 +536,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(SHOW, openapi_extra=body_schema(ShowBody, SHOW))
     async def show_model(request: HttpRequest) -> Response:
-        body = await read_json(request, partial(checked, ShowBody))
+        body = await read_json(request, partial(check_body, ShowBody))
         return to_json(await asyncio.to_thread(show, own_name(body.model or body.name, options)))
 
     # The next two read files, so they run on a thread.

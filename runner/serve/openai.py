@@ -54,18 +54,18 @@ from runner.serve.request import (
     StopWord,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
     ServedReply,
     Service,
+    merge_replies,
     namespace_of,
     read_json,
     server_sent_event,
     to_json,
-    together,
 )
 from runner.serve.volatile import MOVES, behind_tools
 
@@ -89,13 +89,13 @@ def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _named(function: dict[str, Any]) -> dict[str, Any]:
+def _require_name(function: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise ValueError("should be an object with a name")
     return function
 
 
-def _counted(logprobs: Any) -> Any:
+def _require_count(logprobs: Any) -> Any:
     if not isinstance(logprobs, int) or not 0 <= logprobs <= 20:
         raise ValueError("wanted true, false, or 0 to 20 likeliest tokens")
     return logprobs
@@ -137,7 +137,7 @@ MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}, "content
 TOOL = {"type": "object", "properties": {"function": NAMED}, "required": ["function"]}
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
-Function = Annotated[dict[str, Any], AfterValidator(_named), WithJsonSchema(NAMED)]
+Function = Annotated[dict[str, Any], AfterValidator(_require_name), WithJsonSchema(NAMED)]
 
 
 class OpenAIBody(Sampling):
@@ -159,7 +159,7 @@ class OpenAIBody(Sampling):
         names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
         defaults["move_volatile"] = options.move_volatile or MOVES.get()
-        return checked(cls, body, defaults)
+        return check_body(cls, body, defaults)
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
@@ -185,7 +185,7 @@ class CompletionBody(OpenAIBody):
     """The body of POST /v1/completions. An integer as `logprobs` means `top_logprobs`, in the form of this route."""
 
     prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(PROMPTS)]
-    logprobs: Annotated[Any, AfterValidator(_counted), WithJsonSchema(COUNTED)] = False
+    logprobs: Annotated[Any, AfterValidator(_require_count), WithJsonSchema(COUNTED)] = False
     best_of: Count | None = None
     echo: bool = False
     suffix: Literal[""] = ""
@@ -408,7 +408,7 @@ class ReplyChoice:
     tokens: list[Token] = field(default_factory=list)
 
     def whole(self, parts: Sequence[Token]) -> dict[str, Any]:
-        said = joined(parts)
+        said = join_parts(parts)
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         choice |= self._logprobs([*self.reply.echoed, *parts])
         if self.form.is_chat:
@@ -493,7 +493,7 @@ class OpenAIReply:
 
     async def whole(self) -> dict[str, Any]:
         said: list[list[Token]] = [[] for _ in self._replies]
-        async for index, part in together(self._replies):
+        async for index, part in merge_replies(self._replies):
             if isinstance(part, Token):
                 said[index].append(part)
         choices = [choice.whole(parts) for choice, parts in zip(self._choices, said, strict=True)]
@@ -502,7 +502,7 @@ class OpenAIReply:
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
         try:
-            async for index, part in together(self._replies):
+            async for index, part in merge_replies(self._replies):
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
                 elif choice := self._choices[index].chunk(part):
@@ -550,7 +550,7 @@ class OpenAIReply:
         return usage
 
 
-def joined(parts: Sequence[Token]) -> Token:
+def join_parts(parts: Sequence[Token]) -> Token:
     """What the parts of a reply say together."""
     text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
     return Token(text, reasoning=reasoning, tool_calls=tuple(call for each in parts for call in each.tool_calls))
@@ -623,7 +623,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             body = kind.read(given, options)
             requests = body.requests(namespace_of(http_request, given))
             form = ReplyForm(
-                echoed(body.model),
+                short_name(body.model),
                 fingerprint,
                 created_s,
                 is_chat=requests[0].prompt is None,

@@ -201,7 +201,7 @@ class ReplyReader:
         """Read the call that ends here, by the mark `end` if it has one."""
         text, self._tool_text = self._tool_text, ""
         try:
-            self._calls += [*map(_in_openai_form, _parsed(self._parser, self._arguments, text))]
+            self._calls += [*map(_in_openai_form, _parse(self._parser, self._arguments, text))]
             self._is_behind_call = True
         except Exception as error:  # Parsers may raise anything at what a model writes.
             is_cut = self._is_cut and not end
@@ -224,7 +224,7 @@ def json_calls(text: str, _tools: Any = None) -> list[dict[str, Any]]:
     return calls
 
 
-def _parsed(
+def _parse(
     parser: Callable[[str, Any], Any] | None, arguments: Mapping[str, Mapping[str, ArgumentSchema]], text: str
 ) -> list[dict[str, Any]]:
     form = parser.__module__.rpartition(".")[2] if parser else ""
@@ -238,12 +238,12 @@ def _parsed(
     if form == "function_gemma":
         # Its parser cuts lists, objects and texts with braces. They are written as Gemma 4 does, with other quotes.
         with suppress(ValueError):
-            return _listed(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
+            return _as_list(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
         if not {"{", "["}.isdisjoint(text.partition("{")[2]):
             _refuse("a list or an object cannot be read")
     if parser is None:
         _refuse("this model has no form for calls")
-    return _listed(parser(text, None))
+    return _as_list(parser(text, None))
 
 
 def _call(name: str, body: str, tags: _Tags, arguments: Mapping[str, Mapping[str, ArgumentSchema]]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _call(name: str, body: str, tags: _Tags, arguments: Mapping[str, Mapping[str
     return {"name": name, "arguments": {key: argument_of(value, known.get(key, ANYTHING)) for key, value in pairs}}
 
 
-def _listed(calls: Any) -> list[dict[str, Any]]:
+def _as_list(calls: Any) -> list[dict[str, Any]]:
     return calls if isinstance(calls, list) else [calls]
 
 

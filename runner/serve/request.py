@@ -393,16 +393,16 @@ class ApiError(Exception):
 
     def in_openai_form(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.explained(), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.full_message(), "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.explained()}}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.full_message()}}
 
     def in_ollama_form(self) -> dict[str, Any]:
-        return {"error": self.explained()}
+        return {"error": self.full_message()}
 
-    def explained(self) -> str:
+    def full_message(self) -> str:
         """The message, with the name of the wrong field."""
         has_name = not self.param or re.search(rf"(?<!\w){re.escape(self.param)}(?!\w)", self.message)
         return self.message if has_name else f"{self.param}: {self.message}"
@@ -422,7 +422,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
-def echoed(name: Any) -> Any:
+def short_name(name: Any) -> Any:
     """A model's name from a request, as replies repeat it."""
     return name if not isinstance(name, str) or len(name) <= MAX_ECHO_CHARS else f"{name[:MAX_ECHO_CHARS]}..."
 
@@ -431,7 +431,7 @@ Body = TypeVar("Body", bound=BaseModel)
 NULLABLE = ("draft_model",)  # fields in which null has a meaning: no draft model
 
 
-def checked(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Body:
+def check_body(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Body:
     """Check all fields of a body. `null` means the same as no field. ApiError: a field is missing or wrong."""
     given = {name: value for name, value in fields.items() if value is not None or name in NULLABLE}
     try:

@@ -41,8 +41,8 @@ from runner.serve.request import (
     Temperature,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
@@ -192,7 +192,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": echoed(given("model", DEFAULT)),
+        "model": short_name(given("model", DEFAULT)),
         "output": [],
         "usage": None,
         "reasoning": {"effort": None, "summary": None, **given("reasoning", {})},
@@ -459,7 +459,7 @@ class ResponseMemory:
         self._bytes -= self.find(owner, id).length_bytes
         del self._conversations[owner, id]
 
-    def joined(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
+    def join(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
         """A body with the whole conversation of its `namespace` as its input, whatever the key.
 
         ApiError: a part of it is not here. `owner`: the name of a key.
@@ -473,10 +473,10 @@ class ResponseMemory:
         found = (each for each, its in self._conversations if its == id and each[1] == namespace)
         wall = next(found, (owner, namespace))
         past = [item for piece in self.get(wall, id) for item in json.loads(piece)]
-        own = self.resolved(wall, as_items(body.get("input")), lambda more_bytes: None)
+        own = self.resolve(wall, as_items(body.get("input")), lambda more_bytes: None)
         return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
 
-    def resolved(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
+    def resolve(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
         """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
 
         An `item_reference` names an item. So does reasoning without text, as LangChain sends it back; it stays as it is
@@ -491,7 +491,7 @@ class ResponseMemory:
             hold(len(piece))
             return {item["id"]: item for item in json.loads(piece) if "id" in item}
 
-        def resolve(item: Any) -> Any:
+        def stored(item: Any) -> Any:
             kind = item.get("type") if isinstance(item, dict) else None
             is_empty = kind == "reasoning" and not any(map(item.get, ("content", "summary", "encrypted_content")))
             if kind != "item_reference" and not is_empty:
@@ -504,10 +504,10 @@ class ResponseMemory:
                 raise ApiError(404, message, param="input", code="item_not_found")
             return found or item
 
-        return [resolve(item) for item in items] if isinstance(items, list) else items
+        return [stored(item) for item in items] if isinstance(items, list) else items
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """What a body asks for, and the conversation that it goes on with."""
 
     given: dict[str, Any]
@@ -526,21 +526,21 @@ def _owner(request: HttpRequest, given: Mapping[str, Any]) -> Owner:
     return str(getattr(getattr(request.state, "tenant", None), "name", "")), shared_namespace_of(request, given)
 
 
-async def _asked(request: HttpRequest, options: ServeOptions, memory: ResponseMemory) -> _Asked:
+async def _read_question(request: HttpRequest, options: ServeOptions, memory: ResponseMemory) -> _Question:
     given = await read_json(request, lambda body: body)
     owner = _owner(request, given)
-    given["input"] = memory.resolved(owner, given.get("input"), partial(_hold, request))
+    given["input"] = memory.resolve(owner, given.get("input"), partial(_hold, request))
     before = given.get("previous_response_id")
     past = memory.get(owner, before) if isinstance(before, str) else ()
     past_bytes = sum(map(len, past))
     _hold(request, past_bytes)
 
     def make() -> tuple[ResponsesBody, Request]:
-        body = checked(ResponsesBody, given)
+        body = check_body(ResponsesBody, given)
         items = [item for piece in past for item in json.loads(piece)]
         return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
 
-    return _Asked(given, owner, past, *await beside_loop(past_bytes + len(await request.body()), make))
+    return _Question(given, owner, past, *await beside_loop(past_bytes + len(await request.body()), make))
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
@@ -561,7 +561,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
     @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
-        asked = await _asked(request, options, memory)
+        asked = await _read_question(request, options, memory)
         clears = memory.clears(asked.owner)
 
         def remember(response: dict[str, Any]) -> None:
@@ -584,7 +584,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
 
     @router.post(INPUT_TOKENS, openapi_extra=body_schema(ResponsesBody, INPUT_TOKENS))
     async def input_tokens(request: HttpRequest) -> Response:
-        asked = await _asked(request, options, memory)
+        asked = await _read_question(request, options, memory)
         tokens = await while_connected(request, service.backend.count_tokens(asked.request))
         return to_json({"object": "response.input_tokens", "input_tokens": tokens})
 

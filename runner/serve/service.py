@@ -130,7 +130,7 @@ class ServedReply:
             self.cancel()
 
 
-async def together(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
+async def merge_replies(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
     """The parts of several replies as they come, each with the index of its reply. ApiError: one failed."""
     if len(replies) == 1:
         async for part in replies[0]:
@@ -305,7 +305,7 @@ async def read_json(request: HttpRequest, make: Callable[[dict[str, Any]], T]) -
     ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair; or as `make`.
     """
     raw = await request.body()
-    return await beside_loop(len(raw), lambda: make(_parsed(raw)))
+    return await beside_loop(len(raw), lambda: make(_parse(raw)))
 
 
 async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
@@ -315,7 +315,7 @@ async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(READERS.submit(CLIENT.get(), work))
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> dict[str, Any]:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -18,7 +18,7 @@ from runner.script.schedule import requests_of, schedule
 from runner.serve.anthropic import MessagesBody
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
-from runner.serve.request import Request, checked
+from runner.serve.request import Request, check_body
 from runner.serve.responses import ResponsesBody
 
 OPTIONS = ServeOptions()
@@ -134,7 +134,7 @@ responses_bodies = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(responses_bodies)
 def test_a_body_of_the_responses_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
-    prompts_are_equal(checked(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
+    prompts_are_equal(check_body(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
 
 
 chat_bodies = st.fixed_dictionaries(
@@ -157,7 +157,7 @@ def test_arguments_of_the_template_are_read_as_the_server_reads_them(body: dict[
         prompts_are_equal(ChatBody.read(body, OPTIONS).request(""), read_one(body))
     else:
         body = {**body, "input": turns}
-        prompts_are_equal(checked(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
+        prompts_are_equal(check_body(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
 
 
 def test_what_no_template_has_text_for_is_left_out_and_named() -> None:

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, Request, checked
+from runner.serve.request import DEFAULT, ApiError, Request, check_body
 from runner.serve.responses import ResponseMemory, ResponsesBody
 from tests.serve.scripted import ScriptedRuns, said
 from tests.serve.scripted_app import RESPONSES, USER, scripted_client
@@ -31,7 +31,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 
 
 def asked(options: ServeOptions | None = None, **fields: Any) -> Request:
-    return checked(ResponsesBody, {"input": [USER], **fields}).request(options or ServeOptions(), "ann")
+    return check_body(ResponsesBody, {"input": [USER], **fields}).request(options or ServeOptions(), "ann")
 
 
 def test_a_text_is_a_users_message_behind_the_instructions() -> None:

@@ -197,7 +197,7 @@ def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_i
             Waiting(thread, prompt="abc", max_tokens=count, logit_bias={1: -1e4}, on_answer=noting(ended, name), **more)
             for name, count, more in (
                 ("before", 30, {}),
-                ("alone", 20, {"echo": True, "logprobs": 1}),
+                ("alone", 20, {"echo": True, "logprobs": True}),
                 ("behind", 1, {}),
             )
         ]

@@ -371,7 +371,7 @@ def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once(
     """With four references and eight hops there are 65,536 ways, and all mean the same as one reference."""
     tokenizer = tokenizer_of(tmp_path, "qwen3_coder", is_special=False)
     own = Marks.of(tokenizer, len(tokenizer)).tokenizer
-    looks, real = 0, schemas.resolved
+    looks, real = 0, schemas.resolve
 
     def counting(schema: Any, root: Any, *hops: int) -> Any:
         nonlocal looks
@@ -379,7 +379,7 @@ def test_a_schema_that_refers_to_itself_many_times_is_looked_into_once(
         return real(schema, root, *hops)
 
     for module in (rules, schemas):
-        monkeypatch.setattr(module, "resolved", counting)
+        monkeypatch.setattr(module, "resolve", counting)
     for last in ({"type": ["string", "null"]}, {"type": "integer"}, {"enum": ["yes", 5]}):
         found = []
         for count in (1, 4):
