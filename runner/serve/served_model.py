@@ -263,7 +263,7 @@ class ServedModel:
         opened.options = {
             "max_tokens": max_tokens,
             "min_tokens": request.sampling.min_tokens,
-            "sampler": sampler_of(request.sampling, tokenizer, self._vocabulary_length),
+            "sampler": sampler_of(request, tokenizer, self._vocabulary_length),
             "logits_processors": processors_of(request.sampling, self._vocabulary_length),
             "has_logprobs": request.sampling.has_logprobs,
             "stop_words": request.stop_words,
@@ -537,8 +537,9 @@ def token_bytes(tokenizer: Any, id: int) -> bytes:
     return str(tokenizer.decode([id])).encode()
 
 
-def sampler_of(sampling: Sampling, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
+def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
     """mlx-lm's sampler; None: greedy. ApiError: `top_k` is larger than the vocabulary."""
+    sampling = request.sampling
     if sampling.temperature == 0:
         return None
     if sampling.top_k >= vocabulary_length:

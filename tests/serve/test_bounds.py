@@ -18,7 +18,7 @@ from radixcache.chat_template import ChatTemplate
 from runner.models.tiny import SPECIAL_TOKENS, tiny_tokenizer
 from runner.serve import prompts, service
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import CLIENT, MAX_TOOLS, ApiError, ModelNames, Request
+from runner.serve.request import MAX_TOOLS, ApiError, ModelNames, Request
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
 from tests.chat.test_chat import CHATML, make_tokenizer
 from tests.serve.jobs import GUARD_S, Waiting, application, local_client, running
@@ -308,31 +308,6 @@ def test_clients_take_turns_and_one_has_some_of_the_threads_at_most() -> None:
     assert not threads._work
     assert not threads._running
     threads.close()
-
-
-def test_work_has_the_context_of_its_caller_and_its_error_is_the_futures() -> None:
-    threads = FairThreads(1, 1, "fair")
-    token = CLIENT.set("ann")
-    try:
-        assert threads.submit("x", CLIENT.get).result(GUARD_S) == "ann"
-        assert Request(ModelNames(), 1).client == "ann"
-    finally:
-        CLIENT.reset(token)
-    with pytest.raises(ZeroDivisionError):
-        threads.submit("x", lambda: 1 // 0).result(GUARD_S)
-    assert threads.submit("x", lambda: 5).result(GUARD_S) == 5
-    threads.close()
-
-
-def test_what_waits_when_the_threads_are_closed_is_cancelled() -> None:
-    threads, held, begun = FairThreads(1, 1, "fair"), threading.Event(), threading.Event()
-    running_one = threads.submit("a", lambda: (begun.set(), held.wait(GUARD_S)))
-    waiting = [threads.submit(client, int) for client in "ab"]
-    assert begun.wait(GUARD_S)
-    threads.close()
-    assert all(each.cancelled() for each in waiting)
-    held.set()
-    assert running_one.result(GUARD_S) == (None, True)
 
 
 def test_a_prompt_that_takes_long_to_make_holds_up_its_own_client_alone(slow: threading.Event) -> None:

@@ -21,7 +21,7 @@ from radixcache.observe.trace import FORMAT
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import ModelError, load_model
 from runner.serve import served_model
-from runner.serve.models import Models, WarmFileError, read_warm_file
+from runner.serve.models import Models, read_warm_file
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
@@ -317,13 +317,6 @@ def test_a_file_of_what_to_warm_that_makes_no_sense_is_refused(tmp_path, name, c
     file.write_text(content)
     with pytest.raises(ValueError, match=found):
         read_warm_file(file)
-
-
-def test_a_file_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
-    with pytest.raises(WarmFileError, match="cannot be read"), running(warm=tmp_path / "none.json"):
-        pass
-    with pytest.raises(ValueError, match="--warm is for the model"), running(warm=tmp_path / "none.json", model=None):
-        pass
 
 
 def test_what_happens_once_happens_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

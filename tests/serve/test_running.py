@@ -17,15 +17,12 @@ from runner.models.load import LoadedModel, load_model
 from runner.serve import served_model
 from runner.serve.request import (
     ModelNames,
-    OpenRequest,
     PrefillProgress,
-    Request,
     RequestRecord,
 )
 from runner.serve.scheduler import Scheduler
 from tests import inside
 from tests.serve.jobs import (
-    GUARD_S,
     LONG,
     MESSAGES,
     PROMPTS,
@@ -130,19 +127,6 @@ def test_a_stop_word_ends_the_reply_and_is_named(tiny: LoadedModel, either: Sche
     assert waiting.tokens[-2:] == tokens[5:7]
     assert [step.finish_reason for step in waiting.sampled] == [*[None] * (len(waiting.tokens) - 1), "stop"]
     assert [step.stop_word for step in waiting.sampled][-1] == word
-
-
-def test_the_times_of_a_record_are_in_milliseconds_since_arrival(shared: Scheduler) -> None:
-    ended = threading.Event()
-    opened = OpenRequest(
-        Request(ModelNames(), 2, prompt="a"), lambda event: ended.set() if isinstance(event, RequestRecord) else None
-    )
-    opened.arrived_s -= 5
-    shared.ask(opened)
-    assert ended.wait(GUARD_S)
-    assert opened.record.queue_ms is not None
-    assert opened.record.ttft_ms is not None
-    assert 5_000 <= opened.record.queue_ms < opened.record.ttft_ms < 500_000
 
 
 def test_the_bits_of_stored_state_are_those_of_the_option() -> None:

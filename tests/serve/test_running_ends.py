@@ -292,9 +292,6 @@ def test_a_call_runs_on_the_thread_and_what_it_raises_is_the_callers(shared: Sch
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"model": "nothing"}, "no such folder"),
-        ({"policy": "nothing"}, "nothing"),
-        ({"context": 100, "kv_bits": 8}, "--context does not work with --kv-bits"),
         ({"context": 100, "model": "tiny:llama4"}, "its layers cannot be shared"),
         ({"kv_bits": 8, "quantized_kv_start": 5000}, "--quantized-kv-start is 5000; wanted 0"),
         ({"stored_bits": 8, "exact": True}, "--stored-bits rounds stored state"),
