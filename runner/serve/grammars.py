@@ -163,7 +163,7 @@ class Guide:
                 self._phase = "over"
 
     def _follow_calls(self, calls: Grammar) -> None:
-        """Begin the grammar of calls behind the mark of a call, and end it behind the mark of its end."""
+        """Begin the grammar of calls behind the opening mark of a call, and end it behind the closing mark."""
         marks = self._marks
         if self._phase == "free" and marks.call_start_text in self._tail:
             self._tail = self._tail.partition(marks.call_start_text)[2]
@@ -299,7 +299,7 @@ def new_matcher(grammar: str, marks: Marks) -> llguidance.LLMatcher:
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """Why a matcher that has consumed nothing is of no use; empty: it can be used."""
+    """Why a new matcher cannot be used; empty: it can."""
     if error := matcher.get_error():
         return error
     first = matcher.deep_copy()
@@ -309,7 +309,7 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
 
 
 def _has_thought(tokens: list[int], tokenizer: Any) -> bool:
-    """Whether a prompt ends with reasoning that is over, empty as a rule: the template has switched it off."""
+    """Whether a prompt ends with closed reasoning, most often empty: the template has switched reasoning off."""
     if not tokenizer.has_thinking:
         return True
     start, end = tokenizer.rfind_think_start(tokens), tokenizer.rfind_think_end(tokens)

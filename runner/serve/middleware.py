@@ -88,7 +88,7 @@ class Keyring:
             self._add(where, key, Tenant(name, is_admin=True))
 
     def holder(self, presented: Iterable[str]) -> Tenant | None:
-        """Who holds one of these keys. Takes the same time for all keys of one length."""
+        """The tenant with one of these keys. Takes the same time for all keys of one length."""
         found = None
         for candidate in presented:
             for key, tenant in self._holders.items():
@@ -180,7 +180,7 @@ class Access:
             raise ApiError(403, f"Host is {cut(host)!r}; over the loopback interface wanted {wanted}.")
 
     def _require_known_page(self, method: str, headers: Headers) -> None:
-        """Refuse what a browser sends for a page of another origin without asking first: it asks for other bodies."""
+        """Refuse what a browser sends for a page of another origin without a preflight. JSON bodies need one."""
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD") or urlsplit(origin).netloc == headers.get("host"):
             return

@@ -9,7 +9,7 @@ integer is none. Here:
   TC1  A value that a chat template wrote between tags is read as this value, if the schema allows its type. Where the
        schema allows texts and other types, a text that reads like such a value is read as the value.
   TC2  What is not of an allowed type keeps its text, character by character.
-  TC3  A text is read as a whole: a call is of no argument less than the text has, or it is an error.
+  TC3  A text is read as a whole: a call has all arguments of the text, or reading fails.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class ReplyReader:
     mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
     call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
-    With `drops_breaks`, a text has no line breaks between the reasoning and its first character. With `before_call`,
-    the white space in front of a call becomes what that function says, and white space behind a call goes: see
-    template_breaks.py. Made on the generation thread, used by the loop.
+    With `drops_breaks`, line breaks between the reasoning and the text are left out. `before_call` chooses the white
+    space before a call, and white space behind a call is left out: see template_breaks.py. Made on the generation
+    thread, used by the loop.
 
     Args:
         parser: mlx-lm's, of the calls in the model's form; None: the model has none.
@@ -174,7 +174,7 @@ class ReplyReader:
         self._current = current
 
     def _add_text(self, text: str) -> None:
-        """Add to the text, and hold white space at its end back: a call may follow."""
+        """Add to the text, but hold back white space at the end: a call may follow."""
         text = self._white + text
         kept = text if self._before_call is None else text.rstrip(" \t\r\n")
         self._text, self._white = self._text + kept, text[len(kept) :]
@@ -182,7 +182,7 @@ class ReplyReader:
             self._has_text, self._is_behind_call = True, False
 
     def _begin_call(self) -> None:
-        """Give the white space in front of a call, as far as the template does not write it itself."""
+        """Add the white space before a call that the template does not write itself."""
         white, self._white = self._white, ""
         if self._before_call is not None:
             given = "" if self._is_behind_call else self._before_call(white, has_text=self._has_text)

@@ -172,11 +172,11 @@ class Request:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """How many tokens of a prompt are evaluated or restored. The first one comes when the prompt is tokenized.
+    """How many tokens of a prompt are evaluated or restored. The first event comes when the prompt is tokenized.
 
     Attributes:
-        reader: of the first one: the ReplyReader.
-        echo: of the first one: the prompt's text, if the request wants it.
+        reader: the ReplyReader; only the first event has it.
+        echo: the prompt's text, if the request wants it; only the first event has it.
         echoed: the prompt's tokens, if the request wants their log-probabilities; the first token has none.
     """
 

@@ -113,7 +113,7 @@ def _multiples(node: Any) -> Iterator[int]:
 
 
 def _require_short_chains(root: Any, at: str) -> None:
-    """Bound how deep schemas stand in one another, references included: llguidance calls itself for each."""
+    """Bound the depth of schemas, references included: llguidance recurses for each level."""
     levels: dict[int, int] = {}  # below a node, by its id; 0 while it is counted, also for itself
 
     def measure(node: Any, depth: int) -> int:
@@ -196,7 +196,7 @@ class _Restatement:
         return changed
 
     def _evaluates_all(self, node: Any, keyword: str, hops: int = 0) -> bool:
-        """Whether a schema evaluates all properties, or items: it has the keyword, or what holds with it has."""
+        """Whether a schema evaluates all properties or items: it, or a schema of its `allOf`, has the keyword."""
         node = resolve(node, self._root)
         self._left -= 1
         if keyword in node or hops == MAX_HOPS or self._left < 0:
@@ -241,7 +241,7 @@ class _Restatement:
         return [{"allOf": [each, {"required": sorted(keys)}]} if keys else each for each, keys in pairs]
 
     def _leaves(self, branch: Any, hops: int = 0) -> Iterator[Mapping[str, Any]]:
-        """The schemas of which a schema is a choice, each with less than all that holds for it."""
+        """The branches of a choice, and of choices inside it, without the keywords that stand beside them."""
         node = resolve(branch, self._root)
         inner = _list(node, "anyOf") or _list(node, "oneOf")
         self._left -= 1
@@ -293,7 +293,7 @@ def _forbids(node: Mapping[str, Any], names: Iterable[Any]) -> bool:
 
 
 def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
+    """Replace exclusive bounds by bounds just inside them: llguidance lets some numbers equal an exclusive bound."""
     changed = {**node}
     for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
         bound, other = node.get(key), node.get(name)

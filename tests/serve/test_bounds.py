@@ -1,7 +1,8 @@
-"""What a request costs is bounded before it is done: JSON values, characters, prompts that are made at a time."""
+"""What a request costs is bounded before it is done: JSON values, bytes, characters, prompts made at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks import bench_hostile
 from radixcache.chat_template import ChatTemplate
 from runner.models.tiny import SPECIAL_TOKENS, tiny_tokenizer
 from runner.serve import prompts, service
+from runner.serve.middleware import MAX_BODIES, BodyLimit
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import MAX_TOOLS, ApiError, ModelNames, Request
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
@@ -122,6 +125,82 @@ def test_a_long_body_is_read_beside_the_event_loop_and_makes_the_same_request() 
             body = {"messages": [user("What is two and two?")], "max_tokens": 4, **more}
             answers.append(client.post("/v1/chat/completions", json=body).json()["choices"])
         assert answers[0] == answers[1]
+
+
+# Bytes
+
+
+MIB = 1 << 20
+GONE: Message = {"type": "http.disconnect"}
+
+
+class Sending:
+    """A request that comes in these messages, and what the route behind the limit makes of it."""
+
+    def __init__(self, *messages: Message, length: int | None = None) -> None:
+        self.unread = list(messages)
+        self.received: list[Message] = []
+        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        self.scope: Scope = {"type": "http", "headers": headers}
+
+    def send(self, *, max_mib: float = 1) -> None:
+        asyncio.run(BodyLimit(self.route, max_mib=max_mib)(self.scope, self.receive, self.answer))
+
+    async def receive(self) -> Message:
+        return self.unread.pop(0)
+
+    async def answer(self, _: Message) -> None:
+        raise AssertionError("the limit answers nothing itself")
+
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received += [await receive(), await receive()]
+
+
+def part(size: int, *, is_last: bool = False) -> Message:
+    return {"type": "http.request", "body": b"x" * size, "more_body": not is_last}
+
+
+def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
+    async def send() -> None:
+        is_done = asyncio.Event()
+
+        async def route(scope: Scope, receive: Receive, send: Send) -> None:
+            await is_done.wait()
+
+        limit = BodyLimit(route, max_mib=1)
+
+        async def ask() -> None:
+            request = Sending(part(MIB, is_last=True))
+            await limit(request.scope, request.receive, request.answer)
+
+        asked = [asyncio.ensure_future(ask()) for _ in range(MAX_BODIES)]
+        await asyncio.sleep(0)  # they all begin
+        with pytest.raises(ApiError, match="try again later") as refused:
+            await ask()
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
+        is_done.set()
+        await asyncio.gather(*asked)
+        await ask()
+
+    asyncio.run(send())
+
+
+def test_what_a_request_goes_on_with_counts_like_its_body_until_it_is_over() -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["hold"](MIB - 1)
+        with pytest.raises(ApiError, match="larger than 1 MiB"):
+            scope["state"]["hold"](1)
+
+    limit = BodyLimit(route, max_mib=1)
+    for _ in range(MAX_BODIES + 1):
+        request = Sending(part(1, is_last=True))
+        asyncio.run(limit(request.scope, request.receive, request.answer))
+
+
+def test_nothing_is_done_for_a_client_that_leaves_before_its_body_is_whole() -> None:
+    request = Sending(part(3), GONE, length=5)
+    request.send()
+    assert request.received == []
 
 
 # Characters
