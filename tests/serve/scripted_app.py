@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -12,10 +14,12 @@ from runner.serve.ollama import ollama_routes
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
+from runner.serve.request import Request
 from runner.serve.responses import RESPONSES, ResponseMemory, responses_routes
 from runner.serve.service import ReplyBackend, Service
+from tests.serve.scripted import ScriptedRuns, said
 
-__all__ = ["BODIES", "CHAT", "MESSAGES", "OLLAMA", "RESPONSES", "TEXT", "USER", "scripted_app", "scripted_client"]
+__all__ = ["CHAT", "MESSAGES", "OLLAMA", "RESPONSES", "TEXT"]
 
 USER = {"role": "user", "content": "?"}
 #: A body that each API takes.
@@ -39,3 +43,12 @@ def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, tim
 
 def scripted_client(runs: ReplyBackend, options: ServeOptions | None = None) -> TestClient:
     return TestClient(scripted_app(runs, options))
+
+
+def request_of(path: str, body: dict[str, Any], options: ServeOptions | None = None) -> Request:
+    """The Request that a route makes of a body."""
+    runs = ScriptedRuns(said("x", finish="stop"))
+    with scripted_client(runs, options) as client:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return runs.opened[0].request

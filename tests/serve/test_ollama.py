@@ -22,7 +22,7 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import NOT_KEPT, Constraint, PrefillProgress, Request
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import USER, scripted_client
+from tests.serve.scripted_app import USER, request_of, scripted_client
 from tests.serve.talking_model import HINT, write_talking_model
 
 HELLO = (said("Hel"), said("lo", finish="stop"))
@@ -39,12 +39,8 @@ OWN = {CHAT: {"messages": [USER]}, GENERATE: {"prompt": "?"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def request_of(path: str, served: ServeOptions | None = None, **body: Any) -> Request:
-    runs = ScriptedRuns(*HELLO)
-    with scripted_client(runs, served) as client:
-        answer = client.post(path, json={**OWN[path], "stream": False, **body})
-    assert answer.status_code == 200, answer.text
-    return runs.opened[0].request
+def asked_of(path: str, served: ServeOptions | None = None, **body: Any) -> Request:
+    return request_of(path, {**OWN[path], "stream": False, **body}, served)
 
 
 def refusal(path: str, **body: Any) -> str:
@@ -83,7 +79,7 @@ def test_every_option_reaches_the_generation_thread() -> None:
         "mirostat": 1, "no_such": {},
     }  # fmt: skip
     for path in OWN:
-        asked = request_of(path, options=options, model="tiny:latest", logprobs=True, top_logprobs=2, keep_alive="5m")
+        asked = asked_of(path, options=options, model="tiny:latest", logprobs=True, top_logprobs=2, keep_alive="5m")
         wanted = {
             "temperature": 0.5, "top_p": 0.75, "top_k": 40, "min_p": 0.25, "seed": 7,
             "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
@@ -95,11 +91,11 @@ def test_every_option_reaches_the_generation_thread() -> None:
 
 
 def test_negative_options_mean_no_limit_a_drawn_seed_and_penalties_of_the_whole_text() -> None:
-    asked = request_of(CHAT, options={"num_predict": -1, "seed": -1, "repeat_last_n": -1, "repeat_penalty": 2})
+    asked = asked_of(CHAT, options={"num_predict": -1, "seed": -1, "repeat_last_n": -1, "repeat_penalty": 2})
     assert (asked.max_tokens, asked.sampling.seed, asked.sampling.repetition_context_size) == (None, None, 2**31 - 1)
-    assert request_of(CHAT, options={"num_predict": -2}).max_tokens is None
-    assert request_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).sampling.repetition_penalty == 0
-    asked = request_of(CHAT, ServeOptions(temp=0.5, max_tokens=7), options={"num_predict": None}, think=None, format="")
+    assert asked_of(CHAT, options={"num_predict": -2}).max_tokens is None
+    assert asked_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).sampling.repetition_penalty == 0
+    asked = asked_of(CHAT, ServeOptions(temp=0.5, max_tokens=7), options={"num_predict": None}, think=None, format="")
     assert (asked.max_tokens, asked.sampling.temperature, asked.constraint) == (7, 0.5, None)
 
 
@@ -115,7 +111,7 @@ def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answe
         {"role": "assistant", "content": None, "tool_calls": [{"id": "own", "function": {"name": "g"}}]},
         {"role": "tool", "tool_call_id": "own", "content": "4"},
     ]
-    found = request_of(CHAT, messages=messages, tools=[TOOL]).messages
+    found = asked_of(CHAT, messages=messages, tools=[TOOL]).messages
     assert [message["role"] for message in found] == [message["role"] for message in messages]
     assert found[2]["reasoning_content"] == "Hm."
     assert [call["id"] for call in found[2]["tool_calls"]] == ["000000000", "000000001", "000000002"]
@@ -130,34 +126,19 @@ def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answe
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("think", "arguments"),
-    [
-        (None, None),
-        (True, {"enable_thinking": True, "thinking": True}),
-        (False, {"enable_thinking": False, "thinking": False}),
-        ("low", {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
-        ("none", {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
-    ],
-)
-def test_think_is_an_argument_of_the_chat_template(think: Any, arguments: Any) -> None:
-    for path in OWN:
-        assert request_of(path, think=think).chat_template_kwargs == arguments
-
-
 def test_a_format_is_enforced_and_other_fields_are_those_of_a_chat() -> None:
     for path, body in ((CHAT, {}), (GENERATE, {}), (GENERATE, {"raw": True})):
-        assert request_of(path, format="json", **body).constraint == Constraint({"type": "object"}, at="format")
-        assert request_of(path, format=SCHEMA, **body).constraint == Constraint(SCHEMA, at="format")
-    asked = request_of(CHAT, tools=[TOOL], tool_choice="none", n=3, cache_salt="mine")
+        assert asked_of(path, format="json", **body).constraint == Constraint({"type": "object"}, at="format")
+        assert asked_of(path, format=SCHEMA, **body).constraint == Constraint(SCHEMA, at="format")
+    asked = asked_of(CHAT, tools=[TOOL], tool_choice="none", n=3, cache_salt="mine")
     assert asked.constraint is not None
     assert (asked.constraint.calls, asked.namespace) == ("none", " mine")
 
 
 def test_a_prompt_is_a_turn_of_the_user_and_as_it_is_if_raw() -> None:
-    asked = request_of(GENERATE, prompt="Why?", system="Be brief.", context=[], suffix="", template="")
+    asked = asked_of(GENERATE, prompt="Why?", system="Be brief.", context=[], suffix="", template="")
     assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    asked = request_of(GENERATE, prompt="Why?", raw=True)
+    asked = asked_of(GENERATE, prompt="Why?", raw=True)
     assert (asked.prompt, asked.messages) == ("Why?", ())
 
 

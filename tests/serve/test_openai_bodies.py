@@ -13,18 +13,14 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import ModelNames, Request, Sampling
 from runner.serve.volatile import behind_tools
 from tests.serve.scripted import ScriptedRuns, said
-from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
+from tests.serve.scripted_app import CHAT, TEXT, USER, request_of, scripted_client
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
 MOVING = ServeOptions(move_volatile=True)
 
 
-def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
-    runs = ScriptedRuns(said("x", finish="stop"))
-    with scripted_client(runs, OPTIONS) as client:
-        answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return runs.opened[0].request
+def asked_by(body: dict[str, Any]) -> Request:
+    return request_of(CHAT, body, OPTIONS)
 
 
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
