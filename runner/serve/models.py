@@ -177,13 +177,7 @@ class Models:
             is_new = cached is None
             cached = self._cached[key] = cached or self._new_cache(key, loaded, draft, fingerprint)
             self.current = ServedModel(
-                key,
-                loaded,
-                draft,
-                cached.cache,
-                self._options,
-                is_parallel=cached.is_parallel,
-                renderer=self._renderer,
+                key, loaded, draft, cached.cache, self._options, is_parallel=cached.is_parallel, renderer=self._renderer
             )
             if is_new and self._options.kv_bits is not None:
                 self._require_quantizable(self.current)

@@ -38,14 +38,7 @@ from runner.engine.token import Token
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
 from runner.script.conversation import Checked, Many, null_as, tool_call
 from runner.serve.models import outline_of
-from runner.serve.openai import (
-    ChatBody,
-    CompletionBody,
-    StopWords,
-    join_parts,
-    nameable_models,
-    written_logprobs,
-)
+from runner.serve.openai import ChatBody, CompletionBody, StopWords, join_parts, nameable_models, written_logprobs
 from runner.serve.options import ServeOptions
 from runner.serve.reply_reader import read_arguments
 from runner.serve.request import (
@@ -64,14 +57,7 @@ from runner.serve.request import (
     check_body,
     short_name,
 )
-from runner.serve.service import (
-    IDLE_S,
-    ServedReply,
-    Service,
-    namespace_of,
-    read_json,
-    to_json,
-)
+from runner.serve.service import IDLE_S, ServedReply, Service, namespace_of, read_json, to_json
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 LINES = "application/x-ndjson"

@@ -134,11 +134,7 @@ def test_a_stream_has_anthropics_events_in_their_order() -> None:
         {**delta, "delta": {"type": "text_delta", "text": "Hel"}},
         {**delta, "delta": {"type": "text_delta", "text": "lo"}},
         {"type": "content_block_stop", "index": 0},
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": USAGE,
-        },
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": USAGE},
         {"type": "message_stop"},
     ]
 

@@ -402,10 +402,7 @@ def changed(index: int, text: str) -> list[dict[str, Any]]:
         (changed(3, "It is open."), "tool message 3"),
         (changed(4, "Open it is."), "assistant message 4"),
         (changed(5, "And then?"), "user message 5"),
-        (
-            [*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
-            "assistant message 6",
-        ),
+        ([*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}], "assistant message 6"),
     ],
 )
 def test_the_part_of_a_prompt_in_which_it_parts_is_named(template, messages, part):

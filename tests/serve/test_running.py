@@ -15,24 +15,10 @@ from radixcache.speculate.pace import DraftPace
 from runner.engine.token import Token
 from runner.models.load import LoadedModel, load_model
 from runner.serve import served_model
-from runner.serve.request import (
-    ModelNames,
-    PrefillProgress,
-    RequestRecord,
-)
+from runner.serve.request import ModelNames, PrefillProgress, RequestRecord
 from runner.serve.scheduler import Scheduler
 from tests import inside
-from tests.serve.jobs import (
-    LONG,
-    MESSAGES,
-    PROMPTS,
-    Waiting,
-    alone,
-    application,
-    local_client,
-    noting,
-    running,
-)
+from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, application, local_client, noting, running
 from tests.verify.test_verify import wrong_span
 
 

@@ -14,14 +14,7 @@ from runner.engine.generator import ParallelGenerator
 from runner.engine.token import Token
 from runner.models.load import LoadedModel
 from runner.serve import served_model
-from runner.serve.request import (
-    ApiError,
-    ModelNames,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Request,
-)
+from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Request
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import ServedModel
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, running
@@ -153,11 +146,7 @@ def test_a_second_stop_shortens_the_time() -> None:
         ({"prompt": ""}, 400, "the prompt has no tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type 'image_url' is not"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, 400, "tokenize is not an argument"),
-        (
-            {"prompt": "x" * 40_000},
-            400,
-            "maximum context length is 32768 tokens. However, your mess",
-        ),
+        ({"prompt": "x" * 40_000}, 400, "maximum context length is 32768 tokens. However, your mess"),
         ({"temperature": 1.0, "top_k": 256}, 400, "top_k is 256; wanted less than 256, the size of the vocabulary."),
         ({"logit_bias": {256: 1.0}}, 400, "logit_bias names token 256; wanted 0 to 255."),
         ({"names": ModelNames("./nothing")}, 404, "model './nothing': no such folder."),
