@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,7 +11,7 @@ from fastapi.testclient import TestClient
 from runner.serve.anthropic import MESSAGES, anthropic_routes
 from runner.serve.middleware import Frame
 from runner.serve.ollama import CHAT as OLLAMA
-from runner.serve.ollama import ollama_routes
+from runner.serve.ollama import GENERATE, ollama_routes
 from runner.serve.openai import CHAT, openai_routes
 from runner.serve.openai import COMPLETIONS as TEXT
 from runner.serve.options import ServeOptions
@@ -23,12 +24,13 @@ __all__ = ["CHAT", "MESSAGES", "OLLAMA", "RESPONSES", "TEXT"]
 
 USER = {"role": "user", "content": "?"}
 #: A body that each API takes.
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [USER]},
     RESPONSES: {"model": "m", "input": [USER]},
     MESSAGES: {"model": "claude-x", "max_tokens": 16, "messages": [USER]},
-    OLLAMA: {"messages": [USER]},
+    OLLAMA: {"model": "m", "messages": [USER]},
 }
+ROUTES: dict[str, dict[str, Any]] = {**BODIES, TEXT: {"prompt": "?"}, GENERATE: {"model": "m", "prompt": "?"}}
 
 
 def scripted_app(runs: ReplyBackend, options: ServeOptions | None = None, *, timeout_s: float = 60) -> FastAPI:
@@ -52,3 +54,29 @@ def request_of(path: str, body: dict[str, Any], options: ServeOptions | None = N
         answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return runs.opened[0].request
+
+
+def whole(path: str, runs: ScriptedRuns, **fields: Any) -> dict[str, Any]:
+    """The whole answer to the body of a route."""
+    with scripted_client(runs) as client:
+        answer = client.post(path, json={**ROUTES[path], "stream": False, **fields})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def events(path: str, runs: ScriptedRuns, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, or its lines, without comments. The name of an event is its type."""
+    with scripted_client(runs) as client:
+        answer = client.post(path, json={**ROUTES[path], "stream": True, **fields})
+    if path in (OLLAMA, GENERATE):
+        assert (answer.headers["content-type"], answer.text[-1]) == ("application/x-ndjson", "\n")
+        return [json.loads(line) for line in answer.text.splitlines()]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found: list[dict[str, Any]] = []
+    for event in answer.text.split("\n\n")[:-1]:
+        *name, data = event.split("\n")
+        if data.startswith("data: {"):
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == ([f"event: {found[-1]['type']}"] if path in (MESSAGES, RESPONSES) else [])
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from runner.serve.options import ServeOptions
 from runner.serve.request import NOT_KEPT, Constraint, PrefillProgress, Request
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import USER, request_of, scripted_client
+from tests.serve.scripted_app import ROUTES, USER, events, request_of, scripted_client, whole
 from tests.serve.talking_model import HINT, write_talking_model
 
 HELLO = (said("Hel"), said("lo", finish="stop"))
@@ -35,7 +34,7 @@ FULL = (
     said(calls=[("f", '{"x": NaN}')], finish="stop"),
 )
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-OWN = {CHAT: {"messages": [USER]}, GENERATE: {"prompt": "?"}}
+OWN = {path: ROUTES[path] for path in (CHAT, GENERATE)}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -49,24 +48,6 @@ def refusal(path: str, **body: Any) -> str:
     assert answer.status_code == 400, answer.text
     assert set(answer.json()) == {"error"}
     return str(answer.json()["error"])
-
-
-def whole(runs: ScriptedRuns, path: str = CHAT, **body: Any) -> dict[str, Any]:
-    with scripted_client(runs) as client:
-        answer = client.post(path, json={"model": "m", **OWN[path], "stream": False, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def lines_of(runs: ScriptedRuns, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
-    """The lines of a stream, which is what a client gets that does not say."""
-    with scripted_client(runs) as client:
-        answer = client.post(path, json={"model": "m", **OWN[path], **body})
-    assert answer.headers["content-type"] == "application/x-ndjson"
-    assert answer.text.endswith("\n")
-    return [json.loads(line) for line in answer.text.splitlines()]
 
 
 # Bodies
@@ -186,7 +167,7 @@ def test_a_body_without_messages_or_prompt_loads_the_model_and_leaves_nothing_be
 
 def test_a_whole_reply_has_its_counts_durations_and_what_was_reused() -> None:
     runs = ScriptedRuns(*HELLO)
-    reply = whole(runs)
+    reply = whole(CHAT, runs)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", reply.pop("created_at"))
     assert reply.pop("timings")["cache_n"] == CACHED_TOKENS
     assert reply == {
@@ -195,12 +176,12 @@ def test_a_whole_reply_has_its_counts_durations_and_what_was_reused() -> None:
         "prompt_eval_duration": 39_000_000, "eval_count": 3, "eval_duration": 50_000_000,
         "id": runs.opened[0].id, "cached_tokens": CACHED_TOKENS,
     }  # fmt: skip
-    assert whole(ScriptedRuns(*HELLO), GENERATE)["response"] == "Hello"
+    assert whole(GENERATE, ScriptedRuns(*HELLO))["response"] == "Hello"
 
 
 def test_a_stream_is_the_whole_reply_in_pieces_and_ends_with_what_the_whole_has() -> None:
     for path in OWN:
-        *parts, last = lines_of(ScriptedRuns(*FULL), path)
+        *parts, last = events(path, ScriptedRuns(*FULL), stream=None)
         said_ = [part["message"] if path == CHAT else part for part in parts]
         text = "content" if path == CHAT else "response"
         assert [part[text] for part in said_] == ["", "\n\nI ", "look.", ""]
@@ -208,7 +189,7 @@ def test_a_stream_is_the_whole_reply_in_pieces_and_ends_with_what_the_whole_has(
         called = [{"id": "call_0", "function": {"name": "f", "arguments": {"x": "NaN"}}}]
         assert said_[3]["tool_calls"] == called
         assert not any(part["done"] for part in parts)
-        ended = whole(ScriptedRuns(*FULL), path)
+        ended = whole(path, ScriptedRuns(*FULL))
         message = ended["message"] if path == CHAT else ended
         assert (message[text], message["thinking"], message["tool_calls"]) == ("\n\nI look.", "Hm.", called)
         own = {"created_at", "id", "message", "response", "thinking", "tool_calls"}
@@ -219,7 +200,7 @@ def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came(
     cut = ScriptedRuns(
         said("a"), said(), outcome="length", flushed=Token("", tool_calls=said(calls=[("f", '{"x": "y')]).tool_calls)
     )
-    *_, part, last = lines_of(cut)
+    *_, part, last = events(CHAT, cut)
     assert part["message"]["tool_calls"][0]["function"]["arguments"] == {"x": "y"}
     assert (last["done"], last["done_reason"]) == (True, "length")
 
@@ -227,23 +208,20 @@ def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came(
 def test_logprobs_come_with_the_text_that_their_tokens_are_in() -> None:
     likely = (LikelyToken(7, b"Hel", -0.5), LikelyToken(8, b"x", -2.0))
     script = [Token("", 7, -0.5, likely, None, data=b"Hel"), Token("Hello", 9, -0.25, likely, "stop", data=b"lo")]
-    part, last = lines_of(ScriptedRuns(*script), logprobs=True, top_logprobs=2)
+    part, last = events(CHAT, ScriptedRuns(*script), logprobs=True, top_logprobs=2)
     assert [(each["token"], each["logprob"]) for each in part["logprobs"]] == [("Hel", -0.5), ("lo", -0.25)]
     assert [each["token"] for each in part["logprobs"][0]["top_logprobs"]] == ["Hel", "x"]
     assert "logprobs" not in last
-    assert whole(ScriptedRuns(*script), logprobs=True)["logprobs"] == part["logprobs"]
-    assert "logprobs" not in whole(ScriptedRuns(*script))
+    assert whole(CHAT, ScriptedRuns(*script), logprobs=True)["logprobs"] == part["logprobs"]
+    assert "logprobs" not in whole(CHAT, ScriptedRuns(*script))
 
 
 def test_a_long_prefill_sends_empty_lines_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (PrefillProgress(8, 20), *HELLO)
-    assert len(lines_of(ScriptedRuns(*script))) == 3
+    assert len(events(CHAT, ScriptedRuns(*script))) == 3
     monkeypatch.setattr(ollama, "IDLE_S", 0)
-    first, *rest = lines_of(ScriptedRuns(*script))
+    first, *rest = events(CHAT, ScriptedRuns(*script))
     assert (first["message"], first["done"], len(rest)) == ({"role": "assistant", "content": ""}, False, 3)
-
-
-# What goes wrong
 
 
 # Models
