@@ -203,9 +203,10 @@ class PromptBody(Checked):
 
 def request_to_explain(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
     """The Request of any API's body, and its tokens if that is what it has. ApiError: a field is wrong."""
-    namespace = body.pop("namespace", "")
-    if not isinstance(namespace, str):
+    namespace = body.pop("namespace", None)
+    if not isinstance(namespace, str | None):
         raise ApiError(400, "wanted a string.", param="namespace")
+    namespace = namespace or ""
     if "input" in body:
         return check_body(ResponsesBody, body).request(options, namespace), []
     if is_ollama(body):

@@ -464,7 +464,7 @@ class ResponseMemory:
 
         ApiError: a part of it is not here. `owner`: the name of a key.
         """
-        id, namespace = body.get("previous_response_id"), body.get("namespace", "")
+        id, namespace = body.get("previous_response_id"), body.get("namespace") or ""
         if id is None or not isinstance(namespace, str):  # what is wrong with it is said later
             return body
         if not isinstance(id, str):

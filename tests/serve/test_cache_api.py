@@ -540,3 +540,11 @@ def test_explain_takes_the_token_ids_of_a_completion(server: Server) -> None:
 def test_a_wrong_method_is_told_all_methods_of_its_path(server: Server) -> None:
     answer = server.client.put("/cache")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, DELETE")
+
+
+def test_null_means_the_same_as_no_field(server: Server) -> None:
+    plain = server.post("/cache/explain", prompt="a").json()
+    assert server.post("/cache/explain", prompt="a", model=None, namespace=None, tokens=None).json() == plain
+    assert server.post("/cache/warm", prompt="a", name=None, ttl_s=None).status_code == 200
+    missing = server.post("/cache/reclaim", target_bytes=None)
+    assert (missing.status_code, missing.json()["error"]["message"]) == (400, "target_bytes: Field required")
