@@ -16,8 +16,18 @@ from runner.engine.generator import ParallelGenerator
 from runner.models.tiny import tiny_model
 from runner.serve.served_model import SeededSampler
 from tests import inside
-from tests.engine.test_drafted_replies import Alternating, free_cache, misled
-from tests.engine.test_parallel_generate import PROMPTS, done, load, new_cache, new_generator, submit, tokens_of
+from tests.engine.generators import (
+    PROMPTS,
+    Alternating,
+    done,
+    free_cache,
+    load,
+    misled,
+    new_cache,
+    new_generator,
+    submit,
+    tokens_of,
+)
 
 LENGTH = 12
 #: Spans, windows, recurrent layers, and layers that a group refuses.

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from radixcache import PrefixCache
@@ -20,49 +18,26 @@ from runner.models.load import LoadedModel
 from runner.models.tiny import tiny_model
 from runner.serve.served_model import SeededSampler
 from tests import inside
-from tests.engine.test_drafted_replies import LENGTH, MORE_PROMPTS, misled
-from tests.engine.test_parallel_generate import (
+from tests.engine.generators import (
     BUDGET_BYTES,
     MARKS,
+    MORE_PROMPTS,
     PROMPTS,
+    Doubtful,
     alone,
+    cache_of_both,
     done,
     drain,
     load,
+    misled,
     new_generator,
     submit,
     tokens_of,
 )
-from tests.sessions.test_failures import Fuse, fused, raising
+from tests.engine.test_drafted_replies import LENGTH
+from tests.sessions.faults import Fuse, fused, raising
 
 KINDS = ("llama", "llama_sliding", "qwen3_next")
-
-
-class Doubtful(nn.Module):  # type: ignore[misc]
-    """A twin of a tiny model, which says something else behind every token that `is_wrong`."""
-
-    def __init__(self, kind: str, is_wrong: Any = lambda tokens: tokens * 7919 % 11 < 5) -> None:
-        super().__init__()
-        self.twin, self.is_wrong = tiny_model(kind), is_wrong
-
-    @property
-    def layers(self) -> Any:
-        return self.twin.layers
-
-    def make_cache(self) -> Any:
-        return make_prompt_cache(self.twin)
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        logits = self.twin(tokens, cache=cache)
-        return mx.where(self.is_wrong(tokens)[..., None], mx.roll(logits, 1, axis=-1), logits)
-
-
-def cache_of_both(loaded: LoadedModel, draft: Any, pace: DraftPace | None = None) -> PrefixCache:
-    """A cache of both models; without a pace, passes are taken to last equally long."""
-    caches = lambda: [*make_prompt_cache(loaded.model), *make_prompt_cache(draft)]  # noqa: E731
-    cache = PrefixCache(loaded.model, caches=caches, budget_bytes=BUDGET_BYTES)
-    inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1.0) if pace is None else pace)
-    return cache
 
 
 def generator_of(loaded: LoadedModel, cache: PrefixCache, draft: Any, **more: Any) -> ParallelGenerator:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from radixcache import PrefixCache, stream_generate
+from radixcache import stream_generate
 from radixcache.speculate import drafting
 from radixcache.speculate.pace import DraftPace
 from runner.engine.generation import Generation
@@ -24,12 +24,16 @@ from runner.models.load import LoadedModel
 from runner.models.tiny import TINY_KINDS
 from runner.serve.served_model import SeededSampler
 from tests import inside
-from tests.engine.test_parallel_generate import (
+from tests.engine.generators import (
+    MORE_PROMPTS,
     PROMPTS,
+    Alternating,
     alone,
     done,
     drain,
+    free_cache,
     load,
+    misled,
     new_cache,
     new_generator,
     require_right_tree,
@@ -37,8 +41,8 @@ from tests.engine.test_parallel_generate import (
     submit,
     tokens_of,
 )
+from tests.sessions.faults import Fuse, fused, raising
 from tests.sessions.test_drafted import chi_square_excess
-from tests.sessions.test_failures import Fuse, fused, raising
 
 LENGTH = 24
 FAST = ("llama", "gemma3_text", "qwen3_next")
@@ -49,20 +53,6 @@ KINDS = [
     for kind in TINY_KINDS
     if kind not in ("llama4", "deepseek_v41")
 ]
-MORE_PROMPTS = [np.append(prompt, [30 + index]) for index, prompt in enumerate(PROMPTS[:3])]
-
-
-def free_cache(loaded: LoadedModel, **more: Any) -> PrefixCache:
-    """A cache whose passes are taken to last equally long, so that all that may be right is checked."""
-    cache = new_cache(loaded, **more)
-    inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1.0))
-    return cache
-
-
-def misled(tokens: Sequence[int], seed: int, share: float = 0.2) -> list[int]:
-    """These tokens, some of them wrong."""
-    draw = random.Random(seed)
-    return [(token + 1) % 200 if draw.random() < share else token for token in tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,18 +109,6 @@ def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: 
         found = ask([misled(its, seed, share) for seed, its in enumerate(wanted)])
         assert [tokens_of(ticket) for ticket in found] == wanted
         assert all(ticket.facts.drafted for ticket in found)
-
-
-class Alternating:
-    """Guidance: even and odd tokens in turn. It must be told each token once, in order."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, before: int | None) -> Any:
-        assert before is None or before % 2 == (self.calls - 1) % 2, (before, self.calls)
-        self.calls += 1
-        return np.arange(1 << 18) % 2 == (self.calls - 1) % 2
 
 
 @pytest.mark.parametrize("kind", DRAFTED_KINDS)

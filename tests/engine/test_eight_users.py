@@ -17,9 +17,17 @@ from radixcache import stream_generate
 from runner.models.load import LoadedModel
 from runner.models.tiny import TINY_KINDS
 from runner.models.tiny import WINDOW_LENGTH as W
-from tests.engine.test_draft_models import Doubtful, cache_of_both
-from tests.engine.test_drafted_replies import free_cache
-from tests.engine.test_parallel_generate import alone, drain, load, new_generator, submit, tokens_of
+from tests.engine.generators import (
+    Doubtful,
+    alone,
+    cache_of_both,
+    drain,
+    free_cache,
+    load,
+    new_generator,
+    submit,
+    tokens_of,
+)
 from tests.groups.cold import cold
 from tests.prompts import tokens
 

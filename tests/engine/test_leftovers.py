@@ -18,17 +18,8 @@ from radixcache import PolicyError, PrefixCache
 from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests import inside
-from tests.engine.test_parallel_generate import (
-    BAD_TOKEN,
-    PROMPTS,
-    drain,
-    embedding,
-    load,
-    new_cache,
-    new_generator,
-    submit,
-)
-from tests.sessions.test_failures import Fuse, fused, raising, refused_product, spoiling
+from tests.engine.generators import BAD_TOKEN, PROMPTS, drain, embedding, load, new_cache, new_generator, submit
+from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
 pytestmark = pytest.mark.usefixtures("exact_allocations", "no_collector")
 

@@ -8,8 +8,7 @@ import pytest
 
 from radixcache import PrefixCache, stream_generate
 from runner.models.tiny import tiny_model, tiny_tokenizer
-from tests.engine.test_drafted_replies import free_cache
-from tests.engine.test_parallel_generate import PROMPTS, alone, done, load, new_cache, new_generator, submit, tokens_of
+from tests.engine.generators import PROMPTS, alone, done, free_cache, load, new_cache, new_generator, submit, tokens_of
 from tests.serve.jobs import MESSAGES, application, local_client
 
 LENGTH = 12

@@ -16,7 +16,7 @@ from runner.engine.generation import OPENING_TOKENS, Generation, generate
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
 from tests import inside
-from tests.engine.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
+from tests.engine.generators import alone, done, drain, load, new_cache, new_generator, tokens_of
 
 CONTEXT = 128
 QUARTER = CONTEXT // 4

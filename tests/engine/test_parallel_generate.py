@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,35 +13,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache import PrefixCache, RequestTooLargeError
-from runner.engine.generation import Generation, generate
+from radixcache import RequestTooLargeError
+from runner.engine.generation import Generation
 from runner.engine.generator import ParallelGenerator
-from runner.engine.token import Completion, Token
-from runner.models.load import LoadedModel, load_model
+from runner.models.load import LoadedModel
 from tests import inside
-from tests.sessions.test_failures import Fuse, fused, raising, refused_product, spoiling
+from tests.engine.generators import (
+    BAD_TOKEN,
+    CAPACITY,
+    MAX_TOKENS,
+    PROMPTS,
+    STEP_SIZE,
+    SYSTEM,
+    alone,
+    done,
+    drain,
+    embedding,
+    load,
+    new_cache,
+    new_generator,
+    require_alone,
+    require_right_tree,
+    scripted,
+    submit,
+    tokens_of,
+)
+from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
-BUDGET_BYTES = 64 << 20
-CAPACITY = 1024
-STEP_SIZE = 32
-MAX_TOKENS = 8
-
-_random = np.random.default_rng(5)
-SYSTEM = _random.integers(20, 200, 40)
-MARKS = (len(SYSTEM),)
-PROMPTS = [np.concatenate([SYSTEM, _random.integers(20, 200, length)]) for length in (5, 40, 90, 7, 33)]
 # Full attention, sliding windows in all or in some layers, recurrent state beside attention.
 KINDS = ("llama", "step3p5", "jamba")
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
-
-_loaded: dict[str, LoadedModel] = {}
-_alone: dict[tuple[str, bytes], tuple[int, ...]] = {}
-
-
-def load(kind: str) -> LoadedModel:
-    if kind not in _loaded:
-        _loaded[kind] = load_model(f"tiny:{kind}")
-    return _loaded[kind]
 
 
 @pytest.fixture(params=FEW_KINDS)
@@ -53,72 +53,6 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 @pytest.fixture
 def llama() -> LoadedModel:
     return load("llama")
-
-
-def new_cache(loaded: LoadedModel, **more: Any) -> PrefixCache:
-    return PrefixCache(loaded.model, **{"budget_bytes": BUDGET_BYTES, **more})
-
-
-def new_generator(loaded: LoadedModel, cache: PrefixCache, **more: Any) -> ParallelGenerator:
-    options = {"capacity": CAPACITY, "step_size": STEP_SIZE, **more}
-    return ParallelGenerator(cache, loaded.model, loaded.tokenizer, **options)
-
-
-def alone(loaded: LoadedModel, prompt: Any, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
-    """The greedy reply to a prompt, by the pipeline of one request at a time on an empty cache."""
-    key = loaded.name, np.asarray(prompt, np.int64).tobytes()
-    if len(_alone.get(key, ())) < max_tokens:
-        with new_cache(loaded).begin(prompt) as session:
-            length = max(max_tokens, MAX_TOKENS)
-            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=length, stop_tokens=())
-        _alone[key] = done(last).tokens
-    return _alone[key][:max_tokens]
-
-
-def submit(generator: ParallelGenerator, prompt: Any, max_tokens: int = MAX_TOKENS, **more: Any) -> Generation:
-    return generator.submit(prompt, max_tokens=max_tokens, **{"marks": MARKS, "stop_tokens": (), **more})
-
-
-def drain(
-    generator: ParallelGenerator, at: Callable[[int], None] = lambda count: None
-) -> dict[Generation, list[Token]]:
-    """Serve until all is done, with a check of the group after each piece; `at` is told the number of pieces."""
-    pieces: dict[Generation, list[Token]] = {}
-    at(0)
-    for count, (ticket, piece) in enumerate(generator, start=1):
-        pieces.setdefault(ticket, []).append(piece)
-        generator.group.check()
-        at(count)
-    return pieces
-
-
-def done(ticket: Generation) -> Completion:
-    assert ticket.completion is not None
-    return ticket.completion
-
-
-def tokens_of(ticket: Generation) -> tuple[int, ...]:
-    return done(ticket).tokens
-
-
-def require_alone(loaded: LoadedModel, tickets: Iterable[Generation], prompts: Iterable[Any]) -> None:
-    for ticket, prompt in zip(tickets, prompts, strict=True):
-        assert done(ticket).done_reason == "length", done(ticket)
-        assert done(ticket).tokens == alone(loaded, prompt, len(done(ticket).tokens))
-
-
-def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterable[Any]) -> None:
-    """What the cache restores of these prompts gives the tokens that an empty one gives."""
-    cache.check()
-    for prompt in prompts:
-        with cache.begin(prompt) as session:
-            *_, last = generate(session, loaded.model, loaded.tokenizer, max_tokens=2, stop_tokens=())
-        assert done(last).tokens == alone(loaded, prompt, 2)
-
-
-def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
-    script = iter(tokens)
-    return lambda logprobs: mx.array([next(script)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,7 +227,7 @@ def test_who_asks_the_same_at_the_same_time_waits_and_evaluates_one_token(kind: 
 
 def test_who_waits_to_share_comes_in_as_soon_as_what_is_shared_is_there(llama: LoadedModel) -> None:
     order: list[tuple[str, int]] = []
-    long = np.concatenate([SYSTEM, _random.integers(20, 200, 300)])
+    long = np.concatenate([SYSTEM, np.random.default_rng(6).integers(20, 200, 300)])
     with new_generator(llama, new_cache(llama)) as generator:
         submit(generator, long, 2, on_progress=lambda done, total: order.append(("long", done)))
         short = submit(generator, PROMPTS[0], 2, on_progress=lambda done, total: order.append(("short", done)))
@@ -441,20 +375,6 @@ def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(loaded: Lo
 
 
 # Neither in a prompt nor among the tokens that a model is tried with.
-BAD_TOKEN = 210
-
-
-@contextmanager
-def embedding(model: Any, of: Callable[[mx.array, mx.array], mx.array]) -> Iterator[None]:
-    """A model in which tokens are embedded as this says, from their ids and from what they are embedded as."""
-    layer = model.model.embed_tokens
-    plain = type(layer)
-    call = {"__call__": lambda self, ids: of(ids, plain.__call__(self, ids))}
-    layer.__class__ = type(plain.__name__, (plain,), call)
-    try:
-        yield
-    finally:
-        layer.__class__ = plain
 
 
 @pytest.fixture
@@ -542,7 +462,7 @@ def test_a_prompt_that_no_memory_is_enough_for_does_not_hold_up_those_behind_it(
         drain_one = submit(generator, PROMPTS[0], 2)
         drain(generator)
         first = submit(generator, PROMPTS[1], 12)
-        never = submit(generator, _random.integers(20, 200, 500))
+        never = submit(generator, np.random.default_rng(7).integers(20, 200, 500))
         behind = submit(generator, PROMPTS[2], 3)
         ended = [ticket for ticket, piece in generator if piece.completion is not None]
     assert done(drain_one).done_reason == "length"

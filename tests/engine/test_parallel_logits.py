@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
-from tests.engine.test_parallel_generate import done, load, new_cache, new_generator, tokens_of
+from tests.engine.generators import done, load, new_cache, new_generator, tokens_of
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)

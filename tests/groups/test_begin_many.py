@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from radixcache import (
     Ledger,
     PrefixCache,
     Reason,
-    Row,
     Session,
     SessionClosedError,
     UnsupportedCacheError,
@@ -37,71 +35,16 @@ from radixcache.errors import ShiftError
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from tests import inside
-from tests.groups.cold import ROUNDING, WRONG, cold, cold_last, error, opened, resumed, shared_model
-from tests.sessions.test_failures import Fuse, fused, raising
-from tests.whole.test_exact import tokens
+from tests.groups.cold import ROUNDING, WRONG, cold, error, opened, resumed, shared_model
+from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
+from tests.prompts import tokens
+from tests.sessions.faults import Fuse, fused, raising
 
 SLOW_KINDS = ("deepseek_v3", "llama_sliding", "gpt_oss", "gemma4_text", "mamba2", "rwkv7", "recurrent_gemma")
 KINDS = ("llama", "gemma3_text", "qwen3_next", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS))
 
 SYSTEM = tokens(1, 70)
 PROMPTS = [[*SYSTEM, *tokens(2, 30)], [*SYSTEM, *tokens(3, 41)], tokens(4, 25)]
-
-
-def stored(cache: PrefixCache, model: Any, prompt: Sequence[int], marks: Sequence[int] = ()) -> None:
-    """Evaluate all of a prompt in a session of its own."""
-    with cache.begin(prompt, marks=marks) as session:
-        session.prefill(model)
-        session.step(model, session.prompt[-1:])
-    cache.check()
-
-
-def checked(cache: PrefixCache, group: Group) -> None:
-    cache.check()
-    group.check()
-    assert cache.stats.live_bytes == group.nbytes + inside.slots_bytes(cache)
-
-
-@contextmanager
-def grouped(
-    kind: str, prompts: Sequence[Any] = (), *, stores: Sequence[int] = (), interval: int = 2048, **group: Any
-) -> Iterator[tuple[Any, PrefixCache, Group]]:
-    """A group of these rows, checked at the end. `stores`: a prompt that is in the tree before."""
-    model, cache = opened(kind, checkpoint_interval=interval)
-    if stores:
-        stored(cache, model, stores)
-    with cache.begin_many(prompts, **group) as opened_group:
-        yield model, cache, opened_group
-        checked(cache, opened_group)
-    cache.check()
-
-
-def prefilled(group: Group, model: Any, row: Row, chunk: int | None = None) -> mx.array:
-    """Logits (V,) of the row's last prompt token."""
-    while True:
-        logits = group.prefill(model, row, chunk)
-        if logits is not None:
-            assert logits.shape[:2] == (1, 1)
-            return logits[0, 0]
-
-
-def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], steps: int) -> list[list[int]]:
-    """Greedy tokens of each row, every step's logits compared with those of a cold run of all of them."""
-    said: list[list[int]] = [[] for _ in rows]
-    answers: list[list[mx.array]] = [[] for _ in rows]
-    token = mx.argmax(mx.stack(logits), axis=-1)
-    for _ in range(steps):
-        found = group.step(model, rows, token)
-        assert found.shape[:2] == (len(rows), 1)
-        for row, replies, answered, last, each in zip(rows, said, answers, token.tolist(), found, strict=True):
-            replies.append(last)
-            answered.append(each[0])
-            assert row.known_keys().tolist()[-len(replies) :] == replies
-        token = mx.argmax(found[:, -1], axis=-1)
-    for row, answered in zip(rows, answers, strict=True):
-        wanted = cold_last(model, row.known_keys().tolist(), steps)
-        assert all(error(*each) < ROUNDING for each in zip(answered, wanted, strict=True))
-    return said
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -575,20 +518,6 @@ def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
         decoded(group, model, [row], [logits], 3)
     assert cache.explain([*tokens(9, 50), 1]).matched_tokens == 35
     cache.check()
-
-
-class Failing:
-    """Passes calls on to a model, and raises at the n-th."""
-
-    def __init__(self, model: Any, at: int, error: type[BaseException]) -> None:
-        self.model, self.at, self.error, self.calls = model, at, error, 0
-        self.layers = model.layers
-
-    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        self.calls += 1
-        if self.calls == self.at:
-            raise self.error("the model broke off")
-        return self.model(ids, cache=cache)
 
 
 @pytest.mark.parametrize(("kind", "error_class"), [("gemma3_text", RuntimeError), ("jamba", KeyboardInterrupt)])

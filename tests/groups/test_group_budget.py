@@ -12,6 +12,7 @@ from radixcache.groups.group import FIRST_TOKENS
 from radixcache.layers.layout import Layout
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
+from tests.groups.rows import known, row_bytes
 from tests.prompts import tokens
 
 
@@ -23,22 +24,6 @@ def within_budget(cache: PrefixCache, group: Group) -> None:
     assert held_bytes(cache) <= cache.stats.budget_bytes
     group.check()
     cache.check()
-
-
-def known(model: Any, budget_bytes: int | None = None, **more: Any) -> PrefixCache:
-    """A cache that has seen its model run."""
-    cache = PrefixCache(model, budget_bytes=budget_bytes, **more)
-    with cache.begin(tokens(9, 8)) as session:
-        session.prefill(model)
-    cache.clear()
-    return cache
-
-
-def row_bytes(model: Any, length: int) -> int:
-    """What one row with so many tokens takes of a budget without bounds."""
-    with known(model).begin_many([tokens(1, length)], capacity=length) as group:
-        group.prefill(model, group.rows[0])
-        return group.nbytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])

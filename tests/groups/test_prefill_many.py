@@ -13,28 +13,12 @@ from radixcache.groups.passes import Way
 from radixcache.groups.row import Row
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.test_begin_many import decoded, grouped, stored
-from tests.groups.test_ways import WAYS
-from tests.whole.test_exact import tokens
+from tests.groups.rows import WAYS, Counting, decoded, grouped, stored
+from tests.prompts import tokens
 
 SYSTEM = tokens(1, 60)
 #: Two on the system prompt, that have 9 and 30 tokens of their own, and two that have nothing in common.
 PROMPTS = ([*SYSTEM, *tokens(2, 9)], [*SYSTEM, *tokens(3, 30)], tokens(4, 40), tokens(5, 23))
-
-
-class Counting:
-    """A model that notes the shape (R, T) of each pass, and raises behind one that has a bad token."""
-
-    def __init__(self, model: Any, bad: int | None = None) -> None:
-        self.model, self.bad = model, bad
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __call__(self, ids: mx.array, **named: Any) -> mx.array:
-        self.shapes.append(tuple(ids.shape))
-        logits: mx.array = self.model(ids, **named)
-        if self.bad is not None and self.bad in np.array(ids):
-            raise ValueError("a bad token")
-        return logits
 
 
 def through(group: Group, model: Any, rows: list[Row], chunk: int | None = None) -> dict[Row, mx.array]:

@@ -13,8 +13,8 @@ from radixcache import PrefixCache, Row, ShortReason
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.test_begin_many import Failing, checked, decoded, grouped, prefilled, stored
-from tests.whole.test_exact import tokens
+from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
+from tests.prompts import tokens
 
 SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
 

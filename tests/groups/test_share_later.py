@@ -10,8 +10,8 @@ import pytest
 
 from radixcache.layers.layout import Layout, LiveStateError
 from tests.groups.cold import ROUNDING, cold, error, opened
-from tests.groups.test_begin_many import checked, decoded, grouped, prefilled
-from tests.whole.test_exact import tokens
+from tests.groups.rows import checked, decoded, grouped, prefilled
+from tests.prompts import tokens
 
 SYSTEM = tokens(1, 60)
 PROMPTS = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]

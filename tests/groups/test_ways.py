@@ -19,32 +19,12 @@ from radixcache.groups.batch import Batch, PassError
 from radixcache.groups.passes import Way, way_of
 from runner.models.tiny import tiny_model
 from tests.groups.cold import ROUNDING, cold, error, shared_model
-from tests.groups.test_begin_many import decoded, prefilled, stored
-from tests.whole.test_exact import tokens
+from tests.groups.rows import WAYS, decoded, prefilled, stored
+from tests.prompts import tokens
 
-WAYS = {
-    "llama": Way.SEGMENTS,
-    "gemma3_text": Way.SEGMENTS,
-    "gemma3n": Way.SEGMENTS,
-    "gemma4_text": Way.SEGMENTS,
-    "gpt_oss": Way.SEGMENTS,
-    "qwen3_next": Way.SEGMENTS,
-    "recurrent_gemma": Way.SEGMENTS,
-    "mamba2": Way.SEGMENTS,
-    "deepseek_v3": Way.BATCH,
-    "plamo2": Way.BATCH,
-    "kimi_linear": Way.BATCH,
-    "gpt_bigcode": Way.SINGLE,
-}
 #: One kind for each way, and one with recurrent layers; the others are slow tests.
 FAST = ("llama", "qwen3_next", "deepseek_v3", "gpt_bigcode")
 KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in WAYS]
-#: Kinds of which rows are in one batch.
-TOGETHER = [
-    kind if kind in ("llama", "gemma3n", "qwen3_next") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind, way in WAYS.items()
-    if way is not Way.SINGLE
-]
 
 
 def found(model: Any) -> passes.WayTrial:

@@ -23,7 +23,7 @@ from radixcache.layers.layout import LiveStateError
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
-from tests.sessions.test_failures import FailingCopies, failed_decomposition
+from tests.sessions.faults import FailingCopies, failed_decomposition
 
 ROUNDING = 1e-4
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4

@@ -21,11 +21,11 @@ from radixcache.layers.trials import STORED_TOLERANCES
 from runner.engine.generator import ParallelGenerator
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
-from tests.engine.test_parallel_generate import load
+from tests.engine.generators import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
-from tests.sessions.test_failures import FailingCopies
+from tests.sessions.faults import FailingCopies
 from tests.whole.test_bytes import active_bytes
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
