@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache
+from radixcache import Group, PrefixCache
 from radixcache.speculate.pace import DraftPace
 from runner.engine.generation import Generation, generate
 from runner.engine.generator import ParallelGenerator
@@ -78,9 +78,19 @@ def drain(
     at(0)
     for count, (ticket, piece) in enumerate(generator, start=1):
         pieces.setdefault(ticket, []).append(piece)
-        generator.group.check()
+        if isinstance(generator.group, Group):
+            generator.group.check()
         at(count)
     return pieces
+
+
+def serve(
+    generator: ParallelGenerator, prompts: Iterable[Any], max_tokens: int = MAX_TOKENS, **more: Any
+) -> list[Generation]:
+    """Serve these prompts at once until all are done."""
+    tickets = [submit(generator, prompt, max_tokens, **more) for prompt in prompts]
+    drain(generator)
+    return tickets
 
 
 def done(ticket: Generation) -> Completion:
@@ -110,6 +120,11 @@ def require_right_tree(loaded: LoadedModel, cache: PrefixCache, prompts: Iterabl
 def scripted(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     script = iter(tokens)
     return lambda logprobs: mx.array([next(script)])
+
+
+def spoilt(ids: mx.array, found: mx.array) -> mx.array:
+    """For `embedding`: the bad token becomes no number."""
+    return mx.where((ids == BAD_TOKEN)[..., None], float("nan"), found)
 
 
 @contextmanager

@@ -21,11 +21,10 @@ from tests.engine.generators import (
     Doubtful,
     alone,
     cache_of_both,
-    drain,
     free_cache,
     load,
     new_generator,
-    submit,
+    serve,
     tokens_of,
 )
 from tests.groups.cold import cold
@@ -74,8 +73,7 @@ def test_greedy_replies_of_eight_users_with_drafts_are_those_of_each_alone_witho
         with new_generator(loaded, cache, capacity=4096, speculate=speculate, draft_model=draft) as generator:
             is_drafted &= generator.group.drafts_together(loaded.model)  # else drafts are for one at a time
             for _ in range(2):  # what was said in the first turn is in the tree in the second one
-                tickets = [submit(generator, prompt, LENGTH, marks=()) for prompt in PROMPTS]
-                drain(generator)
+                tickets = serve(generator, PROMPTS, LENGTH, marks=())
                 others += sum(
                     parted(loaded, prompt, tokens_of(each)) for prompt, each in zip(PROMPTS, tickets, strict=True)
                 )

@@ -7,12 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from radixcache import PrefixCache
 from radixcache.groups.passes import Removal
-from runner.engine.generation import OPENING_TOKENS, Generation, generate
+from runner.engine.generation import Generation, generate
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
 from tests import inside
@@ -213,36 +211,3 @@ def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
     assert "them is not enough" in completion.note
     assert len(completion.tokens) == CONTEXT - len(SYSTEM) - len(OPENING) + 1
     assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
-
-
-@pytest.mark.slow
-@settings(max_examples=4, deadline=None)
-@given(data=st.data())
-def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_stored(data: st.DataObject) -> None:
-    loaded = load(data.draw(st.sampled_from(["llama", "llama_sliding", "jamba"])))
-    cache = new_cache(loaded, verify=1.0)
-    capacity = data.draw(st.sampled_from([CONTEXT, 150, 260]))
-    share = data.draw(st.sampled_from([0.1, 0.25, 0.5]))
-    reserve = data.draw(st.sampled_from([None, 1]))
-    requests = data.draw(
-        st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4)
-    )
-    tickets = []
-    with new_generator(loaded, cache, capacity=capacity, context=CONTEXT, free_share=share) as generator:
-        for messages, length, seed in requests:
-            prompt, marks = conversation(2 * messages, seed)
-            tickets.append((submit(generator, prompt, marks, length, reserve=reserve), prompt, length))
-        drain(generator)
-    finals: list[Any] = [[*SYSTEM, 30]]
-    for ticket, prompt, length in tickets:
-        completion = done(ticket)
-        assert completion.done_reason == "length", completion
-        if completion.note is None:
-            assert len(completion.tokens) == length
-        if completion.shifted_tokens == 0:
-            short = without(prompt, len(SYSTEM), completion.omitted_tokens)
-            assert completion.tokens == alone(loaded, short, length)[: len(completion.tokens)]
-        gone = completion.omitted_tokens + completion.shifted_tokens
-        assert gone <= max(0, len(prompt) - len(SYSTEM) - min(OPENING_TOKENS, len(OPENING)))
-        finals.append(final(ticket, prompt))
-    require_untainted(loaded, cache, finals)

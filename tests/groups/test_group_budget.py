@@ -103,25 +103,6 @@ def test_what_is_refused_costs_no_checkpoint() -> None:
     cache.check()
 
 
-def test_a_row_that_takes_up_what_another_evaluated_meanwhile_goes_on_beyond_the_budget() -> None:
-    model: Any = shared_model("mamba")
-    each = row_bytes(model, 8)
-    prompt = tokens(1, 40)
-    cache = known(model, 5 * each // 2)
-    with cache.begin_many([prompt, prompt, prompt], capacity=400) as group:
-        first, second, third = group.rows
-        group.prefill(model, first, 39)
-        group.prefill(model, second, 39)
-        found = group.prefill(model, third)
-        assert found is not None
-        assert error(found[0, 0], cold(model, prompt)) < ROUNDING
-        group.check()
-        second.close()
-        third.close()
-        within_budget(cache, group)
-    cache.check()
-
-
 def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_limit_is_asked() -> None:
     model: Any = shared_model("llama")
     token_bytes = inside.layout(known(model)).token_bytes

@@ -17,30 +17,20 @@ SYSTEM = tokens(1, 60)
 PROMPTS = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 def test_prompts_begun_together_hold_their_common_beginning_once(kind: str) -> None:
-    with grouped(kind, PROMPTS, capacity=256) as (model, cache, group):
-        assert [row.cached_tokens for row in group.rows] == [0, 0, 0, 0]
-        logits = [prefilled(group, model, row) for row in group.rows]
-        checked(cache, group)
-        assert [row.cached_tokens for row in group.rows] == [0, 60, 60, 60]
-        assert all(
-            row.remaining.tolist() == prompt[60:] for row, prompt in zip(group.rows[1:], PROMPTS[1:], strict=True)
-        )
-        assert group.used_tokens == 60 + sum(len(prompt) - 60 for prompt in PROMPTS)
-        assert (cache.stats.hit_tokens, cache.stats.requests) == (180, 4)
-        assert cache.stats.hit_tokens + cache.stats.miss_tokens == sum(map(len, PROMPTS))
-        for prompt, found in zip(PROMPTS, logits, strict=True):
-            assert error(found, cold(model, prompt)) < ROUNDING
-        decoded(group, model, group.rows, logits, 3)
-
-
-def test_recurrent_rows_share_at_a_mark_that_another_row_has_passed() -> None:
-    with grouped("qwen3_next", capacity=256) as (model, cache, group):
-        rows = [group.admit(prompt, marks=[60]) for prompt in PROMPTS]
+    """Recurrent rows share at a mark that another row has passed."""
+    marks = [60] if kind == "qwen3_next" else []
+    with grouped(kind, capacity=256) as (model, cache, group):
+        rows = [group.admit(prompt, marks=marks) for prompt in PROMPTS]
+        assert [row.cached_tokens for row in rows] == [0, 0, 0, 0]
         logits = [prefilled(group, model, row) for row in rows]
         checked(cache, group)
         assert [row.cached_tokens for row in rows] == [0, 60, 60, 60]
+        assert [row.remaining.tolist() for row in rows[1:]] == [prompt[60:] for prompt in PROMPTS[1:]]
+        assert group.used_tokens == 60 + sum(len(prompt) - 60 for prompt in PROMPTS)
+        assert (cache.stats.hit_tokens, cache.stats.requests) == (180, 4)
+        assert cache.stats.hit_tokens + cache.stats.miss_tokens == sum(map(len, PROMPTS))
         for prompt, found in zip(PROMPTS, logits, strict=True):
             assert error(found, cold(model, prompt)) < ROUNDING
         decoded(group, model, rows, logits, 3)
