@@ -19,7 +19,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 from radixcache import PrefixCache, Session
 from runner.models.tiny import WINDOW_LENGTH, tiny_model
 from tests import inside
-from tests.paging.test_windows import WindowModel
+from tests.paging.served import WindowModel
 from tests.prompts import tokens
 
 #: Bytes that the span layers of the tiny models take per token, from the configurations in runner/models/tiny.py.
@@ -211,18 +211,6 @@ def test_a_regenerated_reply_copies_nothing_in(kind: str) -> None:
     # The first reply is kept: it is copied out, with the token that is evaluated again.
     assert cache.stats.paged_in_bytes == 0
     assert cache.stats.paged_out_bytes <= 41 * TOKEN_BYTES[kind]
-
-
-@pytest.mark.parametrize("kind", PURE_KINDS)
-def test_what_would_be_evicted_at_once_is_dropped_without_a_copy(kind: str) -> None:
-    token_bytes = TOKEN_BYTES[kind]
-    model, cache = model_and_cache(kind, budget_bytes=700 * token_bytes)
-    for user in range(4):
-        serve(cache, model, [user, *tokens(user, 600)], reserve=16)
-    # At most the 100 tokens that still fit beside the new live path, in whole steps of an eviction.
-    assert cache.stats.paged_out_bytes <= 3 * 100 * token_bytes
-    assert cache.stats.evictions >= 3
-    assert cache.stats.live_bytes + cache.stats.paged_bytes <= 700 * token_bytes
 
 
 @pytest.fixture

@@ -12,28 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
+from radixcache import CacheBusyError, Ledger, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model
-from tests.paging.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
+from tests.groups.cold import ROUNDING, serve
+from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM
 from tests.prompts import tokens
 
 # Names
-
-
-def test_a_named_pin_is_listed_and_released_by_its_name(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM, name="support")
-    assert cache.names() == {"support": NamedPin("", 40, 40 * TOKEN_BYTES_OF_LLAMA, None)}
-    cache.reclaim(0)
-    assert cache.stats.tokens == 40
-    cache.unpin(name="support")
-    assert cache.names() == {}
-    cache.reclaim(0)
-    assert cache.stats.tokens == cache.stats.pinned_bytes == 0
-    cache.check()
 
 
 def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_one() -> None:
@@ -197,7 +184,7 @@ def test_pins_keep_what_they_say_through_any_calls(calls: list[tuple[str, int, i
 
 
 def test_pins_of_all_caches_on_a_ledger_count_together(llama: Any) -> None:
-    ledger = Ledger(100 * TOKEN_BYTES_OF_LLAMA)
+    ledger = Ledger(100 * LLAMA_TOKEN_BYTES)
     ours, theirs = PrefixCache(llama, budget_bytes=ledger), PrefixCache(llama, budget_bytes=ledger)
     serve(ours, llama, SYSTEM)
     ours.pin(SYSTEM, name="ours")
@@ -220,7 +207,7 @@ def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: An
         session.is_lost = True
     cache.check()
     assert list(cache.names()) == ["paged"]
-    assert cache.stats.pinned_bytes == 20 * TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.pinned_bytes == 20 * LLAMA_TOKEN_BYTES
     assert serve(cache, llama, [*tokens(8, 20), 5]).cached_tokens == 20
 
 

@@ -13,7 +13,7 @@ from radixcache import DiskStore, PrefixCache
 from radixcache.paging import tier
 from radixcache.paging.rates import StoreRates
 from radixcache.stores.block import Block, Kind
-from tests.paging.test_rates import Clock
+from tests.paging.served import Clock
 from tests.prompts import tokens
 from tests.restarts import is_close, serve
 

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache, Session, stream_generate
-from radixcache.decode import DecodeLoop, Decoding
 from radixcache.generate import decode
 from radixcache.speculate.drafting import IDLE_TOKENS, MOST_STRIDE, Drafting
 from radixcache.speculate.pace import DraftPace, Proposal
@@ -169,79 +168,6 @@ def replies(model: Any, count: int, cache: PrefixCache | None = None, prompt: An
 # The same distribution
 
 
-def chi_square_excess(found: Any, chances: Any) -> float:
-    """Chi-square of counts, as standard deviations above its mean; rare outcomes are taken together."""
-    expected = np.asarray(chances, np.float64) / np.sum(chances) * found.sum()
-    is_rare = expected < 10
-    found, expected = (np.append(each[~is_rare], each[is_rare].sum()) for each in (found, expected))
-    found, expected = found[expected > 0], expected[expected > 0]
-    freedom = len(found) - 1
-    return float((((found - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
-
-
-class Reply(Decoding):
-    """A reply whose tokens are noted."""
-
-    left = 9
-
-    def take(self) -> bool:
-        self.said.append(self.unread.popleft().read()[0])
-        return True
-
-
-class Fixed:
-    """A seat whose passes have these logits (1, T, V)."""
-
-    def __init__(self, logits: mx.array) -> None:
-        self._logits = logits
-
-    def check_drafts(self, model: Any, rows: Any, tokens: Any, accept: Any) -> list[int]:
-        counts: list[int] = accept(self._logits)
-        return counts
-
-
-def test_of_5_000_checked_drafts_the_tokens_said_have_the_distribution_of_the_model() -> None:
-    mx.random.seed(1)
-    logits = mx.array(np.random.default_rng(3).normal(size=(1, 2, 8)), mx.float32)
-    draft, found = 3, np.zeros((8, 9))
-    loop = DecodeLoop(None, Fixed(logits), DraftPace(seconds=lambda rows, width: 1.0))
-    with PrefixCache(tiny_model("llama")).begin(PROMPT) as row:
-        for _ in range(5_000):
-            reply = Reply(tokens=row.prompt, sampler=mx.random.categorical, held_row=row)
-            reply.said = []
-            loop.run([reply], {reply: Proposal((draft,), (0.9,), "guess")}, Reply.take)
-            found[reply.said[0], reply.said[1] if len(reply.said) > 1 else 8] += 1
-    first, second = np.asarray(mx.softmax(logits[0], axis=-1))
-    assert found[draft, 8] == found[np.arange(8) != draft, :8].sum() == 0
-    assert chi_square_excess(found.sum(axis=1), first) < 4
-    assert chi_square_excess(found[draft, :8], second) < 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("has_drafts", [True, False])
-def test_of_20_000_replies_the_first_tokens_have_the_distribution_of_the_model(has_drafts: bool) -> None:
-    model, prompt = tiny_model("llama"), PROMPT[:6]
-    cache, chances, draft = PrefixCache(model), [], []
-    for _ in range(2):
-        logits = model(mx.array([[*prompt, *draft]]), cache=make_prompt_cache(model))[0, -1]
-        chances.append(np.asarray(mx.softmax(logits)))
-        draft.append(int(mx.argmax(logits).item()))
-    mx.random.seed(2)
-    found = np.zeros((2, VOCABULARY_LENGTH))
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        for _ in range(20_000):
-            drafts = drafting(Guess(draft, wrong=3)) if has_drafts else None
-            sampler = mx.random.categorical
-            first, second = decode(session, model, session.prompt, 2, sampler=sampler, drafting=drafts)
-            found[0, first[0]] += 1
-            found[1, second[0]] += first[0] == draft[0]
-            assert session.rewind(len(prompt) - 1) == len(prompt) - 1
-    assert found[1].sum() > 200
-    assert max(map(chi_square_excess, found, chances)) < 4
-
-
 # What is stored
 
 
@@ -317,16 +243,6 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
         assert sum(each.from_draft for each in found) >= (9 if seed == 0 else 0)
         assert found[0].cached_tokens >= 40 * turn
         prompt = [*prompt, *expected, turn, 2]
-
-
-def test_the_tree_is_asked_before_a_draft_model() -> None:
-    model, draft = tiny_model("llama"), tiny_model("llama", 1)
-    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
-    expected = [each.token for each in replies(model, 20)]
-    more: dict[str, Any] = {"draft_model": draft, "prediction": expected}
-    found = replies(model, 20, cache, **more)
-    assert [each.token for each in found] == expected
-    assert sum(each.from_draft for each in found) > 14
 
 
 # Where it is refused

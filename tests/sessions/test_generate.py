@@ -173,13 +173,6 @@ def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any,
 # What is left in the cache
 
 
-def test_the_next_turn_resumes_behind_the_reply(model: Any, tokenizer: Any) -> None:
-    cache = PrefixCache(model)
-    reply = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)]
-    following = list(stream_generate(model, tokenizer, [*PROMPT, *reply, 1, 2], max_tokens=2, cache=cache))
-    assert {r.cached_tokens for r in following} == {len(PROMPT) + 9}
-
-
 def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any, tokenizer: Any) -> None:
     cache = PrefixCache(model)
     stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
@@ -353,16 +346,6 @@ def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(
     assert [r.token for r in stream_generate(
         model, tokenizer, PROMPT, max_tokens=11, draft_model=draft, cache=cache
     )] == greedy  # fmt: skip
-
-
-def test_a_speculative_stream_closed_early_leaves_the_right_state(tokenizer: Any) -> None:
-    model, draft, cache = both_models()
-    for count in (1, 3, 5):
-        stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
-        reply = [next(stream).token for _ in range(count)]
-        stream.close()
-        cache.check()
-        agree(model, tokenizer, cache, [*PROMPT, *reply, 3], lambda: {"max_tokens": 6, "draft_model": draft})
 
 
 def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
