@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from policies import CostModel
+from radixcache import DiskStore, PrefixCache
+from radixcache.paging import tier
 from radixcache.paging.rates import StoreRates
+from radixcache.stores.block import Block, Kind
 from tests.paging.served import Clock
+from tests.prompts import tokens
+from tests.restarts import is_close, serve
 
 
 def rates_of(cost: CostModel, chunks: dict[tuple[int, int], float], clock: Clock | None = None) -> StoreRates:
@@ -129,3 +137,68 @@ def test_the_way_into_live_caches_is_shared_out_among_the_stores_by_their_bytes(
     assert rates.is_worth_reading({0: 1000}, 0, 90)  # 0.7 s
     assert not rates.is_worth_reading({0: 1000}, 0, 86)
     assert not rates.is_worth_reading({1: 3000}, 0, 130)  # 1.1 s
+
+
+# A store that is slower than prefill, where all prompts are there to be read
+
+
+LENGTH = 1300
+
+
+class Slow(DiskStore):
+    """Takes 100 seconds a block."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__(path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0)
+        self._clock = clock
+
+    def read(self, wanted: Sequence[tuple[bytes, Kind]]) -> Iterator[Block | None]:
+        for block in super().read(wanted):
+            self._clock.now_s += 100
+            yield block
+
+
+class Timed:
+    """A model that takes a second for each pass."""
+
+    def __init__(self, model: Any, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+
+    def __call__(self, ids: mx.array, **named: Any) -> Any:
+        self._clock.now_s += 1
+        return self._model(ids, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_what_prefill_takes_is_learnt_at_the_start_and_then_a_slow_store_is_read_once(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(tier, "StoreRates", lambda cost, _: StoreRates(cost, clock))
+    model = llama
+    prompts = [[*tokens(number, LENGTH, first=number), 1] for number in range(3)]
+    with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
+        answers = [serve(cache, model, prompt)[1] for prompt in prompts]
+    with Slow(tmp_path, clock) as store, PrefixCache(model, store=store) as cache:
+        before = cache.stats
+        cache.learn(Timed(model, clock))
+        cache.check()
+        assert cache.stats == before
+        cached = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            found, logits = serve(cache, Timed(model, clock), prompt)
+            assert is_close(logits, answer)
+            cached.append(found)
+            cache.check()
+    assert cached == [LENGTH, 0, 0]
+
+
+def test_no_prompt_is_prefilled_to_learn_how_fast_that_is(llama: Any, tmp_path: Path) -> None:
+    prompts = [[*tokens(number, LENGTH, first=number), 1] for number in range(3)]
+    for _ in range(2):
+        store = DiskStore(tmp_path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0)
+        with store, PrefixCache(llama, store=store) as cache:
+            cached = [serve(cache, llama, prompt)[0] for prompt in prompts]
+    assert cached == [LENGTH] * 3

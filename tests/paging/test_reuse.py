@@ -12,9 +12,11 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
-from tests.groups.cold import serve, shared_model
+from tests.groups.cold import opened, serve, shared_model
+from tests.paging.served import held_bytes
 from tests.prompts import tokens
 
+TOO_LONG_KINDS = ["llama_sliding", "nemotron_h"]
 POINT_KINDS = ["llama_sliding", "llama4", "nemotron_h"]
 #: Chat templates rewrite at most this many tokens at the end of a prompt.
 REWRITTEN_TAIL = 16
@@ -242,3 +244,45 @@ def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(abo
     assert cache.stats.requests == 0
     with cache.begin([1, 2, 3], turn=1, priority=-1, kind="agent"):
         pass
+
+
+# Prompts that the budget has no room for
+
+
+@pytest.mark.parametrize("kind", TOO_LONG_KINDS)
+def test_the_next_turn_resumes_as_far_as_the_budget_reaches(kind: str) -> None:
+    model, prompt = shared_model(kind), tokens(1, 700)
+    whole = PrefixCache(model)
+    serve(whole, model, prompt[:600], REPLY)
+    budget_bytes = whole.stats.live_bytes // 3
+    cache = PrefixCache(model, budget_bytes=budget_bytes, checkpoint_interval=16)
+    assert serve(cache, model, prompt[:600], REPLY).cached_tokens == 0
+    for length in (650, 700):
+        assert 100 <= serve(cache, model, prompt[:length], REPLY).cached_tokens < 500
+        assert held_bytes(cache) <= budget_bytes
+
+
+@pytest.mark.parametrize("kind", [*TOO_LONG_KINDS, pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+def test_as_many_tokens_are_kept_as_the_budget_has_room_for(kind: str, share: float) -> None:
+    model, prompt = shared_model(kind), tokens(1, 700)
+    whole = PrefixCache(model)
+    serve(whole, model, prompt)
+    layout = inside.layout(whole)
+    budget_bytes = int(share * layout.request_bytes(700))
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, tokens(2, 50))
+    serve(cache, model, prompt, REPLY)
+    # Point state is live and in the tree.
+    point_bytes = layout.request_bytes(700) - 700 * layout.token_bytes
+    room = (budget_bytes - 2 * point_bytes) // layout.token_bytes
+    assert room - 1 <= cache.explain(prompt).resumable_tokens <= room
+    assert held_bytes(cache) <= budget_bytes
+
+
+@pytest.mark.parametrize("kind", TOO_LONG_KINDS)
+def test_a_budget_of_one_byte_still_serves(kind: str) -> None:
+    model, cache = opened(kind, budget_bytes=1)
+    for _ in range(2):
+        assert serve(cache, model, tokens(1, 100), REPLY).cached_tokens == 0
+        assert held_bytes(cache) == 0

@@ -25,8 +25,6 @@ from tests.prompts import tokens
 
 PROMPT = tokens(1, 50)
 SOME_KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2"]
-#: Two of the highest logits that are nearer than this may change places where they are added up in another order.
-NEAR = 1e-3
 
 
 class Guess:
@@ -53,18 +51,11 @@ def drafting(*sources: Any) -> Drafting:
     return Drafting(sources, DraftPace(seconds=lambda rows, width: 1 + width / 100), PROMPT)
 
 
-def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = None) -> list[tuple[int, Any, bool]]:
+def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = None) -> tuple[list[int], int]:
+    """Tokens of a reply, and how many of them were drafted."""
     session.prefill(model)
-    return list(decode(session, model, session.prompt, count, drafting=drafts))
-
-
-def parts_at(found: Sequence[Any], expected: Sequence[Any]) -> int:
-    """How many tokens two replies have in common; where they part, the first's two highest logits must be near."""
-    for at, ((one, logprobs, _), (other, _, _)) in enumerate(zip(found, expected, strict=True)):
-        if one != other:
-            assert abs(float((logprobs[one] - logprobs[other]).item())) < NEAR
-            return at
-    return len(found)
+    found = list(decode(session, model, session.prompt, count, drafting=drafts))
+    return [token for token, _, _ in found], sum(is_drafted for _, _, is_drafted in found)
 
 
 # The same tokens
@@ -74,29 +65,28 @@ def parts_at(found: Sequence[Any], expected: Sequence[Any]) -> int:
 def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as_far_as_it_was_said(kind: str) -> None:
     model = tiny_model(kind)
     with PrefixCache(model).begin(PROMPT) as session:
-        expected = decoded(session, model, 24)
-    reply = [token for token, _, _ in expected]
+        reply, _ = decoded(session, model, 24)
     cache = PrefixCache(model)
     with cache.begin(PROMPT) as session:
         drafts = drafting(Guess(reply))
-        found = decoded(session, model, 24, drafts)
+        found, accepted = decoded(session, model, 24, drafts)
         assert session.known_tokens == len(PROMPT) + 23  # the last token was not evaluated
-        assert parts_at(found, expected) == 24, "no text has parted so far: one that does is to be looked at"
+        assert found == reply
     cache.check()
     counts = drafts.drafted["guess"]
-    assert counts.accepted == sum(is_drafted for _, _, is_drafted in found) > 8
+    assert counts.accepted == accepted > 8
     assert counts.accepted < counts.proposed
     assert inside.stored_tokens(cache, [*PROMPT, *reply]) <= len(PROMPT) + 23
     following = [*PROMPT, *reply, 3]
     with cache.begin(following) as session, PrefixCache(model).begin(following) as cold:
         assert session.cached_tokens >= len(PROMPT) + 16 or inside.layout(cache).has_states
-        assert parts_at(decoded(session, model, 4), decoded(cold, model, 4)) == 4
+        assert decoded(session, model, 4) == decoded(cold, model, 4)
 
 
 def test_accepted_tokens_are_counted_and_not_those_behind_the_end_of_a_reply() -> None:
     model = tiny_model("llama")
     with PrefixCache(model).begin(PROMPT) as session:
-        reply = [token for token, _, _ in decoded(session, model, 24)]
+        reply, _ = decoded(session, model, 24)
     for end in range(1, 24):
         with PrefixCache(model).begin(PROMPT) as session:
             session.prefill(model)
@@ -147,7 +137,7 @@ def test_where_nothing_was_drafted_for_long_a_fast_model_is_looked_at_less_often
     model, guess = tiny_model("llama"), Guess([])
     drafts = Drafting([guess], DraftPace(seconds=lambda rows, width: pass_s), PROMPT)
     with PrefixCache(model).begin(PROMPT) as session:
-        assert len(decoded(session, model, 98, drafts)) == 98
+        assert len(decoded(session, model, 98, drafts)[0]) == 98
     rare = len(range(IDLE_TOKENS + stride, 96, stride))
     assert len(guess.limits) == 1 + IDLE_TOKENS + rare
 
@@ -257,20 +247,3 @@ def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[s
     with pytest.raises(ValueError, match=r"speculate is 'trie'; wanted .tree., .prompt. or None"):
         stream_generate(model, tiny_tokenizer(), PROMPT, cache=PrefixCache(model), **{"speculate": "trie"})
     assert cache.stats.requests == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "found"),
-    [
-        ({"prediction": 5}, "prediction has 0 dimensions"),
-        ({"prediction": ["as", "before"]}, r"prediction\[0\] is 'as'; wanted an integer"),
-        ({"prediction": {"a": 1}}, "prediction has 0 dimensions; wanted 1: a list or an array of integers"),
-        ({"prediction": [[1], [2, 3]]}, "prediction is not a sequence of integers"),
-        ({"draft_model": tiny_model("llama"), "num_draft_tokens": -1}, "num_draft_tokens is -1; wanted"),
-    ],
-    ids=str,
-)
-def test_drafts_of_a_wrong_form_are_refused_by_name(more: dict[str, Any], found: str) -> None:
-    cache = PrefixCache(tiny_model("llama"))
-    with pytest.raises(ValueError, match=found):
-        stream_generate(tiny_model("llama"), tiny_tokenizer(), PROMPT, cache=cache, **more)
