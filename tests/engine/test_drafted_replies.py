@@ -84,7 +84,7 @@ def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_
         assert not is_known or ticket.facts.drafted["tree"].accepted >= LENGTH // 2
 
 
-@pytest.mark.parametrize("seat", ["group", "alone", "group with a draft model"])
+@pytest.mark.parametrize("seat", ["group", "alone", "group with a draft model", "alone with a draft model"])
 @pytest.mark.parametrize("kind", DRAFTED_KINDS)
 def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: str, seat: str) -> None:
     """Several requests, each with its own sampler, processors and guidance; alone, they say what a group says."""
@@ -93,7 +93,7 @@ def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: 
     def ask(predictions: Sequence[Any], seat: str) -> list[Generation]:
         draft: Any = Doubtful(kind) if "draft" in seat else None
         cache = cache_of_both(loaded, draft) if draft else free_cache(loaded)
-        with new_generator(loaded, cache, is_alone=seat == "alone", draft_model=draft) as generator:
+        with new_generator(loaded, cache, is_alone="alone" in seat, draft_model=draft) as generator:
             tickets = []
             for seed, (prompt, prediction) in enumerate(zip(PROMPTS[:3], predictions, strict=True)):
                 more: dict[str, Any] = {"sampler": SeededSampler(make_sampler(temp=1.0, top_p=0.9), seed)}

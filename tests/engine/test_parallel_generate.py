@@ -45,7 +45,6 @@ from tests.engine.generators import (
 from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
 # Full attention, sliding windows in all or in some layers, recurrent state beside attention.
-KINDS = ("llama", "step3p5", "jamba")
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
 
 
@@ -57,26 +56,6 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 @pytest.fixture
 def llama() -> LoadedModel:
     return load("llama")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_replies_are_those_of_one_at_a_time_and_the_system_prompt_is_evaluated_once(kind: str) -> None:
-    loaded = load(kind)
-    cache = new_cache(loaded)
-    with new_generator(loaded, cache) as generator:
-        tickets = [submit(generator, prompt) for prompt in PROMPTS]
-        pieces = drain(generator)
-        require_alone(loaded, tickets, PROMPTS)
-        assert [done(ticket).cached_tokens for ticket in tickets] == [0, *[len(SYSTEM)] * 4]
-        assert generator.group.used_tokens == 0
-        # What was stored at the end of one request is there for the next.
-        (again,) = serve(generator, [[*PROMPTS[1], *tokens_of(tickets[1])[:-1], 30]])
-        assert done(again).cached_tokens == len(PROMPTS[1]) + MAX_TOKENS - 1
-    for ticket in tickets:
-        assert [piece.token for piece in pieces[ticket]] == list(tokens_of(ticket))
-        assert [piece.completion for piece in pieces[ticket]] == [None] * (MAX_TOKENS - 1) + [ticket.completion]
-        assert done(ticket).ttft_ms is not None
-    require_right_tree(loaded, cache, PROMPTS[:3])
 
 
 class Watched:
@@ -180,30 +159,6 @@ def test_requests_may_be_handed_in_by_other_threads_while_others_run(llama: Load
     assert sorted(ticket.number for ticket in found) == list(range(15))
     by_length = {len(prompt): prompt for prompt in PROMPTS}
     require_alone(llama, found, [by_length[ticket.facts.prompt_tokens] for ticket in found])
-
-
-def test_whatever_ends_the_block_what_was_evaluated_is_stored(loaded: LoadedModel) -> None:
-    cache = new_cache(loaded)
-    tickets: list[Generation] = []
-
-    def serve() -> None:
-        with new_generator(loaded, cache) as generator:
-            tickets.extend(submit(generator, prompt, 50) for prompt in PROMPTS[:2])
-            for count, _ in enumerate(generator):
-                if count == 9:
-                    raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        serve()
-    assert [done(ticket).done_reason for ticket in tickets] == ["cancelled"] * 2
-    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-        said = tokens_of(ticket)
-        assert len(said) >= 4
-        with cache.begin([*prompt, *said, 30]) as session:
-            assert session.cached_tokens >= len(prompt) + len(said) - 1
-    require_right_tree(loaded, cache, PROMPTS[:3])
-    cache.clear()
-    assert cache.stats.live_bytes == cache.stats.paged_bytes == 0
 
 
 def test_what_is_cancelled_before_it_ran_evaluates_nothing(llama: LoadedModel) -> None:
@@ -466,18 +421,6 @@ def test_a_prompt_that_no_memory_is_enough_for_does_not_hold_up_those_behind_it(
     assert str(done(never).error).startswith(
         "the request needs 1536000 bytes while it runs; max_request_bytes is 900000"
     )
-
-
-@pytest.mark.parametrize("budget_bytes", [1, 600_000])
-def test_requests_that_are_larger_than_the_budget_are_served_one_after_the_other(
-    loaded: LoadedModel, budget_bytes: int
-) -> None:
-    cache = new_cache(loaded, budget_bytes=budget_bytes)
-    with new_generator(loaded, cache) as generator:
-        tickets = serve(generator, PROMPTS, reserve=1)
-    require_alone(loaded, tickets, PROMPTS)
-    assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-    require_right_tree(loaded, cache, PROMPTS)
 
 
 def test_of_replies_that_outgrow_the_budget_together_the_first_goes_on(llama: LoadedModel) -> None:

@@ -38,20 +38,26 @@ def said(ticket: Generation) -> list[int]:
     return list(tokens_of(ticket))
 
 
-def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+def serve_in_short_room(tiny: LoadedModel, each: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Replies to two prompts of which one has to wait again; `each`: arguments of their requests."""
     capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
-    rows, processors = set[int](), make_logits_processors(**PENALTIES)
+    rows = set[int]()
     with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
         tickets = [
-            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=processors)
-            for prompt in PROMPTS[:2]
+            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, **more)
+            for prompt, more in zip(PROMPTS, each, strict=False)
         ]
         while any(ticket.completion is None for ticket in tickets):
             generator.round()
             rows |= {row.id for row in generator.group.rows}
     assert len(rows) == 3, "one went back, and got another row"
-    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-        assert said(ticket) == alone(tiny, prompt, logits_processors=processors)
+    return [said(ticket) for ticket in tickets]
+
+
+def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+    processors = make_logits_processors(**PENALTIES)
+    wanted = [alone(tiny, prompt, logits_processors=processors) for prompt in PROMPTS[:2]]
+    assert serve_in_short_room(tiny, [{"logits_processors": processors}] * 2) == wanted
 
 
 def test_the_likeliest_token_is_found_without_an_exponential(
@@ -80,29 +86,18 @@ class Line:
 
 
 def test_guidance_is_told_each_token_once_also_where_its_request_waited_again(tiny: LoadedModel) -> None:
-    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
-    rows, lines = set[int](), [Line(tokens(seed, 12), tiny.vocabulary_length) for seed in (71, 72)]
-    with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
-        tickets = [
-            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, guidance=line)
-            for prompt, line in zip(PROMPTS, lines, strict=False)
-        ]
-        while any(ticket.completion is None for ticket in tickets):
-            generator.round()
-            rows |= {row.id for row in generator.group.rows}
-    assert len(rows) == 3, "one went back, and got another row"
-    for ticket, line in zip(tickets, lines, strict=True):
-        assert said(ticket) == line.line
+    lines = [Line(tokens(seed, 12), tiny.vocabulary_length) for seed in (71, 72)]
+    assert serve_in_short_room(tiny, [{"guidance": line} for line in lines]) == [line.line for line in lines]
+    for line in lines:
         assert line.told == [None, *line.line[:-1]]
 
 
 @pytest.mark.parametrize("cuts", [True, False])
 def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
     half = tiny.tokenizer.encode("é")[0]
+    more: dict[str, Any] = {"sampler": lambda _: mx.array([half]), "cuts_characters": cuts}
     with new_generator(tiny, new_cache(tiny)) as generator:
-        generator.submit(
-            PROMPTS[0], max_tokens=1, stop_tokens=(), sampler=lambda _: mx.array([half]), cuts_characters=cuts
-        )
+        generator.submit(PROMPTS[0], max_tokens=1, stop_tokens=(), **more)
         text = "".join(piece.text for _, piece in generator)
     assert text == ("" if cuts else "\N{REPLACEMENT CHARACTER}")
 

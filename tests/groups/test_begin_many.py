@@ -28,13 +28,14 @@ from radixcache import (
     UnsupportedCacheError,
 )
 from radixcache.errors import ShiftError
+from radixcache.groups.batch import LostStateError
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from tests import inside
 from tests.groups.cold import ROUNDING, WRONG, cold, error, opened, resumed, shared_model
 from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
 from tests.prompts import tokens
-from tests.sessions.faults import Fuse, fused, raising
+from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
 SLOW_KINDS = ("deepseek_v3", "llama_sliding", "gpt_oss", "gemma4_text", "mamba2", "rwkv7", "recurrent_gemma")
 KINDS = ("llama", "gemma3_text", "qwen3_next", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS))
@@ -105,12 +106,6 @@ def test_marks_between_the_first_and_the_last_get_a_checkpoint_where_it_saves_en
     for asked, found in ((20, 20), (60, 20), (100, 100), (160, 100), (170, 170), (200, 180), (260, 260)):
         assert resumed(cache, model, [*prompt[:asked], 9, 9]) == found, asked
     cache.check()
-
-
-def test_checkpoints_that_cut_no_pass_are_taken_at_each_mark() -> None:
-    with grouped("gemma3_text", capacity=512) as (_, _, group):
-        row = group.admit(tokens(1, 200), marks=[20, 60, 100], mark_tokens=64)
-        assert {20, 60, 100} <= row.stops.keys()
 
 
 @pytest.mark.parametrize("kind", ["baichuan_m1", "recurrent_gemma"])
@@ -369,23 +364,6 @@ def test_the_logits_of_a_prompt_hold_the_bytes_of_one_token_and_no_buffer() -> N
         assert mx.get_peak_memory() - held < group.nbytes // 2
 
 
-def test_a_prefix_that_would_not_fit_beside_a_copy_of_it_is_read_where_it_is() -> None:
-    model = shared_model("llama")
-    stored(cache := PrefixCache(model), model, PROMPTS[2])
-    token_bytes = inside.layout(cache).token_bytes
-    cache = PrefixCache(model, budget_bytes=1000 * token_bytes)
-    prompt = tokens(1, 600)
-    stored(cache, model, prompt)
-    with cache.begin_many([[*prompt, 1]], capacity=700) as group:
-        (row,) = group.rows
-        assert row.cached_tokens == 600
-        assert error(prefilled(group, model, row), cold(model, [*prompt, 1])) < ROUNDING
-        checked(cache, group)
-    cache.check()
-    assert cache.explain([*prompt, 1, 2]).matched_tokens == 601
-    assert cache.stats.peak_bytes <= 1000 * token_bytes
-
-
 def test_tokens_run_out_with_the_numbers_and_nothing_is_lost() -> None:
     with grouped("llama", [PROMPTS[2]], capacity=60, stores=PROMPTS[0]) as (model, cache, group):
         (row,) = group.rows
@@ -434,22 +412,38 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_interrupt_over_wrapped_windows_stays_one_and_the_rows_say_that_they_are_lost(rows: int) -> None:
-    model, prompts = shared_model("llama_sliding"), [tokens(1, 24), tokens(2, 6)][:rows]
-    cache = PrefixCache(model)
-    with cache.begin_many([*prompts, tokens(3, 20)], capacity=200) as group:
-        *stepped, other = group.rows
-        for row in group.rows:
-            prefilled(group, model, row)
-        group.step(model, stepped, [5] * rows)
-        with fused(model, Fuse(1, raising(KeyboardInterrupt, after=True))), pytest.raises(KeyboardInterrupt):
-            group.step(model, stepped, [6] * rows)
-        for row in stepped:
-            with pytest.raises(SessionClosedError, match="overwritten wrapped windows: KeyboardInterrupt"):
-                group.step(model, [row], [6])
-        assert error(group.step(model, [other], [7])[0, -1], cold(model, [*tokens(3, 20), 7])) < ROUNDING
+    prompts = [tokens(1, 24), tokens(2, 6)][:rows]
+    for raised, seen in ((KeyboardInterrupt, KeyboardInterrupt), (ValueError, LostStateError)):
+        model, cache = opened("llama_sliding")
+        with cache.begin_many([*prompts, tokens(3, 20)], capacity=200) as group:
+            *stepped, other = group.rows
+            for row in group.rows:
+                prefilled(group, model, row)
+            group.step(model, stepped, [5] * rows)
+            with fused(model, Fuse(1, raising(raised, after=True))), pytest.raises(seen):
+                group.step(model, stepped, [6] * rows)
+            for row in stepped:
+                with pytest.raises(SessionClosedError, match=f"overwritten wrapped windows: {raised.__name__}"):
+                    group.step(model, [row], [6])
+            assert error(group.step(model, [other], [7])[0, -1], cold(model, [*tokens(3, 20), 7])) < ROUNDING
+        cache.check()
+        for prompt in prompts:
+            resumed(cache, model, [*prompt, 5])
+
+
+def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored() -> None:
+    model, cache = opened("llama")
+    stored(cache, model, PROMPTS[0])
+    with cache.begin_many([PROMPTS[2], PROMPTS[1]], capacity=512) as group:
+        first, second = group.rows
+        prefilled(group, model, second)
+        with fused(model, Fuse(1, spoiling(refused_product))), pytest.raises(RuntimeError):
+            group.prefill(model, first)
+        with pytest.raises(SessionClosedError, match="lost"):
+            group.step(model, [second], [1])
     cache.check()
-    for prompt in prompts:
-        resumed(cache, model, [*prompt, 5])
+    assert cache.explain([*PROMPTS[1], 1]).matched_tokens == 70
+    assert cache.stats.live_bytes == inside.slots_bytes(cache)
 
 
 @pytest.mark.parametrize("failures", [1, 2])

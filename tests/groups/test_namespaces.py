@@ -55,16 +55,6 @@ def test_what_rows_stored_is_found_in_their_own_namespace_alone(model: Any) -> N
     cache.check()
 
 
-def test_rows_of_two_namespaces_step_together_and_say_what_each_says_alone(model: Any) -> None:
-    cache = PrefixCache(model, budget_bytes=64 << 20)
-    with cache.begin_many(capacity=1000) as group:
-        rows, logits = zip(*(admitted(group, model, name) for name in ("ann", "ben")), strict=True)
-        both = group.step(model, rows, mx.argmax(mx.stack(logits), axis=-1))
-        mx.eval(both)
-        assert mx.allclose(both[0], both[1], rtol=1e-3, atol=1e-4)
-        checked(cache, group)
-
-
 def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> None:
     model, cache = opened("llama", budget_bytes=64 << 20)
     for namespace in ("ann", "ben"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import base, llama
-from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, UnsupportedCacheError
 from radixcache.adapters.contract import Spans
@@ -107,18 +106,3 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
             caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)
         assert not handed_out.by_keys
         assert caches.columns.positions == [0]
-
-
-def test_the_border_to_mlx_lm_is_what_groups_rest_on() -> None:
-    """mlx-lm 0.32.2: the names and arguments that are replaced, called or read."""
-    assert list(inspect.signature(base.scaled_dot_product_attention).parameters) == [
-        "queries", "keys", "values", "cache", "scale", "mask", "sinks",
-    ]  # fmt: skip
-    assert getattr(llama, NAME) is not None
-    single = RotatingKVCache(max_size=4)
-    single.update_and_fetch(mx.ones((1, 1, 6, 2)), mx.ones((1, 1, 6, 2)))
-    batch = RotatingKVCache.merge([single, single])
-    assert type(batch) is BatchRotatingKVCache
-    assert {"keys", "values", "offset", "left_padding", "_offset", "_idx", "rotated", "max_size"} <= set(vars(batch))
-    alone = batch.extract(1)
-    assert (type(alone), alone.offset, alone.keys.shape) == (RotatingKVCache, 6, (1, 1, 4, 2))

@@ -36,17 +36,6 @@ REPLY = [1, 2, 3]
 # A growing conversation
 
 
-def test_each_turn_resumes_behind_the_reply_of_the_last(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = SYSTEM + tokens(1, 30)
-    stored = 0
-    for turn in range(4):
-        reply = tokens(100 + turn, 7)
-        assert serve(cache, model, prompt, reply).cached_tokens == stored
-        stored = len(prompt) + len(reply)
-        prompt = [*prompt, *reply, *tokens(200 + turn, 25)]
-
-
 def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_template_rewrote_what_follows(
     model: Any,
 ) -> None:
@@ -75,18 +64,6 @@ def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(mo
 
 
 # Branches
-
-
-@pytest.mark.parametrize("offset", [WINDOW_LENGTH + 1, 61])
-def test_after_one_branch_at_an_offset_the_next_one_there_resumes_there(model: Any, offset: int) -> None:
-    cache = PrefixCache(model)
-    trunk = tokens(1, 90)
-    sessions = [serve(cache, model, trunk)]
-    for branch in range(3):
-        other = (trunk[offset] + 1 + branch) % VOCABULARY_LENGTH
-        sessions.append(serve(cache, model, trunk[:offset] + tokens(branch, 40, first=other)))
-    assert [s.matched_tokens for s in sessions[1:]] == [offset] * 3
-    assert [s.cached_tokens for s in sessions[2:]] == [offset] * 2
 
 
 # Reasons

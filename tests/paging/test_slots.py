@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -91,25 +90,6 @@ def test_a_request_reads_what_is_live_in_an_idle_slot(model: Any) -> None:
             run(ben, model)
         run(anna, model)
     cache.check()
-
-
-@pytest.mark.usefixtures("_short_cuts")
-def test_open_sessions_of_one_thread_read_each_others_prefix(model: Any) -> None:
-    cache = PrefixCache(model, live_slots=3)
-    serve(cache, model, ANNA, marks=[len(SYSTEM)])
-    with ExitStack() as stack:
-        sessions = [
-            stack.enter_context(cache.begin([*prompt, 3], marks=[len(SYSTEM)])) for prompt in (ANNA, BEN, CARLA)
-        ]
-        assert sorted(slot_of(session) for session in sessions) == [0, 1, 2]
-        assert len(ANNA) - 16 <= sessions[0].cached_tokens <= len(ANNA)
-        assert [session.cached_tokens for session in sessions[1:]] == [len(SYSTEM), len(SYSTEM)]
-        for session in sessions:
-            run(session, model, reply=[4])
-        cache.check()
-    cache.check()
-    for prompt in (ANNA, BEN, CARLA):
-        assert serve(cache, model, [*prompt, 3, 4, 5]).cached_tokens == len(prompt) + 2
 
 
 def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) -> None:
@@ -228,23 +208,6 @@ def test_a_slot_count_that_is_none_is_refused(llama: Any) -> None:
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ValueError, match=r"live_slots is .*; wanted a whole number of slots, 1 or more"):
             PrefixCache(llama, live_slots=wrong)  # type: ignore[arg-type]
-
-
-def test_a_vanished_session_frees_its_own_slot_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    serve(cache, llama, ANNA)
-    with cache.begin([*ANNA, 5]) as anna:
-        monkeypatch.setattr(Session, "__del__", lambda self: None)
-        ben = cache.begin([*ANNA, 6], marks=[100])
-        ben.prefill(llama)
-        del ben
-        gc.collect()
-        with cache.begin([*ANNA, 7]) as carla:
-            assert carla.cached_tokens == len(ANNA)
-            cache.check()
-            run(carla, llama)
-        run(anna, llama)
-    cache.check()
 
 
 def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
