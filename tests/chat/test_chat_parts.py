@@ -16,7 +16,7 @@ from radixcache.chat_parts import TRIED_CHANGES, ChatLog, first_change
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_tokenizer
-from tests.engine.test_parallel_generate import load
+from tests.engine.generators import load
 
 TOOLS = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>{% endif %}"
 ARGUMENTS = (

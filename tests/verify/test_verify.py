@@ -30,7 +30,7 @@ from radixcache.sized_cache import sized_cache
 from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
-from tests.sessions.test_failures import LineInterrupt, interruptible
+from tests.sessions.faults import LineInterrupt, interruptible
 
 STEP_SIZE = 16
 #: What a planted fault must come to in the logits, relative to the largest.

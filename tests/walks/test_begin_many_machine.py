@@ -33,9 +33,9 @@ from radixcache.groups.batch import LostStateError
 from radixcache.layers.trials import STORED_TOLERANCES
 from runner.engine.generator import ParallelGenerator
 from tests import inside
-from tests.engine.test_parallel_generate import load
+from tests.engine.generators import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
-from tests.sessions.test_failures import Fuse, fused, raising
+from tests.sessions.faults import Fuse, fused, raising
 
 #: With bits: what is not live is stored in so many.
 KINDS = ("llama", "gemma3_text", "mamba", "llama in 8 bits")
