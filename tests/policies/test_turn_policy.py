@@ -6,15 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from policies import LRU
-from policies.conversations import Ends, Sizes
+from policies.conversations import Sizes
 from policies.entry import Entry
 from policies.protocol import EvictionPolicy
-from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
-from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
+from policies.reuse import ReuseModel
+from policies.turn import MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
 from tests.policies.blocks import BlockCache, admit
 
 
@@ -131,27 +130,6 @@ def test_the_turn_is_inferred_where_it_is_not_given(prompts: list[list[int]], tu
     assert inferred == turns
 
 
-def test_who_passes_through_counts_where_it_passed_and_only_there() -> None:
-    server = served_by(Turn())
-    for number in range(1, 8):
-        server.request([1, 2, 3, 10 + number], number, 1)
-    server.request([9999], 20)
-    policy: Any = server.policy
-    shared = server.states.match(np.array([1, 2, 3]), "").node.payload
-    assert shared is not None
-    assert policy._branching == {shared.entry.entry_id: MAX_BRANCHING}
-
-
-def test_an_inferred_turn_is_a_class_of_its_own_with_half_the_prior() -> None:
-    server = served_by(Turn())
-    tick = warm(server)
-    for given in (6, None):
-        server.request(prompt(900 + (given or 0), 12), tick := tick + 1, given)
-    server.request([9999], tick + 1)
-    policy: Any = server.policy
-    assert [policy._requests[each].class_key[1] for each in (tick - 1, tick)] == ["6+", "1?"]
-
-
 def test_more_is_found_than_with_lru_where_turns_tell_who_goes_on() -> None:
     hits = []
     for policy in (Turn(), LRU()):
@@ -167,24 +145,6 @@ def test_ticks_of_another_length_change_next_to_nothing() -> None:
         server = served_by(Turn(), capacity_blocks=400)
         found.append(sum(server.request(keys, scale * tick, turn) for keys, tick, turn in random_traffic(5, 200)))
     assert found[0] == pytest.approx(found[1], rel=0.01)
-
-
-def test_ends_are_spent_only_when_they_are_cut_off_and_trimming_takes_no_more() -> None:
-    ends = Ends()
-    assert not ends.are_spent
-    ends.cut(1)
-    assert not ends.are_spent
-    ends.cut_off(1)
-    assert ends.are_spent
-    for _ in range(100):
-        ends.cut(256)
-    assert not ends.are_spent
-    for _ in range(200):
-        ends.cut_off(400)
-    assert ends.are_spent
-    for _ in range(400):
-        ends.cut_off(0)
-    assert not ends.are_spent
 
 
 @pytest.mark.parametrize("key_tokens", [1, 512])
@@ -214,24 +174,6 @@ def learnt(intervals: Sequence[int], lost: int = 0) -> ReuseModel:
     return model
 
 
-def test_worth_never_grows_with_age() -> None:
-    model = learnt([100] * 40)
-    worths = [model.value("a", 2**exponent) for exponent in range(BIN_COUNT // 2)]
-    assert worths == sorted(worths, reverse=True)
-    assert worths[0] > worths[-1] > 0
-
-
-def test_the_median_settles_near_what_was_seen() -> None:
-    draw = random.Random(1)
-    model = learnt([int(5000 * 2 ** draw.gauss(0, 1.7)) for _ in range(400)])
-    assert 5000 / 4 < model.median_ticks < 5000 * 4
-
-
-def test_nothing_is_guessed_before_enough_intervals_were_seen() -> None:
-    assert not learnt([100] * (WARM_UP_INTERVALS - 1)).is_warm
-    assert learnt([100] * WARM_UP_INTERVALS).is_warm
-
-
 def test_a_class_that_is_used_more_than_its_prior_says_is_worth_more() -> None:
     model = learnt([100] * 200)
     assert model.value("a", 100) > 1.2 * model.value("b", 100)
@@ -256,19 +198,6 @@ def test_a_request_that_adds_nothing_keeps_its_place_until_the_next() -> None:
     server.request(prompt(901, 12), tick + 1, 1)
     server.request(prompt(901, 12), tick + 2, 2)
     assert 901_011 not in server.evict(20)
-
-
-def test_prompts_that_are_stored_already_are_settled_like_others_and_forgotten() -> None:
-    server = served_by(Turn())
-    policy: Any = server.policy
-    for tick, last in enumerate((8, 9), 1):
-        server.request([1, 2, 3, last], tick)
-    for tick in range(3, 3000):
-        server.request([1, 2, 3], tick)
-    assert len(policy._requests) <= 2 * len(policy._user) == 6
-    assert policy._requests[2998].class_key[1] == "1?"
-    assert len(server.evict(100)) == 5
-    assert policy._requests == policy._user == {}
 
 
 def test_many_checkpoints_for_each_request_do_not_keep_the_model_from_learning() -> None:

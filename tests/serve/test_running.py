@@ -38,7 +38,7 @@ from tests.serve.jobs import (
     noting,
     running,
 )
-from tests.verify.test_verify import wrong_span
+from tests.verify.faults import wrong_span
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:

@@ -35,6 +35,8 @@ from runner.engine.generator import ParallelGenerator
 from tests import inside
 from tests.engine.test_parallel_generate import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.memory import active_bytes
+from tests.prompts import common
 from tests.sessions.test_failures import Fuse, fused, raising
 
 #: With bits: what is not live is stored in so many.
@@ -66,7 +68,7 @@ class Groups(RuleBasedStateMachine):
         self.cache = PrefixCache(self.model, stored_bits=self.stored_bits, **sizes)
         self.loaded = load(self.kind)
         inside.try_ways(self.loaded.model)
-        self.other_bytes = active_bytes()  # the models, and what cold runs answered
+        self.other_bytes = active_bytes(collects=False)  # the models, and what cold runs answered
         self.groups: list[Group] = []
         self.asked: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -282,8 +284,8 @@ class Groups(RuleBasedStateMachine):
         if not self.groups:
             assert stats.live_bytes + stats.paged_bytes <= stats.budget_bytes
         assert stats.over_budget_bytes == max(0, stats.live_bytes + stats.paged_bytes - stats.budget_bytes)
-        held = stats.live_bytes + stats.paged_bytes
-        assert abs(active_bytes() - self.other_bytes - held) <= 0.01 * held + 4096, (active_bytes(), held)
+        held, active = stats.live_bytes + stats.paged_bytes, active_bytes(collects=False)
+        assert abs(active - self.other_bytes - held) <= 0.01 * held + 4096, (active, held)
         live = inside.slots_bytes(self.cache) + sum(group.nbytes for group in self.groups)
         assert stats.live_bytes == live
 
@@ -297,9 +299,9 @@ class Groups(RuleBasedStateMachine):
         gc.enable()
 
     def agree(self, found: mx.array, prompt: tuple[int, ...]) -> None:
-        before = active_bytes()
+        before = active_bytes(collects=False)
         wanted = cold(self.model, prompt)
-        self.other_bytes += active_bytes() - before
+        self.other_bytes += active_bytes(collects=False) - before
         assert error(found, wanted) < (STORED_TOLERANCES[self.stored_bits] if self.stored_bits else ROUNDING)
 
     def known(self, row: Row) -> tuple[int, ...]:
@@ -329,16 +331,6 @@ class Groups(RuleBasedStateMachine):
 def drawn(data: st.DataObject, values: list[Any]) -> Any:
     """One of some values. Hypothesis would keep them, and with them a group that is to be let go of."""
     return values[data.draw(st.integers(0, len(values) - 1))]
-
-
-def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    same = [a == b for a, b in zip(left, right, strict=False)]
-    return same.index(False) if False in same else len(same)
-
-
-def active_bytes() -> int:
-    mx.synchronize()
-    return int(mx.get_active_memory())
 
 
 @pytest.mark.usefixtures("exact_allocations")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from radixcache import CacheStats, Ledger, PrefixCache, Session
+from radixcache import Ledger, PrefixCache, Session
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
+from tests.memory import active_bytes, held_bytes
 from tests.prompts import tokens
 
 #: float32 keys and values of one token, from the configurations of the tiny models; 8 bits: packed, scales, biases.
@@ -60,17 +60,6 @@ def interleaved(users: int, turns: int) -> Iterator[tuple[list[int], list[int]]]
             reply = tokens(7000 * user + turn, 8)
             yield prompt, reply
             prompts[user] = prompt + reply
-
-
-def held_bytes(stats: CacheStats) -> int:
-    return stats.live_bytes + stats.paged_bytes
-
-
-def active_bytes() -> int:
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 class DistinctTokens:
@@ -212,9 +201,7 @@ def test_closing_a_session_adds_the_checkpoint_at_its_end_and_no_more(kind: str)
 # Statistics and memory
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in FAST_KINDS)) for k in TINY_KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_in_the_statistics_are_those_that_mlx_allocated(kind: str) -> None:
     model = tiny_model(kind)
     # Constants that the model makes at its first use.

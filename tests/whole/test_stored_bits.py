@@ -23,10 +23,10 @@ from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
 from tests.engine.test_parallel_generate import load
 from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.memory import active_bytes
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
 from tests.sessions.test_failures import FailingCopies
-from tests.whole.test_bytes import active_bytes
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
 SECOND = [*FIRST[:60], *tokens(3, 60)]
