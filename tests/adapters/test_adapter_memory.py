@@ -77,35 +77,6 @@ token_cases = pytest.mark.parametrize("case", SPANS + WINDOWS, ids=str)
 in_place_cases = pytest.mark.parametrize("case", IN_PLACE, ids=str)
 
 
-@all_cases
-def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
-    before = active_bytes()
-    cache = _fresh(case)
-    snapshot = _snapshot(cache, 0, case.length)
-    assert active_bytes() - before > 1.2 * snapshot.nbytes
-    del cache
-    _assert_bytes(active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
-
-
-@token_cases
-def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    snapshot = _snapshot(cache, 0, case.length)
-    del cache
-    floor = active_bytes() - snapshot.nbytes
-    for at in (2600, 1024, 700, 513):
-        snapshot, lower = adapter.split(snapshot, at)
-        mx.eval(snapshot.arrays(), lower.arrays())
-        del lower
-        _assert_bytes(active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-    for at in (200, 490):
-        upper, snapshot = adapter.split(snapshot, at)
-        mx.eval(snapshot.arrays(), upper.arrays())
-        del upper
-        _assert_bytes(active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-
-
 @token_cases
 @pytest.mark.parametrize("at", [1536, 2600])
 def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -> None:
@@ -182,14 +153,6 @@ def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> N
     held = adapter_for(cache).hold(cache, 1)
     assert _write_peak_bytes(cache, case) <= SLACK_BYTES
     del held
-
-
-@all_cases
-def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
-    before = active_bytes()
-    cache = _fresh(case)
-    adapter_for(cache).free(cache)
-    _assert_bytes(active_bytes() - before, 0, 1)
 
 
 @all_cases

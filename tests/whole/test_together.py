@@ -15,7 +15,7 @@ from tests import inside
 from tests.prompts import tokens
 from tests.verify.faults import spoil_live
 from tests.walks.spelling import SpellingModel
-from tests.whole.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
+from tests.whole.exact_logits import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
 
 PROMPT = tokens(11, 70)
 
