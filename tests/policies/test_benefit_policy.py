@@ -61,3 +61,17 @@ def test_all_that_may_go_from_a_cache_is_weighed_with_the_bytes_that_it_has(live
     filed = {number: queue[-1] for number, (queue, _) in policy._filed.items()}
     assert filed == {number: policy.weight_of(each) for number, each in policy._entries.items()}
     assert len(filed) > 4
+
+
+def test_what_would_go_is_weighed_again_when_the_checkpoint_before_it_has_gone() -> None:
+    benefit = Benefit()
+    above = entry(1, 1000.0, 50, has_checkpoint=True)
+    leaf = entry(2, 10.0, 10, above, has_checkpoint=True)
+    for each in (above, leaf):
+        benefit.inserted(each)
+    benefit.evictable_changed(leaf, True)
+    assert benefit.victim() is leaf
+    assert benefit.weight_of(leaf) == 0
+    above.has_checkpoint = False
+    assert benefit.victim() is leaf
+    assert benefit._filed[2][0][-1] == benefit.weight_of(leaf) == 13, "1010 / 10 bytes"

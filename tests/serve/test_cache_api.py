@@ -23,7 +23,7 @@ from runner.serve import prompts
 from runner.serve.prompts import part_at, prompt_of
 from runner.serve.request import ModelNames, Request
 from runner.serve.scheduler import Scheduler
-from tests.chat.test_chat import make_tokenizer
+from tests.chat.tokenizers import make_tokenizer
 from tests.serve.jobs import application, local_client
 from tests.serve.parrot import TEMPLATES
 from tests.serve.test_disk import wait_until
