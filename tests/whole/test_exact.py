@@ -111,20 +111,6 @@ def test_so_they_are_once_more_in_two_slots_and_after_memory_was_given_back(kind
         assert other_answers(cache, model, cold) == {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_a_token_does_not_depend_on_what_follows_it_in_its_chunk(kind: str) -> None:
-    # What lets two paths that part inside a chunk share the node in front of that place.
-    model: Any = tiny_model(kind)
-    found = []
-    for seed in (1, 2):
-        caches = make_prompt_cache(model)
-        recorded = Recorded(model, 0)
-        for chunk in (SYSTEM[:STEP], SYSTEM[STEP : 2 * STEP], [*SYSTEM[2 * STEP :], *tokens(seed, 8)]):
-            recorded(mx.array([chunk]), cache=caches)
-        found.append(recorded.logits)
-    assert differing(*found) == list(range(len(SYSTEM), 3 * STEP))
-
-
 def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
     model: Any = tiny_model("falcon_h1")
     cold = served(model, lambda: PrefixCache(model, step_size=STEP))
