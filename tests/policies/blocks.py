@@ -134,12 +134,13 @@ def replay(cache: BlockCache, requests: Sequence[Sequence[int]], future: Future 
 
 
 def served(
-    policy: str | EvictionPolicy, requests: Sequence[Sequence[int]], capacity_blocks: int, **more: Any
+    policy: str | EvictionPolicy, requests: Sequence[Sequence[int]], capacity_blocks: int, tick: int = 0, **more: Any
 ) -> tuple[list[int], BlockCache]:
-    """Blocks found by each request, and the cache behind them; the policy may be an offline one, by name."""
+    """Blocks found by each request behind a tick, and the cache behind them; the policy may be an offline one."""
     future = Future(requests)
     known = OFFLINE_POLICIES[policy](future) if policy in OFFLINE_POLICIES else make_policy(policy)
     cache = BlockCache(known, capacity_blocks, **more)
+    cache.tick = tick
     return replay(cache, requests, future), cache
 
 

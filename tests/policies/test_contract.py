@@ -155,10 +155,11 @@ FOUND = {
 @pytest.mark.parametrize(("adds_first", "seed"), [(False, 0), (True, 3)], ids=["room-first", "adds-first"])
 @pytest.mark.parametrize("name", [*sorted([*POLICIES, *OFFLINE_POLICIES]), *VARIANTS])
 def test_an_edge_of_many_blocks_goes_like_nodes_of_one_block(name: str, adds_first: bool, seed: int) -> None:
+    """Wherever ticks begin."""
     requests, outcomes = conversations(seed, 90), []
-    for is_chain in (False, True):
+    for is_chain, tick in ((False, 0), (True, NOW_MS)):
         policy = VARIANTS[name]() if name in VARIANTS else name
-        found, cache = served(policy, requests, 25 + 20 * seed, is_chain=is_chain, adds_first=adds_first)
+        found, cache = served(policy, requests, 25 + 20 * seed, tick, is_chain=is_chain, adds_first=adds_first)
         cache.states.check()
         outcomes.append((found, cache.gone))
     assert outcomes[0] == outcomes[1]
@@ -209,16 +210,6 @@ def _trimmed(policy: EvictionPolicy) -> list[int]:
     trim(100)
     states.check()
     return gone
-
-
-@all_policies
-def test_ticks_that_begin_far_from_zero_give_the_same_victims(name: str) -> None:
-    outcomes = []
-    for start in (0, NOW_MS):
-        cache = BlockCache(make_policy(name), 40)
-        found = [cache.request(keys, start + 7 * number) for number, keys in enumerate(conversations(3, 100), 1)]
-        outcomes.append((found, cache.gone))
-    assert outcomes[0] == outcomes[1]
 
 
 @all_policies

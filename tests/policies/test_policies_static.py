@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from policies import GDSF, LFUDA, LRU, S3FIFO, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
 from policies.ordered import SPARE_PLACES
-from tests.policies.blocks import BlockCache, admit
+from tests.policies.blocks import admit
 from tests.policies.traffic import Traffic
 
 
@@ -69,13 +68,6 @@ def test_lfu_gives_up_what_was_used_least_and_of_that_what_was_used_longest_ago(
 def test_slru_protects_what_was_used_twice_however_long_ago() -> None:
     entries = [_entry(1, uses=2, last_used=1), _entry(2, uses=1, last_used=9), _entry(3, uses=5, last_used=3)]
     assert _order(SLRU(), entries) == [2, 1, 3]
-
-
-def test_a_capped_slru_is_lru_while_too_much_is_protected() -> None:
-    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
-    assert _order(SLRU(protected_share=1.0), entries) == [4, 1, 2, 3]
-    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
-    assert _order(SLRU(protected_share=0.5), entries) == [1, 2, 4, 3]
 
 
 # Priority and time to live
@@ -181,28 +173,6 @@ def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> Non
     _used(policy, new, 4)
     _used(policy, new, 5)
     assert policy.victim() is popular, "5 uses before anything went, against 5 uses and 1 of age"
-
-
-def test_a_node_that_merely_becomes_a_leaf_keeps_the_age_of_its_last_use() -> None:
-    cache = BlockCache(LFUDA(), 4)
-    cache.request([1, 2])
-    cache.request([1, 2, 3])
-    policy = cache.policy
-    assert isinstance(policy, LFUDA)
-    for key in range(10, 30):
-        cache.request([key])
-    assert policy.inflation > 3
-    assert cache.states.match(np.array([1, 2]), "").offset == 0, "it aged like any other"
-
-
-def test_bytes_that_come_after_an_entry_was_filed_count() -> None:
-    policy = GDSF()
-    large, small = _entry(1, weight=0, cost=8), _entry(2, weight=4, cost=8)
-    admit(policy, large, small)
-    large.weight_bytes = 100
-    assert policy.victim() is large
-    large.weight_bytes = 1
-    assert policy.victim() is small
 
 
 # Tail latency

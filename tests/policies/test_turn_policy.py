@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from policies import LRU
 from policies.conversations import Sizes
 from policies.entry import Entry
 from policies.protocol import EvictionPolicy
-from policies.reuse import ReuseModel
 from policies.turn import MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
 from tests.policies.blocks import BlockCache, admit
 
@@ -160,38 +158,6 @@ def test_sizes_are_named_in_units_of_the_typical_first_turn(key_tokens: int) -> 
     assert sizes.classify(9, 1 * key_tokens, 30 * key_tokens, False) == ("6+", "unknown")
 
 
-def learnt(intervals: Sequence[int], lost: int = 0) -> ReuseModel:
-    """A model of class "a" that saw these intervals, and after each a loss at age `lost`; class "b" saw none."""
-    model = ReuseModel()
-    model.declare("a", 0.5, 1.0)
-    model.declare("b", 0.5, 1.0)
-    for interval in intervals:
-        model.used_again("a", interval)
-        if lost:
-            model.lost_sight("a", lost)
-    for _ in range(12):
-        model.rebuild([], 0)
-    return model
-
-
-def test_a_class_that_is_used_more_than_its_prior_says_is_worth_more() -> None:
-    model = learnt([100] * 200)
-    assert model.value("a", 100) > 1.2 * model.value("b", 100)
-
-
-def test_what_is_lost_before_its_time_says_little_and_what_is_lost_after_it_much() -> None:
-    early, late, never = (learnt([100] * 200, lost).value("a", 50) for lost in (2, 5000, 0))
-    assert early == pytest.approx(never, rel=0.1)
-    assert late < 0.9 * never
-
-
-def test_what_still_waits_counts_against_its_class() -> None:
-    model = learnt([100] * 200)
-    before = model.value("a", 100)
-    model.rebuild([("a", 5000)] * 400, 0)
-    assert model.value("a", 100) < 0.8 * before
-
-
 def test_a_request_that_adds_nothing_keeps_its_place_until_the_next() -> None:
     server = served_by(Turn())
     tick = warm(server)
@@ -243,20 +209,3 @@ def test_as_many_kinds_as_there_are_users_share_their_classes_but_for_the_first(
     kinds = {key[0] for key in policy.model._classes}  # type: ignore[index]
     assert kinds == {OTHER_KINDS, *(f"user {number}" for number in range(1, MAX_KINDS + 1))}
     assert len(policy._queues) <= 2
-
-
-def test_checkpoints_are_classes_of_their_own() -> None:
-    policy = Turn()
-    span = Entry(1, "span", 0, 10, 1, 1.0, created=1, last_used=1)
-    point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1, has_checkpoint=True)
-    policy.inserted(span)
-    policy.inserted(point)
-    assert policy._user[2].class_key == ("", "checkpoint", "fresh")
-    point.last_used = 4
-    policy.touched(point)
-    assert policy._user[2].class_key == ("", "checkpoint", "used")
-    policy.evictable_changed(point, True)
-    assert policy.victim() is point
-    policy.evicted(point)
-    policy.evicted(span)
-    assert policy.victim() is None
