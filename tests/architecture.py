@@ -1,7 +1,7 @@
 """The rooms of radixcache, the arrows between them, and the size of the project, as the files have it.
 
-    python -m tests.architecture             print the picture, the lines of each room, and the figures
-    python -m tests.architecture --write     put picture and figures into docs/architecture.md
+    python -m tests.architecture             print the figures, and the lines of each room
+    python -m tests.architecture --write     put the figures into docs/architecture.md
 
 Every import counts: at the top of a file, inside of a function, and for type checking alone. Left out is
 `radixcache/__init__.py`: what it names is imported when somebody asks for it.
@@ -21,10 +21,7 @@ from benchmarks.bench_hops import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-PICTURE, FIGURES = (
-    (f"<!-- {name}: python -m tests.architecture --write -->", f"<!-- end of {name} -->")
-    for name in ("picture", "figures")
-)
+BEGIN, END = "<!-- figures: python -m tests.architecture --write -->", "<!-- end of figures -->"
 PRODUCT = ("policies", "radixcache", "runner")
 #: Classes whose public members are counted.
 FACES = ("PrefixCache", "Session", "Group", "Row")
@@ -73,25 +70,6 @@ def floors_of(rooms: Arrows) -> dict[str, int]:
     for room in TopologicalSorter(rooms).static_order():
         floors[room] = 1 + max((floors[other] for other in rooms[room]), default=-1)
     return floors
-
-
-def picture(rooms: Arrows) -> str:
-    """A staircase from the highest floor down: each room's line reaches right to what it imports, which is below it."""
-    floors = floors_of(rooms)
-    order = sorted(rooms, key=lambda room: (-floors[room], room))
-    margin = max(map(len, rooms)) + 2
-    rows, falling = [], set[int]()
-    for index, room in enumerate(order):
-        columns = {order.index(other) for other in rooms[room]}
-        last = max(columns, default=index)
-        row = f"{room} ".rjust(margin + 3 * index) + "■"
-        for column in range(index + 1, len(order)):
-            line = "──" if column <= last else "  "
-            passing = "│" if column in falling else ("─" if column <= last else " ")
-            row += line + ("●" if column in columns else "┼" if passing == "│" and column <= last else passing)
-        falling = (falling | columns) - {index}
-        rows.append(f"{floors[room]} {row}".rstrip())
-    return "\n".join(rows)
 
 
 def lines_of(package: str) -> int:
@@ -147,24 +125,18 @@ def figures(page: str) -> str:
     return "\n".join(["| what | now |", "|---|---|", *(f"| {name} | {figure} |" for name, figure in rows)])
 
 
-def written(page: str, text: str, markers: tuple[str, str] = PICTURE) -> str:
-    """The page with this text between two markers."""
-    begin, end = markers
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
-
-
-def drawn() -> str:
-    """The picture as the page has it."""
-    return f"```text\n{picture(arrows_between_rooms(arrows_of('radixcache')))}\n```"
+def with_figures(page: str) -> str:
+    """The page with the figures of the code."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{figures(page)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(written(written(page, drawn()), figures(page), FIGURES), encoding="utf-8")
+        PAGE.write_text(with_figures(page), encoding="utf-8")
         return
-    print(drawn(), figures(page), sep="\n\n", end="\n\n")
+    print(figures(page), end="\n\n")
     for room in sorted(arrows_between_rooms(arrows_of("radixcache"))):
         folder = ROOT / "radixcache" / room
         files = sorted(folder.glob("*.py")) or [folder.with_suffix(".py")]

@@ -167,7 +167,7 @@ class Row:
     def leave_others(self) -> None:
         """Move into a batch of its own, unless it is alone."""
         if len(self.batch.rows) > 1:
-            Batch.gathered([(self.batch, self.at)]).take_over()
+            Batch.gather([(self.batch, self.at)]).take_over()
 
     def next_ids(self, count: int) -> TokenIds:
         position = self.position
@@ -327,7 +327,7 @@ class Room:
         return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
-        """The error for a row of so many tokens if it cannot have its memory even alone; None: it can, or not known."""
+        """The error if there is no memory for a row of `tokens` tokens even when it runs alone; None: there may be."""
         return self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").refusal
 
     def require_row(self, tokens: int) -> None:

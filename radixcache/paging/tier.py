@@ -24,7 +24,7 @@ import numpy as np
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.layers.layout import AnyLayout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.layers.stored import Buffers, shapes_in
 from radixcache.paging.budget import Evictor
 from radixcache.paging.pager import Pager
@@ -204,7 +204,7 @@ class StoreReader:
             self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
-        with self._states.guarded(match.node):
+        with self._states.guarding(match.node):
             links = self._affordable(links)
         if match.node.payload is not None:
             self._evictor.tidy(match.node)
@@ -315,7 +315,7 @@ class StoreReader:
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
-        with states.guarded(match.node):
+        with states.guarding(match.node):
             try:
                 if not self._evictor.find_room(nbytes.total()):
                     return "no room"
@@ -492,7 +492,7 @@ class StoreWriter:
         if state.spans is not None:
             return state.spans
         caches = state.leaving_from
-        if caches is None and state.live and self._slots.hidden([node], None) is None and self._layout.token_bytes:
+        if caches is None and state.live and self._slots.hidden_from([node], None) is None and self._layout.token_bytes:
             caches = self._slots.source(node).caches
         if caches is None:
             return None if self._layout.token_bytes else Spans(start, end, [None] * self._layout.leaf_count, 0)
