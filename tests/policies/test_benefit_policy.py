@@ -9,7 +9,7 @@ from policies.benefit import Benefit
 from policies.turn import Turn
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from tests.policies.test_turn_policy import prompt, random_traffic, served_by, warm
+from tests.policies.turns import prompt, random_traffic, served_by, warm
 
 
 def entry(
