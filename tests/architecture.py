@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,6 +28,20 @@ FACES = ("PrefixCache", "Session", "Group", "Row")
 
 #: What imports what.
 Arrows = dict[str, set[str]]
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def nodes_of(path: Path) -> list[Definition | ast.Import | ast.ImportFrom]:
+    """All classes, functions and imports of a file, which is read once."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+
+
+def definitions(packages: Iterable[str] = PRODUCT) -> Iterator[Definition]:
+    """All classes and functions of some packages."""
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        yield from (node for node in nodes_of(path) if not isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def arrows_of(package: str) -> Arrows:
@@ -68,7 +83,7 @@ def files_of(package: str) -> int:
 def longest() -> tuple[tuple[int, str], tuple[int, str]]:
     """The lines and the name of the longest class and of the longest function of the product."""
     classes, functions = [], []
-    for node in _definitions():
+    for node in definitions():
         found = classes if isinstance(node, ast.ClassDef) else functions
         found.append(((node.end_lineno or 0) - node.lineno + 1, node.name))
     return max(classes), max(functions)
@@ -76,7 +91,7 @@ def longest() -> tuple[tuple[int, str], tuple[int, str]]:
 
 def public_members() -> dict[str, int]:
     """The public methods and properties of each of FACES."""
-    bodies = {node.name: node.body for node in _definitions() if isinstance(node, ast.ClassDef) and node.name in FACES}
+    bodies = {node.name: node.body for node in definitions() if isinstance(node, ast.ClassDef) and node.name in FACES}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         name: sum(isinstance(each, kinds) and not each.name.startswith("_") for each in bodies[name]) for name in FACES
@@ -129,18 +144,10 @@ def main() -> None:
         print(f"{room:12} {len(files):3} files {lines:6,} lines")
 
 
-def _definitions() -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All classes and functions of the product."""
-    for path in (path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
-
-
 def _imported(path: Path) -> set[str]:
     """Names of all modules that a file may mean by its imports."""
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.architecture import (
     ROOT,
     arrows_between_rooms,
     arrows_of,
+    definitions,
     floors_of,
     lines_of,
     longest,
@@ -113,7 +113,7 @@ def test_every_name_of_the_code_that_the_page_gives_is_in_the_code() -> None:
 def test_each_concept_has_its_home_in_the_code_and_no_home_twice() -> None:
     table = PAGE.read_text(encoding="utf-8").partition("## One home")[2].partition("\n## ")[0]
     homes = re.findall(r"`([\w.]+)`", re.sub(r"`[\w/]+\.py`", "", table))
-    defined = {node.name for node in _nodes(ast.ClassDef, ast.FunctionDef)}
+    defined = {node.name for node in definitions(MOST_FILES)}
     assert len(homes) > 15
     assert len(set(homes)) == len(homes)
     assert {name for home in homes for name in home.split(".")} - defined == set()
@@ -135,13 +135,8 @@ def test_no_two_public_classes_have_one_name_and_the_table_of_words_names_classe
     assert [name for name, count in Counter(named).items() if count > 1 or name not in classes] == []
 
 
-def _classes() -> Iterator[Any]:
-    return _nodes(ast.ClassDef)
-
-
-def _nodes(*kinds: type[ast.AST]) -> Iterator[Any]:
-    for path in (path for package in MOST_FILES for path in (ROOT / package).rglob("*.py")):
-        yield from (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, kinds))
+def _classes() -> Iterator[ast.ClassDef]:
+    return (node for node in definitions(MOST_FILES) if isinstance(node, ast.ClassDef))
 
 
 def _public_classes() -> list[str]:
