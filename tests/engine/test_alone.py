@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -200,6 +202,19 @@ def test_what_a_sampler_raises_ends_its_request_alone() -> None:
         assert str(done(failing).error) == "no token"
         assert done(fine).done_reason == "length"
         cache.check()
+
+
+def test_a_generator_does_not_hold_the_embeddings_of_a_prompt_whose_reply_is_over() -> None:
+    loaded = load("gemma3_text")
+    prompt, rows = np.arange(20, 60), mx.random.normal((40, 64), key=mx.random.key(1))
+    embed = partial(lambda rows, offset: rows[offset:], rows)
+    is_held = weakref.ref(embed)
+    with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
+        ticket = submit(generator, prompt, LENGTH, keys=-1 - prompt, embed=embed)
+        del embed
+        list(generator)
+        assert len(tokens_of(ticket)) == LENGTH
+        assert is_held() is None
 
 
 def test_a_full_context_ends_the_reply_and_says_why() -> None:
