@@ -272,7 +272,7 @@ class ServedModel:
             "cuts_characters": False,
             "reserve": RESERVE_TOKENS,
             "prediction": prompt.prediction,
-            "num_draft_tokens": request.num_draft_tokens,
+            "num_draft_tokens": 0 if self._options.exact else request.num_draft_tokens,
         }
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
