@@ -179,7 +179,7 @@ def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_i
 
 def test_a_reply_that_runs_alone_ends_with_the_models_context_also_where_others_would_be_shifted() -> None:
     with running(context=64) as thread:
-        asked = Waiting(thread, prompt=[70] * 40, echo=True, logprobs=1, max_tokens=1 << 20)
+        asked = Waiting(thread, prompt=[70] * 40, echo=True, logprobs=True, max_tokens=1 << 20)
         asked.until(Token)
         asked.opened.cancel()
         asked.end()
