@@ -156,7 +156,7 @@ class Report:
         self._alone_summaries = tuple(self._summarize(run) for run in self.alone)
 
     def differences(self) -> list[tuple[str, int, RequestRow]]:
-        """Every answer that differs from the reference by more than it may: cache, request index, row."""
+        """Every wrong answer: it differs from the reference, and rounding does not explain it. Cache, index, row."""
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
         if self._stored_bits is not None:
             rows = {cache: found for cache, found in rows.items() if not cache.startswith(RADIX)}
