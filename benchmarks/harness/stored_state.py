@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Identity, Kind, root_key
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.files import file_name
 from radixcache.tokens import Keys
 
@@ -110,7 +110,7 @@ def write_chains(path: Path, count: int, length: int, state_bytes: int) -> list[
             file = path / file_name(head.key, "block")
             file.parent.mkdir(exist_ok=True)
             with file.open("wb") as out:
-                out.writelines(encoded(Block(head, state)))
+                out.writelines(encode(Block(head, state)))
             keys.append(head.key)
         chains.append((tokens, keys[1:]))
     os.sync()

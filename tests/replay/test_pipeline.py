@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from runner.engine.generation import compile_mode, feed, generate
 from runner.models.load import load_model
 from runner.replay.caches import PlainRun
+from tests.engine.compiled import is_compiling
 
 PROMPT = np.arange(30, 130, dtype=np.int32)
 # Small enough for the allocator to keep, large enough to be seen among what decoding leaves.
@@ -151,15 +152,6 @@ def test_free_buffers_are_released_after_256_passes(tiny):
     # The first piece was taken above: index 253 is piece 255, which is read behind the dispatch of pass 256.
     assert held_free[252] >= FREED_BYTES
     assert held_free[253] < FREED_BYTES
-
-
-def is_compiling() -> bool:
-    """Whether MLX's compiled mode is on: then a compiled function runs its Python only once."""
-    traces = []
-    compiled = mx.compile(lambda x: traces.append(x) or x + 1)
-    compiled(mx.array(1))
-    compiled(mx.array(2))
-    return len(traces) == 1
 
 
 def test_compiled_mode_that_was_off_for_the_whole_process_stays_off(monkeypatch):

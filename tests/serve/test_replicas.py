@@ -18,15 +18,7 @@ from radixcache.observe.hints import Edge
 from runner.engine.token import Token
 from runner.routing import BLOCK_TOKENS, Ask, chain_digests, root_digest
 from runner.serve.options import ServeOptions
-from runner.serve.request import (
-    ApiError,
-    ModelNames,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Request,
-    RequestRecord,
-)
+from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Request, RequestRecord
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.jobs import application, local_client
 from tests.serve.watched import record
