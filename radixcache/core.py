@@ -31,8 +31,8 @@ from radixcache.paging.pins import Pins
 from radixcache.paging.resume import (
     LivePath,
     PrefixRequest,
+    Reason,
     ResumePlan,
-    ShortReason,
     Slots,
     Tails,
     floor,
@@ -571,7 +571,7 @@ class Core:
             return plan
         # An earlier request had evaluated more of the prompt, off the grid.
         off_grid = plan.off_grid + min(tail, limit - match.offset)
-        reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
+        reason = plan.reason or (Reason.OFF_GRID if off_grid else Reason.LAST_TOKEN)
         return plan._replace(matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
     def _release(self, live: LivePath) -> None:

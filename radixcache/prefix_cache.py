@@ -95,7 +95,7 @@ def assemble(
 
     def on_loss(node: StateNode) -> None:
         if tier is not None:
-            tier.lose(node)
+            tier.write_evicted(node)
 
     account = ledger.open_account(lambda nbytes: evictor.shrink_to(max(0, account.total_bytes - nbytes)))
     events = Events(settings.on_event, ledger.lock, remembers=settings.remembers)

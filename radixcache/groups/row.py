@@ -26,7 +26,7 @@ from radixcache.groups.batch import Batch, TailLayer
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
 from radixcache.paging.pager import OwnState
-from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops
+from radixcache.paging.resume import PrefixRequest, Reason, checkpoint_stops
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.state_tree import StateNode
 from radixcache.verify import Mismatch
@@ -43,7 +43,7 @@ class Row:
         prompt: int32 token ids of the whole prompt.
         cached_tokens: prompt tokens that were cached. The first prefill() of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
-        reason: why less than the match was resumed, from ShortReason; None if all of it was.
+        reason: why less than the match was resumed, from Reason; None if all of it was.
         remaining: int32 token ids after the first cached_tokens, never empty.
         mismatch: what verification found wrong; None: nothing. If it was the restored state, or the logits of the
             prompt's last token, the row began again at 0, and cached_tokens and matched_tokens are 0.
@@ -55,7 +55,7 @@ class Row:
         self.request = request
         self.prompt = request.prompt
         self.cached_tokens = self.matched_tokens = 0
-        self.reason: ShortReason | None = None
+        self.reason: Reason | None = None
         self.remaining = request.prompt
         self.mismatch: Mismatch | None = None
         self.is_closed = False

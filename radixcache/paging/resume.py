@@ -424,14 +424,21 @@ MAX_TAIL_KEYS = 1 << 18
 NODE_KEYS = 64
 
 
-class ShortReason(StrEnum):
-    """Why a request resumed short of its match."""
+class Reason(StrEnum):
+    """Why tokens of a prompt must be evaluated."""
 
-    LAST_TOKEN = "last_token"  # all of the prompt is stored; one token must be evaluated to get logits
-    NO_CHECKPOINT = "no_checkpoint"  # recurrent layers have no state between the resume offset and the match
-    WINDOW_GAP = "window_gap"  # some of what sliding windows would read at the match is not stored
-    LIVE_ELSEWHERE = "live_elsewhere"  # only in the live buffers of a session that another thread has open
-    OFF_GRID = "off_grid"  # exact mode: what is known lies behind the last whole chunk, or ends inside one
+    NEVER_STORED = "never_stored"  # no stored prompt began like this, as far as the history goes
+    DIVERGED = "diverged"  # a stored path continues with other tokens
+    EVICTED = "evicted"  # the tokens were evicted, or the checkpoint behind them
+    QUARANTINED = "quarantined"  # found wrong and removed; not stored again until clear_quarantine()
+    NO_CHECKPOINT = "no_checkpoint"  # stored; recurrent layers have no state in this range
+    WINDOW_GAP = "window_gap"  # stored; but not all that sliding windows would read
+    LIVE_ELSEWHERE = "live_elsewhere"  # stored; only in buffers that a session of another thread uses
+    OFF_GRID = "off_grid"  # stored; not on the prefill grid of exact mode
+    LAST_TOKEN = "last_token"  # stored; evaluated again for its logits
+
+
+ShortReason = Reason
 
 
 class PrefixRequest(NamedTuple):
@@ -479,7 +486,7 @@ class ResumePlan(NamedTuple):
     common: int
     checkpoint: Checkpoint | None
     source: StateNode | None
-    reason: ShortReason | None
+    reason: Reason | None
     off_grid: int = 0
     is_live: bool = False
     windows: Sequence[Spans] = ()
@@ -512,12 +519,12 @@ def plan_resume(
             resume, source, is_live = rewound, None, True
     reason = None
     if resume < limit:
-        reason = ShortReason.NO_CHECKPOINT if layout.has_states else ShortReason.WINDOW_GAP
+        reason = Reason.NO_CHECKPOINT if layout.has_states else Reason.WINDOW_GAP
     elif resume < match.offset:
-        reason = ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN
+        reason = Reason.OFF_GRID if off_grid else Reason.LAST_TOKEN
     if hidden is not None and resume > hidden:
         plan = plan_resume(layout, match, hidden, live, grid_tokens=grid_tokens)
-        return plan._replace(reason=ShortReason.LIVE_ELSEWHERE)
+        return plan._replace(reason=Reason.LIVE_ELSEWHERE)
     checkpoint = None if source is None else source.payload.checkpoint
     return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid, is_live, windows)
 

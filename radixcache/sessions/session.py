@@ -49,8 +49,8 @@ from radixcache.paging.pager import OwnState
 from radixcache.paging.resume import (
     LivePath,
     PrefixRequest,
+    Reason,
     ResumePlan,
-    ShortReason,
     checkpoint_stops,
     floor,
 )
@@ -362,7 +362,7 @@ class Session(Progress):
         position: tokens evaluated so far, as far as the session knows.
         cached_tokens: prompt tokens restored, not prefilled.
         matched_tokens: prompt tokens that the tree held; more than cached_tokens when `reason` says why.
-        reason: why less than the match was resumed, from ShortReason; None when all of it was.
+        reason: why less than the match was resumed, from Reason; None when all of it was.
         prompt: int32 token ids of the whole prompt.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
         namespace, use: as given to begin().
@@ -381,7 +381,7 @@ class Session(Progress):
         super().__init__(core, live, request, plan.resume)
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
-        self.reason: ShortReason | None = plan.reason
+        self.reason: Reason | None = plan.reason
         self.prompt: TokenIds = request.prompt
         self.remaining: TokenIds = request.prompt[plan.resume :].copy()
         self.namespace = request.namespace
@@ -639,10 +639,10 @@ class Session(Progress):
                     self._check.close()
 
     def distrust_from(self, offset: int) -> None:
-        """Store nothing from an offset on: it was found wrong."""
+        """Store nothing from an offset on: it was found wrong. What the tree has stays in it."""
         with self._core.lock:
             if self._live.is_seat_of(self._seat):
-                right = self._live.right_tokens
+                right, offset = self._live.right_tokens, max(offset, self._live.offset)
                 self._live.right_tokens = offset if right is None else min(offset, right)
 
     def drop_checkpoints(self, kind: str) -> None:

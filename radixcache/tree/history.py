@@ -84,7 +84,7 @@ class Event(NamedTuple):
         nbytes: bytes of the state; 0 where no state was moved, made or dropped.
         detail: by kind. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also `was_wrong`, whether
             verification found them wrong. split, merged: `at`. resumed: `prompt_tokens`, `matched_tokens`, `reason`
-            (None or a ShortReason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
+            (None or a Reason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
             range is that of the request's own path.
     """
 

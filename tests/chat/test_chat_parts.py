@@ -17,7 +17,7 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_tokenizer
 from tests.chat.part_templates import TEMPLATES
-from tests.engine.test_parallel_generate import load
+from tests.engine.generators import load
 
 # These write nothing at the end, so a conversation that goes on has the whole prompt as its prefix.
 STABLE = ("before the system text, first of all", "inside the system turn, behind the tools")

@@ -14,9 +14,9 @@ from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
 from radixcache.paging.pager import Pager
 from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
-from tests.groups.test_begin_many import stored
-from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting, tokens
-from tests.groups.test_ways import TOGETHER
+from tests.groups.rows import TOGETHER, Counting, stored
+from tests.groups.test_prefill_many import PROMPTS, SYSTEM
+from tests.prompts import tokens
 
 LONGEST = max(PROMPTS, key=len)
 TOKEN_BYTES = 3072

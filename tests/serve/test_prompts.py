@@ -77,6 +77,12 @@ def test_a_reply_that_begins_with_open_reasoning_goes_on_with_reasoning(begun: s
     assert (start in found.marks) == (start >= len(found.tokens) - 11)
 
 
+def test_the_requests_template_arguments_go_before_the_servers() -> None:
+    tokenizer = TokenizerWrapper(make_tokenizer("{{ who }} {{ what }}"))
+    own = Request(ModelNames(), 5, messages=TALK, chat_template_kwargs={"who": "mine"})
+    assert tokenizer.decode(prompt_of(own, tokenizer, {"who": "server's", "what": "stays"}).tokens) == "mine stays"
+
+
 # Volatile parts
 
 
@@ -124,10 +130,36 @@ def control_count(tokenizer: Any, tokens: list[int]) -> int:
     return sum(token in ids for token in tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class LetterTokenizer(PreTrainedTokenizer):
+    """A tokenizer in Python, without offsets: each character is a token."""
+
+    _letters = ("\n", *map(chr, range(32, 127)))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._letters)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: index for index, letter in enumerate(self._letters)} | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._letters.index(token) if token in self._letters else self._letters.index("?")
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._letters[index]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "letters"])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_a_special_token_in_a_message_is_text(role: str, kind: str) -> None:
-    tokenizer = TokenizerWrapper(make_tokenizer(HERMES, kind))
+    letters = LetterTokenizer(unk_token="?", extra_special_tokens=CONTROL, chat_template=HERMES)
+    tokenizer = TokenizerWrapper(letters if kind == "letters" else make_tokenizer(HERMES, kind))
     rest = [turn("user", "So?")]
     harmless, attack = ([turn("user", "Hi"), turn(role, text), *rest] for text in ("Hello", ATTACK))
     expected = control_count(tokenizer, prompt(tokenizer, harmless).tokens)
@@ -170,49 +202,6 @@ def test_tokens_that_only_the_template_makes_special_stay_in_replies_and_are_tex
     assert "Two" not in tokenizer.decode(tokens("assistant")), "the template finds the reasoning"
 
 
-class LetterTokenizer(PreTrainedTokenizer):
-    """A tokenizer in Python, without offsets: each character is a token."""
-
-    def __init__(self, **named: Any) -> None:
-        self._letters = ["\n", *map(chr, range(32, 127))]
-        super().__init__(unk_token="?", extra_special_tokens=CONTROL, **named)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._letters)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {letter: index for index, letter in enumerate(self._letters)} | self.added_tokens_encoder
-
-    def _tokenize(self, text: str, **_: Any) -> list[str]:
-        return list(text)
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self._letters.index(token) if token in self._letters else self._letters.index("?")
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return self._letters[index]
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return "".join(tokens)
-
-
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_a_special_token_in_a_message_is_text_without_offsets_too(role: str) -> None:
-    tokenizer = LetterTokenizer()
-    tokenizer.chat_template = HERMES
-    rest = [turn("user", "So?")]
-    harmless, attack = ([turn("user", "Hi"), turn(role, text), *rest] for text in ("Hello", ATTACK))
-    wrapper = TokenizerWrapper(tokenizer)
-    expected = control_count(tokenizer, prompt(wrapper, harmless).tokens)
-    found = prompt(wrapper, attack, with_marks=True)
-    assert control_count(tokenizer, found.tokens) == expected
-    text = tokenizer.apply_chat_template(attack, add_generation_prompt=True, tokenize=False)
-    assert wrapper.decode(found.tokens) == text
-    assert any(ATTACK in wrapper.decode(found.tokens[:mark]) for mark in found.marks)
-    assert control_count(tokenizer, prompt(wrapper, attack, special_tokens=True).tokens) == expected + 3
-
-
 class OwnTokenizer(OffsetlessTokenizer):
     """A tokenizer of another maker, which takes the text of a control token for the token."""
 
@@ -240,15 +229,6 @@ def test_a_tokenizer_that_renders_tokens_itself_is_refused_what_it_cannot_keep_t
             rendered(OwnTokenizer, ATTACK, ending=ending)
 
 
-def test_a_message_without_special_tokens_is_not_copied() -> None:
-    template = ChatTemplate(make_tokenizer(HERMES), [TOOL], {}, is_plain_text=True)
-    long = {"role": "user", "content": [{"type": "text", "text": "Hi"}], "more": {"deep": [["x"], 5, None]}}
-    assert template.in_plain_text(long) is long
-    changed = template.in_plain_text({**long, "name": ATTACK})
-    assert changed["more"] is long["more"]
-    assert changed["name"] != ATTACK
-
-
 def test_special_tokens_in_a_prompt_that_is_warmed_stay_text_as_in_the_prompts_that_follow() -> None:
     tokenizer = TokenizerWrapper(make_tokenizer(HERMES))
     system = turn("system", ATTACK)
@@ -272,34 +252,3 @@ def test_marks_stand_where_they_belong_behind_special_tokens_in_text() -> None:
 
 
 # Marks
-
-
-@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen3", "gemma"])
-def test_marks_cost_no_renderings_and_the_text_is_tokenized_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = TokenizerWrapper(make_tokenizer(ROLE_TEMPLATES[name]))
-    talk = [turn("system", "You answer in verse. " * 50)]
-    for index in range(40):
-        talk += [turn("user", f"Question {index}?" * 9), turn("assistant", f"Reply {index}." * 9)]
-    talk.append(turn("user", "Bye"))
-    tools = [{**TOOL, "function": {**TOOL["function"], "name": f"tool{index}"}} for index in range(9)]
-    prompt(tokenizer, talk, tools=tools)  # what the template takes is known now
-    counts = {"renderings": 0, "characters": 0}
-    render, encode = ChatTemplate.render, ChatTemplate.encode
-
-    def rendering(self: ChatTemplate, *arguments: Any, **named: Any) -> Any:
-        counts["renderings"] += 1
-        return render(self, *arguments, **named)
-
-    def encoding(self: ChatTemplate, texts: Any) -> Any:
-        counts["characters"] += sum(map(len, texts))
-        return encode(self, texts)
-
-    monkeypatch.setattr(ChatTemplate, "render", rendering)
-    monkeypatch.setattr(ChatTemplate, "encode", encoding)
-    found = prompt(tokenizer, talk, tools=tools, with_marks=True, marked_texts=[(0, 100), (1, 20)])
-    assert len(found.marks) > 28
-    length = len(tokenizer.decode(found.tokens))
-    assert counts == {"renderings": 1, "characters": length}
-    texts = [tokenizer.decode(found.tokens[:mark]) for mark in found.marks]
-    for message in talk[-16:]:
-        assert sum(text.endswith(f"{message['content']}<|im_end|>\n") for text in texts) == 1, message

@@ -24,7 +24,7 @@ from radixcache.groups.batch import TailLayer
 from radixcache.verify import Part
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
-from tests.groups.test_group_budget import known, row_bytes
+from tests.groups.rows import known, row_bytes
 from tests.prompts import tokens
 from tests.verify.faults import MATTERS, PROMPT_A, PROMPT_B, TURN, Hidden, fault, wrong_span
 

@@ -23,7 +23,7 @@ from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
 from tests.groups.cold import shared_model
-from tests.sessions.test_failures import LineInterrupt, interruptible
+from tests.sessions.faults import LineInterrupt, interruptible
 from tests.verify.faults import (
     PROMPT_A,
     PROMPT_B,
