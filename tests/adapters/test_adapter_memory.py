@@ -5,16 +5,18 @@ The layers here are megabytes long, so that a buffer kept alive or copied by mis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from mmap import PAGESIZE
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from radixcache.adapters.registry import adapter_for
+from radixcache.adapters.span import owned
 from tests.adapters.cases import (
     ARRAYS,
     CHUNKED,
@@ -89,6 +91,30 @@ def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -
     parts = {id(array) for array in (*upper.arrays(), *lower.arrays())}
     joined = [a for a in adapter.merge(upper, lower).arrays() if id(a) not in parts]
     assert len(joined) == (0 if at % 512 == 0 else arrays_a_segment)
+
+
+SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
+    "nearly-full-range-of-one-head": ((1, 1, 4096, 32), lambda a: a[..., :4090, :]),
+    "one-head-one-token": ((1, 1, 4096, 32), lambda a: a[..., 7:8, :]),
+    "last-row": ((1, 4096, 96), lambda a: a[:, -1]),
+    "scalar": ((1 << 20,), lambda a: a[5]),
+    "empty": ((1, 8, 4096, 32), lambda a: a[..., :0, :]),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str) -> None:
+    shape, cut = SLICES[name]
+    before = active_bytes()
+    parent = mx.arange(int(np.prod(shape))).reshape(shape).astype(mx.bfloat16)
+    mx.eval(parent)
+    part = cut(parent)
+    copy = owned(part)
+    mx.eval(copy)
+    assert (copy.dtype, copy.shape) == (part.dtype, part.shape)
+    assert mx.array_equal(copy, part).item()
+    del part, parent
+    _assert_bytes(active_bytes() - before, copy.nbytes, 1)
 
 
 @in_place_cases
