@@ -117,11 +117,6 @@ class Script:
             self._waiting.remove(index)
         return self._rendered[index]
 
-    @property
-    def expected_prompts(self) -> list[NDArray[np.int32]]:
-        """The tokens of every prompt, with placeholders for replies to come."""
-        return [each.prompt.tokens for each in self._rendered]
-
     def record_reply(self, index: int, text: str) -> None:
         """Store a generated reply for the prompts with a placeholder for it."""
         if self._waiting:

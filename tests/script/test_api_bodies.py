@@ -18,7 +18,7 @@ from runner.script.schedule import requests_of, schedule
 from runner.serve.anthropic import MessagesBody
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
-from runner.serve.request import Request
+from runner.serve.request import Request, check_body
 from runner.serve.responses import ResponsesBody
 
 OPTIONS = ServeOptions()
@@ -132,7 +132,7 @@ responses_bodies = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(responses_bodies)
 def test_a_body_of_the_responses_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
-    prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+    prompts_are_equal(check_body(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
 
 
 chat_bodies = st.fixed_dictionaries(
@@ -151,7 +151,9 @@ chat_bodies = st.fixed_dictionaries(
 def test_arguments_of_the_template_are_read_as_the_server_reads_them(body: dict[str, Any], is_chat: bool) -> None:
     turns = [{"role": "user", "content": text} for text in body.pop("messages")]
     body = {**body, "messages" if is_chat else "input": turns}
-    request = ChatBody.read(body, OPTIONS).request("") if is_chat else ResponsesBody.read(body).request(OPTIONS, "")
+    request = (
+        ChatBody.read(body, OPTIONS).request("") if is_chat else check_body(ResponsesBody, body).request(OPTIONS, "")
+    )
     prompts_are_equal(request, read_one(body))
 
 
