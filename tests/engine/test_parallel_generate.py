@@ -42,7 +42,8 @@ from tests.engine.generators import (
     submit,
     tokens_of,
 )
-from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
+from tests.groups.rows import Watched
+from tests.sessions.faults import Fuse, fused, refused_product, spoiling
 
 # Full attention, sliding windows in all or in some layers, recurrent state beside attention.
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
@@ -58,22 +59,9 @@ def llama() -> LoadedModel:
     return load("llama")
 
 
-class Watched:
-    def __init__(self, model: Any, passes: list[tuple[int, int]]) -> None:
-        self._model = model
-        self._passes = passes
-
-    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
-        self._passes.append((ids.shape[0], ids.shape[1]))
-        return self._model(ids, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def test_the_last_token_of_a_long_prompt_goes_through_a_step_with_others_and_the_first_comes_in_that_round(llama):
-    passes: list[tuple[int, int]] = []
-    model = Watched(llama.model, passes)
+    model = Watched(llama.model)
+    passes = model.shapes
     with ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=128) as generator:
         talking = submit(generator, PROMPTS[0], 40)
         while talking.completion is None and len(generator.round()) == 0:
@@ -284,28 +272,6 @@ def test_a_detokenizer_that_raises_ends_its_own_reply_alone(llama, monkeypatch):
         tickets = serve(generator, PROMPTS[:3])
         require_alone(llama, [tickets[0], tickets[2]], [PROMPTS[0], PROMPTS[2]])
     assert (done(tickets[1]).done_reason, type(done(tickets[1]).error)) == ("error", KeyError)
-
-
-@pytest.mark.parametrize(("at", "after"), [(4, True), (13, False)])
-def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(loaded, at, after):
-    cache = new_cache(loaded)
-    with new_generator(loaded, cache) as generator:
-        # The first group tries out how the model takes rows; that is not what is to fail here.
-        inside.try_ways(loaded.model)
-        with fused(loaded.model, Fuse(at, raising(ValueError, after))) as fuse:
-            tickets = serve(generator, PROMPTS[:3])
-        assert fuse.passes >= at
-        for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-            assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
-            if done(ticket).done_reason == "error":
-                assert str(done(ticket).error) == "blown"
-            else:
-                assert len(done(ticket).tokens) == MAX_TOKENS
-        assert any(done(ticket).done_reason == "error" for ticket in tickets)
-        generator.group.check()
-        again = serve(generator, PROMPTS[:3])
-        require_alone(loaded, again, PROMPTS[:3])
-    require_right_tree(loaded, cache, PROMPTS[:3])
 
 
 def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(loaded: LoadedModel) -> None:

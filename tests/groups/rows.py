@@ -13,7 +13,7 @@ import pytest
 from radixcache import Group, PrefixCache, Row
 from radixcache.groups.passes import Way
 from tests import inside
-from tests.groups.cold import ROUNDING, cold_last, error, opened
+from tests.groups.cold import ROUNDING, cold_last, error, opened, serve
 from tests.prompts import tokens
 
 WAYS = {
@@ -38,12 +38,26 @@ TOGETHER = [
 ]
 
 
-def stored(cache: PrefixCache, model: Any, prompt: Sequence[int], marks: Sequence[int] = ()) -> None:
-    """Evaluate all of a prompt in a session of its own."""
-    with cache.begin(prompt, marks=marks) as session:
-        session.prefill(model)
-        session.step(model, session.prompt[-1:])
-    cache.check()
+class Watched:
+    """A model that notes the shape (R, T) of each pass; it may raise in front of the n-th, or behind a bad token."""
+
+    def __init__(
+        self, model: Any, bad: int | None = None, *, fails_at: int = 0, error: type[BaseException] = ValueError
+    ) -> None:
+        self.model, self.bad, self.fails_at, self.error = model, bad, fails_at, error
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, ids: mx.array, **named: Any) -> mx.array:
+        self.shapes.append(tuple(ids.shape))
+        if len(self.shapes) == self.fails_at:
+            raise self.error("the model broke off")
+        logits: mx.array = self.model(ids, **named)
+        if self.bad is not None and self.bad in np.array(ids):
+            raise ValueError("a bad token")
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 def checked(cache: PrefixCache, group: Group) -> None:
@@ -59,7 +73,7 @@ def grouped(
     """A group of these rows, checked at the end. `stores`: a prompt that is in the tree before."""
     model, cache = opened(kind, checkpoint_interval=interval)
     if stores:
-        stored(cache, model, stores)
+        serve(cache, model, stores)
     with cache.begin_many(prompts, **group) as opened_group:
         yield model, cache, opened_group
         checked(cache, opened_group)
@@ -92,35 +106,6 @@ def decoded(group: Group, model: Any, rows: list[Row], logits: list[mx.array], s
         wanted = cold_last(model, row.known_keys().tolist(), steps)
         assert all(error(*each) < ROUNDING for each in zip(answered, wanted, strict=True))
     return said
-
-
-class Failing:
-    """Passes calls on to a model, and raises at the n-th."""
-
-    def __init__(self, model: Any, at: int, error: type[BaseException]) -> None:
-        self.model, self.at, self.error, self.calls = model, at, error, 0
-        self.layers = model.layers
-
-    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        self.calls += 1
-        if self.calls == self.at:
-            raise self.error("the model broke off")
-        return self.model(ids, cache=cache)
-
-
-class Counting:
-    """A model that notes the shape (R, T) of each pass, and raises behind one that has a bad token."""
-
-    def __init__(self, model: Any, bad: int | None = None) -> None:
-        self.model, self.bad = model, bad
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __call__(self, ids: mx.array, **named: Any) -> mx.array:
-        self.shapes.append(tuple(ids.shape))
-        logits: mx.array = self.model(ids, **named)
-        if self.bad is not None and self.bad in np.array(ids):
-            raise ValueError("a bad token")
-        return logits
 
 
 def known(model: Any, budget_bytes: int | None = None, **more: Any) -> PrefixCache:

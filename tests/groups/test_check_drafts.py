@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import CacheFullError, Group, PrefixCache, Row
 from runner.models.tiny import TINY_KINDS, tiny_model
-from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
-from tests.groups.rows import known, prefilled, row_bytes, stored
+from tests.groups.cold import ROUNDING, cold, error, resumed, serve, shared_model
+from tests.groups.rows import known, prefilled, row_bytes
 from tests.prompts import tokens
 
 #: Tails, windows beside tails, recurrent states beside tails, and a kind whose rows go one by one.
@@ -105,7 +105,7 @@ def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_al
     model, system = shared_model(kind), tokens(1, 40)
     cache = PrefixCache(model)
     prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]
-    stored(cache, model, system)
+    serve(cache, model, system)
     with cache.begin_many(prompts, capacity=500, segment_bytes=segment_bytes) as group:
         said = Said(model, group, prompts)
         for most in (4, 1, 6, 4):

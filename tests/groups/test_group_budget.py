@@ -119,30 +119,11 @@ def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_limit_i
     cache.check()
 
 
-def test_what_the_device_cannot_hold_is_refused_with_both_figures_before_any_of_it_is_evaluated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model: Any = shared_model("llama")
-    cache = known(model, 50_000)
-    token_bytes = inside.layout(cache).token_bytes
-    monkeypatch.setattr(Layout, "device_bytes", lambda _: 1000 * token_bytes)
-    with cache.begin_many([], capacity=100_000) as group:
-        row = group.admit(tokens(2, 900))
-        group.prefill(model, row)
-        for refuse in (group.admit, cache.begin):
-            with pytest.raises(RequestTooLargeError, match="the device can spare") as refused:
-                refuse(tokens(3, 2500))
-            assert refused.value.needed_bytes == 2500 * token_bytes
-            assert 1000 * token_bytes <= refused.value.available_bytes < 2500 * token_bytes
-        mx.eval(group.step(model, [row], [3]))
-        group.check()
-    cache.check()
-
-
 def test_rows_that_the_device_cannot_hold_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = shared_model("llama")
     cache = known(model, 50_000)
-    device_bytes = 1000 * inside.layout(cache).token_bytes
+    token_bytes = inside.layout(cache).token_bytes
+    device_bytes = 1000 * token_bytes
     monkeypatch.setattr(Layout, "device_bytes", lambda _: device_bytes - cache.stats.live_bytes)
     with cache.begin_many([tokens(2, 600), tokens(3, 600)], capacity=100_000) as group:
         first, second = group.rows
@@ -150,6 +131,11 @@ def test_rows_that_the_device_cannot_hold_together_take_turns(monkeypatch: pytes
         with pytest.raises(RequestTooLargeError, match="the device can spare"):
             group.prefill(model, second)
         assert second.position == 0
+        for refuse in (group.admit, cache.begin):
+            with pytest.raises(RequestTooLargeError, match="the device can spare") as refused:
+                refuse(tokens(4, 2500))
+            assert refused.value.needed_bytes == 2500 * token_bytes
+            assert 0 < refused.value.available_bytes <= 1000 * token_bytes
         group.check()
         first.close()
         found = group.prefill(model, second)

@@ -13,8 +13,8 @@ from radixcache import Group
 from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
 from radixcache.paging.pager import Pager
-from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
-from tests.groups.rows import TOGETHER, Counting, stored
+from tests.groups.cold import ROUNDING, cold, cold_last, error, opened, serve
+from tests.groups.rows import TOGETHER, Watched
 from tests.groups.test_prefill_many import PROMPTS, SYSTEM
 from tests.prompts import tokens
 
@@ -31,7 +31,7 @@ class Talk:
     """
 
     def __init__(self, group: Group, model: Any) -> None:
-        self.group, self.counting, self.rows = group, Counting(model), group.rows
+        self.group, self.counting, self.rows = group, Watched(model), group.rows
         self.said = {row: row.prompt.tolist() for row in group.rows}
         self.answers: dict[Row, dict[int, mx.array]] = {row: {} for row in group.rows}
 
@@ -72,7 +72,7 @@ def talking(
     """A group of these rows; at the end its answers and bytes are checked. `stores`: SYSTEM is in the tree before."""
     model, cache = opened(kind, budget_bytes=budget_bytes)
     if stores:
-        stored(cache, model, SYSTEM)
+        serve(cache, model, SYSTEM)
     with cache.begin_many(prompts, capacity=6000, segment_bytes=segment_bytes) as group:
         talk = Talk(group, model)
         yield talk

@@ -105,24 +105,6 @@ def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) 
 # Who gives way
 
 
-def test_under_pressure_the_slot_used_longest_ago_is_given_up_and_the_common_prefix_with_it(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    with cache.begin(ANNA, reserve=0) as anna, cache.begin(BEN, reserve=0) as ben:
-        run(anna, llama)
-        run(ben, llama)
-    # Two slots hold SYSTEM twice; with it once, everything fits.
-    distinct = len(SYSTEM) + 2 * 60
-    cache.reclaim((distinct + 8) * LLAMA_TOKEN_BYTES)
-    cache.check()
-    stats = cache.stats
-    assert stats.tokens == distinct, cache.dump()
-    assert stats.evictions == 0
-    # BEN was begun last.
-    assert stats.paged_bytes == 60 * LLAMA_TOKEN_BYTES
-    assert inside.paths(cache)[0].offset == 0
-    assert serve(cache, llama, [*ANNA, 7], reserve=0).cached_tokens == len(ANNA)
-
-
 def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_policy(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2, budget_bytes=1_000 * LLAMA_TOKEN_BYTES)
     serve(cache, llama, tokens(1, 300), reserve=0)

@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache, Session, stream_generate
 from radixcache.generate import decode
-from radixcache.speculate.drafting import IDLE_TOKENS, MOST_STRIDE, Drafting
+from radixcache.speculate.drafting import Drafting
 from radixcache.speculate.pace import DraftPace, Proposal
 from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
@@ -130,16 +130,6 @@ def test_processors_and_samplers_are_asked_once_for_each_token_in_order_whatever
     reply = [each.token for each in replies(model, 12)]
     replies(model, 12, prediction=[*reply[:4], 7, *reply[5:]], logits_processors=[watch])
     assert seen == [[*PROMPT, *reply[:at]] for at in range(12)]
-
-
-@pytest.mark.parametrize(("pass_s", "stride"), [(1e-1, 1), (1.5e-2, 7), (1e-5, MOST_STRIDE)])
-def test_where_nothing_was_drafted_for_long_a_fast_model_is_looked_at_less_often(pass_s: float, stride: int) -> None:
-    model, guess = tiny_model("llama"), Guess([])
-    drafts = Drafting([guess], DraftPace(seconds=lambda rows, width: pass_s), PROMPT)
-    with PrefixCache(model).begin(PROMPT) as session:
-        assert len(decoded(session, model, 98, drafts)[0]) == 98
-    rare = len(range(IDLE_TOKENS + stride, 96, stride))
-    assert len(guess.limits) == 1 + IDLE_TOKENS + rare
 
 
 def cheap_passes(cache: PrefixCache) -> PrefixCache:
