@@ -10,7 +10,18 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import SessionClosedError
-from tests.engine.generators import PROMPTS, done, load, new_cache, new_generator, serve, submit, tokens_of
+from tests.engine.generators import (
+    PROMPTS,
+    alone,
+    done,
+    free_cache,
+    load,
+    new_cache,
+    new_generator,
+    serve,
+    submit,
+    tokens_of,
+)
 
 LENGTH = 12
 #: Spans, windows, recurrent layers, and layers that a group refuses.
@@ -47,6 +58,32 @@ def test_what_a_group_refuses_runs_alone(more: dict[str, Any]) -> None:
         cache.check()
 
 
+@pytest.mark.parametrize("fails", ["a processor", "on_progress"])
+def test_the_tokens_of_a_first_check_come_before_the_error_that_ends_the_reply(fails: str) -> None:
+    """The first pass of a reply checks drafts behind the prompt."""
+    loaded, calls = load("llama"), 0
+
+    def fail_at_the_third(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("third")
+        return args[-1]
+
+    wanted = alone(loaded, PROMPTS[0], LENGTH + 4)
+    more = {
+        "a processor": {"logits_processors": [fail_at_the_third]},
+        "on_progress": {"on_progress": fail_at_the_third},
+    }
+    with free_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True, step_size=64) as generator:
+        ticket = submit(generator, PROMPTS[0], LENGTH + 4, prediction=wanted[:LENGTH], **more[fails])
+        pieces = [piece for _, piece in generator]
+        assert str(done(ticket).error) == "third"
+        assert [piece.token for piece in pieces[:-1]] == [*tokens_of(ticket)] == [*wanted[: len(pieces) - 1]]
+        assert len(pieces) >= 3
+        assert [piece.completion for piece in pieces] == [None] * (len(pieces) - 1) + [ticket.completion]
+
+
 def test_one_request_runs_at_a_time_and_each_is_cancelled_alone() -> None:
     loaded = load("llama")
     with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
@@ -60,6 +97,24 @@ def test_one_request_runs_at_a_time_and_each_is_cancelled_alone() -> None:
         assert [done(ticket).done_reason for ticket in (first, second, third)] == ["cancelled", "cancelled", "length"]
         assert order == sorted(order)
         cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "mamba2"])
+def test_a_first_token_that_is_no_number_leaves_in_the_cache_what_the_request_resumed_on(kind: str) -> None:
+    loaded = load(kind)
+    following = [*PROMPTS[0], 5, 6]
+    with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
+        submit(generator, PROMPTS[0])
+        list(generator)
+        failing = submit(generator, following, logits_processors=[lambda _, logits: logits * mx.nan])
+        list(generator)
+        assert "not numbers" in str(done(failing).error)
+        cache.check()
+        fine = submit(generator, following)
+        list(generator)
+        assert done(fine).cached_tokens == done(failing).cached_tokens > 0
+        generator.close()
+        assert tokens_of(fine) == alone(loaded, following)
 
 
 def test_a_full_context_ends_the_reply_and_says_why() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixcache import PrefixCache
+from radixcache import PrefixCache, RequestTooLargeError
 from radixcache.groups.passes import Removal
 from runner.engine.generation import OPENING_TOKENS, SINK_TOKENS, ContextError, ContextWindow, Generation, generate
 from runner.engine.generator import ParallelGenerator
@@ -181,6 +181,35 @@ def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeyp
     assert (failed.done_reason, type(failed.error)) == ("error", OSError)
     assert failed.tokens == alone(llama, prompt, CONTEXT - len(prompt) + 1)
     assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
+
+
+def test_a_reply_that_is_sent_back_to_make_room_for_a_shift_goes_on_later(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt waits to share with the first one, so the last request that came is not the last one in."""
+    run, calls = Removal.run, list[Any]()
+
+    def refusing_once(self: Removal, model: Any) -> None:
+        calls.append(self.row)
+        if len(calls) == 1:
+            raise RequestTooLargeError(2, 1)
+        run(self, model)
+
+    monkeypatch.setattr(Removal, "run", refusing_once)
+    prompt, marks = conversation(7)
+    longer = np.concatenate([prompt[: -len(OPENING)], np.arange(30, 40), OPENING])
+    other, other_marks = conversation(2, seed=1)
+    other[0] = 7
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        first = submit(generator, prompt, marks, 6)
+        shifted = submit(generator, longer, (*marks, len(longer) - len(OPENING)), 70)
+        sent_back = submit(generator, other, other_marks, 75)
+        drain(generator)
+    assert len(calls) >= 2
+    assert [done(each).done_reason for each in (first, shifted, sent_back)] == ["length"] * 3
+    assert done(shifted).shifted_tokens > 0
+    assert sent_back.in_reply > 0
+    assert done(sent_back).tokens[: CONTEXT - len(other)] == alone(llama, other, CONTEXT - len(other))
 
 
 def test_where_nothing_can_be_shifted_the_reply_ends_and_says_why() -> None:

@@ -293,6 +293,21 @@ def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(loaded: Lo
     require_right_tree(loaded, cache, PROMPTS[:3])
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_all_that_end_with_a_failed_evaluation_are_told_what_failed(llama: LoadedModel, at: int) -> None:
+    """A chunk of prefill fails, or the step behind it, while a reply is under way."""
+    with new_generator(llama, new_cache(llama)) as generator:
+        talking = submit(generator, PROMPTS[0], 20)
+        while talking.completion is None and len(talking.said) < 5:
+            generator.round()
+        coming = submit(generator, np.random.default_rng(3).integers(20, 200, 90), marks=())
+        with fused(llama.model, Fuse(at, spoiling(refused_product))):
+            drain(generator)
+        assert tokens_of(talking) == alone(llama, PROMPTS[0], 20)[: len(tokens_of(talking))]
+        assert "Currently only supports float32" in str(done(talking).error)
+        assert "Currently only supports float32" in str(done(coming).error)
+
+
 # Neither in a prompt nor among the tokens that a model is tried with.
 
 

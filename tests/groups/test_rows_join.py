@@ -216,7 +216,7 @@ def test_what_a_row_without_numbers_left_behind_does_not_come_to_who_takes_its_p
 
 def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    gather = Batch.gathered.__func__  # type: ignore[attr-defined]
+    gather = Batch.gather.__func__  # type: ignore[attr-defined]
 
     def counted(cls: type[Batch], places: list[tuple[Batch, int]], *room: int) -> Batch:
         gathered.append(len(places))

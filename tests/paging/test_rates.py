@@ -56,24 +56,24 @@ def test_what_is_read_is_what_reading_is_faster_for_as_measured(
     """Each read was of 1,000 bytes."""
     rates = rates_of(cost, chunks)
     for seconds in reads_s:
-        rates.was_read({0: 1000}, {0: seconds})
+        rates.count_read({0: 1000}, {0: seconds})
     nbytes, start, end = asked
     assert rates.is_worth_reading({0: nbytes}, start, end) is is_worth_it
 
 
 def test_a_disk_that_was_slow_is_tried_again_for_a_hundredth_of_what_prefill_took_instead() -> None:
     rates = rates_of(CostModel(), CHUNK)
-    rates.was_read({0: 1000}, {0: 2.0})
+    rates.count_read({0: 1000}, {0: 2.0})
     decisions = []
     for _ in range(130):
         decisions.append(rates.is_worth_reading({0: 1000}, 0, 100))
-        rates.was_refused([0], 0, 100)
+        rates.count_refused([0], 0, 100)
     assert decisions == sorted(decisions)
     assert sum(decisions) in (9, 10, 11)
-    rates.was_read({0: 1000}, {0: 2.0})
+    rates.count_read({0: 1000}, {0: 2.0})
     assert not rates.is_worth_reading({0: 1000}, 0, 100)
-    rates.was_refused([0], 0, 100)
-    rates.was_read({0: 10}, {0: 0.001})  # what came before is forgotten
+    rates.count_refused([0], 0, 100)
+    rates.count_read({0: 10}, {0: 0.001})  # what came before is forgotten
     assert rates.is_worth_reading({0: 1000}, 0, 100)
 
 
@@ -99,7 +99,7 @@ def test_prefill_takes_what_it_took_at_that_depth(chunks: Any, asked: tuple[int,
 def test_reading_takes_as_long_as_it_takes_to_get_into_live_caches() -> None:
     clock = Clock()
     rates = rates_of(CostModel(), CHUNK, clock)
-    rates.was_read({0: 1000}, {0: 0.7})
+    rates.count_read({0: 1000}, {0: 0.7})
     assert rates.is_worth_reading({0: 1000}, 0, 100)
     with rates.timing_move():
         clock.now_s += 0.2
@@ -115,23 +115,23 @@ def test_a_chunk_that_broke_off_is_not_measured() -> None:
 
 def test_each_store_is_weighed_by_what_it_took_itself() -> None:
     rates = rates_of(CostModel(), CHUNK)
-    rates.was_read({0: 1000, 1: 1000}, {0: 0.1, 1: 2.0})
+    rates.count_read({0: 1000, 1: 1000}, {0: 0.1, 1: 2.0})
     assert rates.is_worth_reading({0: 1000}, 0, 100)
     assert not rates.is_worth_reading({1: 1000}, 0, 100)
     assert not rates.is_worth_reading({0: 1000, 1: 500}, 0, 100)
     for _ in range(300):
-        rates.was_refused([1], 0, 100)
+        rates.count_refused([1], 0, 100)
     assert rates.is_worth_reading({1: 1000}, 0, 100)  # due
-    rates.was_read({0: 1000}, {0: 0.1})
+    rates.count_read({0: 1000}, {0: 0.1})
     assert rates.is_worth_reading({1: 1000}, 0, 100)  # still: it was the other one that was read
-    rates.was_read({1: 1000}, {1: 2.0})
+    rates.count_read({1: 1000}, {1: 2.0})
     assert not rates.is_worth_reading({1: 1000}, 0, 100)
 
 
 def test_the_way_into_live_caches_is_shared_out_among_the_stores_by_their_bytes() -> None:
     clock = Clock()
     rates = rates_of(CostModel(), CHUNK, clock)
-    rates.was_read({0: 1000, 1: 3000}, {0: 0.5, 1: 0.5})
+    rates.count_read({0: 1000, 1: 3000}, {0: 0.5, 1: 0.5})
     with rates.timing_move():
         clock.now_s += 0.8
     assert rates.is_worth_reading({0: 1000}, 0, 90)  # 0.7 s

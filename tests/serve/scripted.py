@@ -7,14 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runner.engine.token import Token
-from runner.serve.request import (
-    ApiError,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Request,
-    RequestRecord,
-)
+from runner.serve.request import ApiError, OpenRequest, PrefillProgress, ReplyEvent, Request, RequestRecord
 from tests.serve import watched
 
 PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12
@@ -32,7 +25,7 @@ def said(text="", reasoning="", calls=(), finish=None, stop_word=None) -> Token:
 def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
     about = {"id": opened.id, "names": opened.request.names, "namespace": opened.request.namespace}
     counts = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": MATCHED_TOKENS}
-    return watched.record(**about, **{**counts, "shortfalls": (), **changes})
+    return watched.record(**about, **{**counts, "explanation": watched.explained(), **changes})
 
 
 class ScriptedReading:
