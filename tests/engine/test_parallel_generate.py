@@ -43,6 +43,7 @@ from tests.engine.generators import (
     tokens_of,
 )
 from tests.groups.rows import Watched
+from tests.memory import held_bytes
 from tests.sessions.faults import Fuse, fused, refused_product, spoiling
 
 # Full attention, sliding windows in all or in some layers, recurrent state beside attention.
@@ -402,6 +403,15 @@ def test_a_prompt_that_no_memory_is_enough_for_does_not_hold_up_those_behind_it(
     assert str(done(never).error).startswith(
         "the request needs 1536000 bytes while it runs; max_request_bytes is 900000"
     )
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 600_000])
+def test_requests_that_are_larger_than_the_budget_are_served(llama: LoadedModel, budget_bytes: int) -> None:
+    cache = new_cache(llama, budget_bytes=budget_bytes)
+    with new_generator(llama, cache) as generator:
+        require_alone(llama, serve(generator, PROMPTS, reserve=1), PROMPTS)
+    assert held_bytes(cache.stats) <= budget_bytes
+    require_right_tree(llama, cache, PROMPTS)
 
 
 def test_of_replies_that_outgrow_the_budget_together_the_first_goes_on(llama: LoadedModel) -> None:

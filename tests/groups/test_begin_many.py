@@ -34,6 +34,7 @@ from radixcache.sized_cache import sized_cache
 from tests import inside
 from tests.groups.cold import ROUNDING, WRONG, cold, error, opened, resumed, serve, shared_model
 from tests.groups.rows import Watched, checked, decoded, grouped, prefilled
+from tests.memory import active_bytes, held_bytes
 from tests.prompts import tokens
 from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
@@ -186,6 +187,18 @@ def test_what_the_tree_has_no_room_for_is_not_counted_as_shared(kind: str) -> No
         checked(cache, group)
 
 
+def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
+    with grouped("llama", [PROMPTS[2]], capacity=128) as (model, _, group):
+        (first,) = group.rows
+        (said,) = decoded(group, model, [first], [prefilled(group, model, first)], 6)
+        told = [*PROMPTS[2], *said]
+        second = group.admit(told)
+        assert (second.cached_tokens, second.remaining.tolist()) == (len(told) - 1, told[-1:])
+        assert second.reason == "last_token"
+        assert error(prefilled(group, model, second), cold(model, told)) < ROUNDING
+        assert group.used_tokens == len(told) + 1
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma"])
 def test_recurrent_state_is_shared_only_where_it_is_known(kind: str) -> None:
     prompt = tokens(1, 60)
@@ -327,10 +340,27 @@ def test_a_window_that_has_gone_round_is_not_rewound() -> None:
         assert error(found, cold(model, [*PROMPTS[0], 1, 2, 3, 9])) < ROUNDING
 
 
-def active_bytes() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str) -> None:
+    model, cache = opened(kind)
+    inside.try_ways(model)  # what a model keeps of its first passes
+    base = active_bytes()
+
+    def agrees() -> None:
+        assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01, abs=4096)
+
+    with cache.begin_many([PROMPTS[0], [*SYSTEM, *tokens(5, 300)]], capacity=2048) as group:
+        agrees()
+        for row in group.rows:
+            prefilled(group, model, row, 64)
+            agrees()
+        group.rows[0].close()
+        agrees()
+        checked(cache, group)
+        assert group.nbytes > 0
+    agrees()
+    cache.clear()
+    agrees()
 
 
 def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:

@@ -7,17 +7,12 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from radixcache import PrefixCache
 from tests.prompts import tokens
 from tests.walks.spelling import SpellingModel
 
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
 SYSTEM = tokens(0, 40)
 PROMPT = [*SYSTEM, *tokens(1, 30)]
-
-
-def held_bytes(cache: PrefixCache) -> int:
-    return cache.stats.live_bytes + cache.stats.paged_bytes
 
 
 class WindowModel(SpellingModel):

@@ -13,7 +13,7 @@ from radixcache.sized_cache import sized_cache
 from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.groups.cold import opened, serve, shared_model
-from tests.paging.served import held_bytes
+from tests.memory import held_bytes
 from tests.prompts import tokens
 
 TOO_LONG_KINDS = ["llama_sliding", "nemotron_h"]
@@ -236,7 +236,7 @@ def test_the_next_turn_resumes_as_far_as_the_budget_reaches(kind: str) -> None:
     assert serve(cache, model, prompt[:600], REPLY).cached_tokens == 0
     for length in (650, 700):
         assert 100 <= serve(cache, model, prompt[:length], REPLY).cached_tokens < 500
-        assert held_bytes(cache) <= budget_bytes
+        assert held_bytes(cache.stats) <= budget_bytes
 
 
 @pytest.mark.parametrize("kind", [*TOO_LONG_KINDS, pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -254,7 +254,7 @@ def test_as_many_tokens_are_kept_as_the_budget_has_room_for(kind: str, share: fl
     point_bytes = layout.request_bytes(700) - 700 * layout.token_bytes
     room = (budget_bytes - 2 * point_bytes) // layout.token_bytes
     assert room - 1 <= cache.explain(prompt).resumable_tokens <= room
-    assert held_bytes(cache) <= budget_bytes
+    assert held_bytes(cache.stats) <= budget_bytes
 
 
 @pytest.mark.parametrize("kind", TOO_LONG_KINDS)
@@ -262,4 +262,4 @@ def test_a_budget_of_one_byte_still_serves(kind: str) -> None:
     model, cache = opened(kind, budget_bytes=1)
     for _ in range(2):
         assert serve(cache, model, tokens(1, 100), REPLY).cached_tokens == 0
-        assert held_bytes(cache) == 0
+        assert held_bytes(cache.stats) == 0

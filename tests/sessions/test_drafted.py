@@ -18,32 +18,19 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache import PrefixCache, Session, stream_generate
 from radixcache.generate import decode
 from radixcache.speculate.drafting import Drafting
-from radixcache.speculate.pace import DraftPace, Proposal
-from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from radixcache.speculate.pace import DraftPace
+from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from tests import inside
 from tests.prompts import tokens
+from tests.walks.drafts import Guess
 
 PROMPT = tokens(1, 50)
 SOME_KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2"]
 
 
-class Guess:
-    """A source that knows the reply, and is wrong at every `wrong`-th place; it proposes up to `most` tokens."""
-
-    name = "guess"
-
-    def __init__(self, reply: Sequence[int], wrong: int = 3, most: int = 4) -> None:
-        self._reply = [token if (at + 1) % wrong else (token + 1) % VOCABULARY_LENGTH for at, token in enumerate(reply)]
-        self._most, self._at = most, 0
-        self.limits: list[int] = []
-
-    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        self.limits.append(limit)
-        found = tuple(self._reply[self._at : self._at + min(limit, self._most)])
-        return Proposal(found, (0.9,) * len(found), self.name)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._at += len(tokens)
+def guess(reply: Sequence[int], wrong: int = 3) -> Guess:
+    """A source that knows the reply, and is wrong at every `wrong`-th place; it proposes up to 4 tokens."""
+    return Guess(reply, range(wrong - 1, len(reply), wrong), 4)
 
 
 def drafting(*sources: Any) -> Drafting:
@@ -68,7 +55,7 @@ def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as
         reply, _ = decoded(session, model, 24)
     cache = PrefixCache(model)
     with cache.begin(PROMPT) as session:
-        drafts = drafting(Guess(reply))
+        drafts = drafting(guess(reply))
         found, accepted = decoded(session, model, 24, drafts)
         assert session.known_tokens == len(PROMPT) + 23  # the last token was not evaluated
         assert found == reply
@@ -90,7 +77,7 @@ def test_accepted_tokens_are_counted_and_not_those_behind_the_end_of_a_reply() -
     for end in range(1, 24):
         with PrefixCache(model).begin(PROMPT) as session:
             session.prefill(model)
-            drafts, accepted = drafting(Guess(reply, wrong=7)), 0
+            drafts, accepted = drafting(guess(reply, wrong=7)), 0
             said: Any = decode(session, model, session.prompt, 24, drafting=drafts)
             for _, _, is_drafted in islice(said, end):
                 accepted += is_drafted
@@ -158,7 +145,7 @@ def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_wh
     reply = [each.token for each in replies(model, 12)]
     with cache.begin(PROMPT) as session:
         session.prefill(model)
-        drafts = drafting(Guess(reply, wrong=100))
+        drafts = drafting(guess(reply, wrong=100))
         stream: Any = decode(session, model, session.prompt, 12, drafting=drafts)
         said = [is_drafted for _, _, is_drafted in (next(stream) for _ in range(7))]
         if inside.layout(cache).has_points:
@@ -179,7 +166,7 @@ def test_a_reply_of_a_recurrent_model_may_stop_in_front_of_accepted_tokens_that_
     reply = [each.token for each in replies(model, 6)]
     with cache.begin(PROMPT) as session:
         session.prefill(model)
-        stream: Any = decode(session, model, session.prompt, 6, drafting=drafting(Guess(reply, wrong=4)))
+        stream: Any = decode(session, model, session.prompt, 6, drafting=drafting(guess(reply, wrong=4)))
         assert [next(stream)[0]] == reply[:1]  # the first token has a pass of its own
         assert next(stream)[0] == reply[1]
         stream.close()
