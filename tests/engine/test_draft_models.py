@@ -32,7 +32,8 @@ from tests.engine.generators import (
     submit,
     tokens_of,
 )
-from tests.engine.test_drafted_replies import LENGTH
+
+LENGTH = 24
 
 
 def generator_of(loaded: LoadedModel, cache: PrefixCache, draft: Any, **more: Any) -> ParallelGenerator:

@@ -15,12 +15,8 @@ from radixcache.groups.row import Row
 from radixcache.layers.layout import Layout, LiveStateError
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, serve, shared_model
-from tests.groups.rows import WAYS, Watched, checked, decoded, grouped, prefilled
+from tests.groups.rows import PROMPTS, SYSTEM, WAYS, Watched, checked, decoded, grouped, prefilled
 from tests.prompts import tokens
-
-SYSTEM = tokens(1, 60)
-#: Two on the system prompt, that have 9 and 30 tokens of their own, and two that have nothing in common.
-PROMPTS = ([*SYSTEM, *tokens(2, 9)], [*SYSTEM, *tokens(3, 30)], tokens(4, 40), tokens(5, 23))
 
 
 def through(group: Group, model: Any, rows: list[Row], chunk: int | None = None) -> dict[Row, mx.array]:
@@ -153,7 +149,6 @@ def test_a_row_that_has_begun_and_one_that_has_not_keep_their_recurrent_states(k
 # Rows that were admitted together, on prompts that begin alike and are nowhere yet
 
 
-SYSTEM = tokens(1, 60)
 ALIKE = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 
