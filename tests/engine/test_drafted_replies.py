@@ -206,9 +206,6 @@ def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than
     assert any(tokens > 1 for tokens, _ in noted), noted
 
 
-# The distribution of sampled replies
-
-
 def only(allowed: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
     """A logits processor that leaves these tokens, so that few draws tell distributions apart."""
     return lambda _, logits: mx.where(mx.array(np.isin(np.arange(logits.shape[-1]), [*allowed])), logits, -mx.inf)

@@ -309,9 +309,6 @@ def test_all_that_end_with_a_failed_evaluation_are_told_what_failed(llama: Loade
         assert "Currently only supports float32" in str(done(coming).error)
 
 
-# Neither in a prompt nor among the tokens that a model is tried with.
-
-
 @pytest.fixture
 def poisoned(loaded: LoadedModel) -> Iterable[LoadedModel]:
     with embedding(loaded.model, spoilt):

@@ -162,9 +162,12 @@ class Talk:
     def keep(self, rows: Sequence[Row], drafts: list[list[int]], accept: Callable[[mx.array], list[int]]) -> None:
         """Check these drafts, and keep as many of each row as `accept` says of the logits (R, T, V)."""
         seen: list[mx.array] = []
-        counts = self.group.check_drafts(
-            self.model, rows, drafts, lambda logits: [seen.append(logits), accept(logits)][1]
-        )
+
+        def see(logits: mx.array) -> list[int]:
+            seen.append(logits)
+            return accept(logits)
+
+        counts = self.group.check_drafts(self.model, rows, drafts, see)
         for row, its, count, logits in zip(rows, drafts, counts, seen[0], strict=True):
             self._say(row, its[:count], logits[:count])
         self.group.check()

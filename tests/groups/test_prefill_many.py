@@ -146,9 +146,6 @@ def test_a_row_that_has_begun_and_one_that_has_not_keep_their_recurrent_states(k
         group.check()
 
 
-# Rows that were admitted together, on prompts that begin alike and are nowhere yet
-
-
 ALIKE = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 

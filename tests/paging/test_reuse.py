@@ -33,9 +33,6 @@ SYSTEM = tokens(0, SYSTEM_LENGTH)
 REPLY = [1, 2, 3]
 
 
-# A growing conversation
-
-
 def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_template_rewrote_what_follows(
     model: Any,
 ) -> None:
@@ -50,9 +47,6 @@ def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_templa
         prompt = [*prompt[: previous - 15], *tokens(200 + turn, 45)]
 
 
-# A shared system prompt
-
-
 def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
     cache = PrefixCache(model)
     sessions = [serve(cache, model, SYSTEM + tokens(user, 40, first=user)) for user in range(4)]
@@ -61,12 +55,6 @@ def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(mo
     # A chunked cache that was filled by one forward pass has lost nothing and is cut back: the second user gains too.
     second = sessions[1]
     assert (second.cached_tokens, second.reason) in [(0, ShortReason.NO_CHECKPOINT), (SYSTEM_LENGTH, None)]
-
-
-# Branches
-
-
-# Reasons
 
 
 def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: Any) -> None:
@@ -88,9 +76,6 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
     assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.layout(cache).has_states else set())
 
 
-# Windows and chunks that have lost nothing yet
-
-
 @pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
 def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(kind: str, length: int) -> None:
     model = tiny_model(kind)
@@ -107,9 +92,6 @@ def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(ki
     session = serve(cache, model, branch)
     assert (session.matched_tokens, session.cached_tokens) == (2 * length, length)
     assert session.reason == ShortReason.WINDOW_GAP
-
-
-# Checkpoints on the way, and the cap on them
 
 
 def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any) -> None:
@@ -221,9 +203,6 @@ def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(abo
     assert cache.stats.requests == 0
     with cache.begin([1, 2, 3], turn=1, priority=-1, kind="agent"):
         pass
-
-
-# Prompts that the budget has no room for
 
 
 @pytest.mark.parametrize("kind", TOO_LONG_KINDS)

@@ -42,9 +42,6 @@ def slot_of(session: Session) -> int:
     return inside.live(session).slot
 
 
-# Which slot, and what is copied
-
-
 @pytest.mark.parametrize(("slots", "copies"), [(1, True), (2, False)])
 def test_users_who_each_have_a_slot_take_turns_without_a_copy(llama: Any, slots: int, copies: bool) -> None:
     cache = PrefixCache(llama, live_slots=slots)
@@ -100,9 +97,6 @@ def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) 
     before = cache.stats
     serve(cache, llama, tokens(9, 30))
     assert cache.stats.paged_out_bytes == before.paged_out_bytes
-
-
-# Who gives way
 
 
 def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_policy(llama: Any) -> None:
@@ -163,9 +157,6 @@ def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(ll
     cache.check()
 
 
-# Who holds the slots
-
-
 def test_a_busy_error_names_who_holds_each_slot(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     first = cache.begin(ANNA, turn=3, kind="chat")
@@ -215,9 +206,6 @@ def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
     assert all(is_open_after)
     assert not any(path.is_open for path in inside.paths(cache))
     cache.check()
-
-
-# Threads
 
 
 def test_buffers_that_another_thread_works_on_are_not_read_and_the_reason_says_so(llama: Any) -> None:

@@ -45,9 +45,6 @@ def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = 
     return [token for token, _, _ in found], sum(is_drafted for _, _, is_drafted in found)
 
 
-# The same tokens
-
-
 @pytest.mark.parametrize("kind", sorted(TINY_KINDS))
 def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as_far_as_it_was_said(kind: str) -> None:
     model = tiny_model(kind)
@@ -132,12 +129,6 @@ def replies(model: Any, count: int, cache: PrefixCache | None = None, prompt: An
     return list(stream_generate(model, tokenizer, prompt, count, cache=cache, **more))
 
 
-# The same distribution
-
-
-# What is stored
-
-
 @pytest.mark.parametrize("kind", SOME_KINDS)
 def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_where_the_pass_began(kind: str) -> None:
     model = tiny_model(kind)
@@ -193,9 +184,6 @@ def test_a_step_is_refused_until_drafted_tokens_are_reported_or_taken_back() -> 
     cache.check()
 
 
-# Draft models
-
-
 @pytest.mark.parametrize("kind", ["llama_sliding", "mamba2", "nemotron_h", "gemma3_text", "deepseek_v41", "rwkv7"])
 @pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
 def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: str, seed: int) -> None:
@@ -210,9 +198,6 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
         assert sum(each.from_draft for each in found) >= (9 if seed == 0 else 0)
         assert found[0].cached_tokens >= 40 * turn
         prompt = [*prompt, *expected, turn, 2]
-
-
-# Where it is refused
 
 
 @pytest.mark.parametrize("more", [{"speculate": "tree"}, {"prediction": [1, 2]}], ids=str)
