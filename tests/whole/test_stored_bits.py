@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from tests import inside
 from tests.groups.cold import cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
+from tests.sessions.faults import FailingCopies
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
 SECOND = [*FIRST[:60], *tokens(3, 60)]
@@ -344,6 +346,24 @@ def test_moving_away_evicts_no_more_than_the_pages_take() -> None:
         budget_bytes = stats.live_bytes + stats.paged_bytes
         assert stats.evictions == 0
         assert inside.stored_tokens(cache, prompts[0]) == len(prompts[0])
+
+
+@pytest.mark.parametrize("method", ["page_out", "page_in", "split"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_copy_that_fails_leaves_nothing_wrong(method: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, at, reached = shared_model("llama"), 1, True
+    while reached:
+        cache = PrefixCache(model, stored_bits=8, live_slots=2)
+        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
+            for prompt in (FIRST, OTHER, SECOND, [*FIRST[:70], 9], [*OTHER, 5], [*FIRST, 3]):
+                with suppress(MemoryError):
+                    serve(cache, model, prompt)
+                cache.check()
+        for prompt in ([*OTHER, 9], [*FIRST, 9]):
+            assert error(serve(cache, model, prompt)[1], cold(model, prompt)) < STORED_TOLERANCES[8]
+        reached = failing.reached
+        assert reached or at > 1
+        at += 2
 
 
 def test_a_cache_that_cannot_round_anything_says_so_once() -> None:
