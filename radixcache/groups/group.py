@@ -417,7 +417,11 @@ class Group:
         Args:
             ends: where each open row will end.
             keys, end, namespace: of the new row.
+
+        Raises:
+            SessionClosedError: the group is closed, or its state was lost.
         """
+        self._require_open()
         with self._lock:
             need = self._sharing.bytes_with(ends, keys, end, self.namespace if namespace is None else namespace)
             return self._core.budget.fits(need, self._room.booking.live_bytes, "eviction").is_ok

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache import RequestTooLargeError
+from radixcache import CacheClosedError, RequestTooLargeError
 from runner.engine.generation import Generation
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
@@ -467,3 +468,19 @@ def test_any_mixture_of_joining_cancelling_drafts_and_short_room_leaves_every_re
             assert completion.tokens == alone(loaded, prompt, 20)[: len(completion.tokens)]
         finals.append([*np.delete(prompt, slice(len(SYSTEM), len(SYSTEM) + gone)), *completion.tokens])
     require_right_tree(loaded, cache, finals)
+
+
+def test_where_its_cache_is_closed_every_request_ends_and_says_so() -> None:
+    loaded = load("llama")
+    cache = new_cache(loaded)
+    generator = new_generator(loaded, cache)
+    tickets = [submit(generator, prompt) for prompt in PROMPTS[:2]]
+    generator.round()
+    tickets.append(submit(generator, PROMPTS[2]))
+    cache.close()
+    for _ in tickets:
+        with suppress(CacheClosedError):
+            list(generator)
+    assert {str(done(ticket).error) for ticket in tickets} == {
+        "the group is closed; make another one with begin_many()."
+    }
