@@ -113,11 +113,6 @@ class ServedModel:
         return self._scoring is None and not self._running
 
     @property
-    def _is_waiting(self) -> bool:
-        """Whether there is nothing to do until a prompt is made."""
-        return not (self._queue or self._compiling) and self._is_free
-
-    @property
     def most_tokens(self) -> int:
         """The longest prompt that is made for a reply."""
         limit = None if self._options.context is not None else self.context_length
@@ -222,7 +217,8 @@ class ServedModel:
         for opened in self._rendering:
             if opened.pending is not None:
                 following.setdefault(opened.request.client, opened.pending)
-        wait(following.values(), RENDERING_S if self._is_waiting else 0, FIRST_COMPLETED)
+        is_waiting = self._is_free and not (self._queue or self._compiling)
+        wait(following.values(), RENDERING_S if is_waiting else 0, FIRST_COMPLETED)
         late: set[str] = set()  # clients whose next prompt is not made yet
         for opened in [*self._rendering]:
             pending = opened.pending
