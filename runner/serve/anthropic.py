@@ -51,7 +51,6 @@ from runner.serve.service import (
     Service,
     namespace_of,
     read_json,
-    server_sent_event,
     to_json,
     while_connected,
 )
@@ -154,15 +153,10 @@ class MessageDraft(Draft):
         }
         super().__init__(reply, self.message, content, "thinking", "text")
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events. A failure is the last of them."""
-        try:
-            async for event in self._events():
-                yield server_sent_event(event, event["type"])
-        except ApiError as error:
-            yield server_sent_event(error.in_anthropic_form(), "error")
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return error.in_anthropic_form()
 
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
         async for part in self._reply:
             is_waiting = isinstance(part, PrefillProgress) and self._reply.cached_tokens is None
             if "usage" not in self.message and not is_waiting:

@@ -53,7 +53,6 @@ from runner.serve.service import (
     beside_loop,
     namespace_of,
     read_json,
-    server_sent_event,
     shared_namespace_of,
     to_json,
     while_connected,
@@ -227,24 +226,12 @@ class ResponseDraft(Draft):
         self.response, self._tools, self._is_sealed, self._on_end = response, tools, is_sealed, on_end
         self._event_count = self._reasoning_tokens = self._silent_tokens = 0
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events, with comments during prefill. A failure is the last of them."""
-        try:
-            async for event in self._events():
-                if isinstance(event, PrefillProgress):
-                    yield f": keepalive {event.done_tokens}/{event.prompt_tokens}\n\n"
-                else:
-                    yield server_sent_event(event, event["type"])
-        except ApiError as error:
-            yield self.failed(error)
-
-    def failed(self, error: ApiError) -> str:
+    def _failure(self, error: ApiError) -> dict[str, Any]:
         error.rename("messages", "input")
         failure = error.in_openai_form()["error"]
         failure["code"] = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         self.response |= {"status": "failed", "error": failure}
-        event = self._event("failed", response=self.response)
-        return server_sent_event(event, event["type"])
+        return self._event("failed", response=self.response)
 
     async def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
         yield self._event("created", response=self.response)

@@ -182,6 +182,22 @@ class Draft(ABC):
             pass
         return self._result
 
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events, with comments during prefill. A failure is the last of them."""
+        try:
+            async for event in self._events():
+                if isinstance(event, PrefillProgress):
+                    yield f": keepalive {event.done_tokens}/{event.prompt_tokens}\n\n"
+                else:
+                    yield server_sent_event(event, event["type"])
+        except ApiError as error:
+            failure = self._failure(error)
+            yield server_sent_event(failure, failure["type"])
+
+    @abstractmethod
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error."""
+
     @abstractmethod
     def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]: ...
 
