@@ -1,7 +1,7 @@
 """Anthropic's Messages API: bodies, their translation to OpenAI's form, replies, routes. Never imports MLX.
 
     MessagesBody      what the client sent, checked; becomes a Request by way of ChatBody
-    MessageDraft      the reply, whole or as events
+    MessageWriter      the reply, whole or as events
     anthropic_routes  POST /v1/messages and /v1/messages/count_tokens
 
 `runner/script/anthropic_blocks.py` turns blocks into messages. Every end of a message is a checkpoint anyway, so a mark
@@ -45,7 +45,7 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Draft,
+    BlockWriter,
     Events,
     ServedReply,
     Service,
@@ -132,7 +132,7 @@ class MessagesBody(AnthropicPromptBody):
 Body = TypeVar("Body", bound=AnthropicPromptBody)
 
 
-class MessageDraft(Draft):
+class MessageWriter(BlockWriter):
     """Writes one reply.
 
     First message_start, when the cached tokens are known, and pings until then; `_add` gives content_block_start,
@@ -238,8 +238,8 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def messages(request: HttpRequest) -> Response:
         body, asked = await read_json(request, lambda given: read_body(MessagesBody, request, given))
 
-        def writer(replies: Sequence[ServedReply]) -> MessageDraft:
-            return MessageDraft(replies[0], short_name(body.model))
+        def writer(replies: Sequence[ServedReply]) -> MessageWriter:
+            return MessageWriter(replies[0], short_name(body.model))
 
         return await service.answer(request, [asked], writer, stream=body.stream)
 

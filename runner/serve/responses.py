@@ -1,7 +1,7 @@
 """OpenAI's Responses API: bodies, their translation to chats, replies, conversations to go on with. Never imports MLX.
 
     ResponsesBody     what the client sent, checked; becomes a Request by way of ChatBody
-    ResponseDraft     the reply, whole or as events
+    ResponseWriter     the reply, whole or as events
     ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
     responses_routes  POST /v1/responses, and what is remembered of a response
 
@@ -46,7 +46,7 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Draft,
+    BlockWriter,
     Events,
     ServedReply,
     Service,
@@ -205,7 +205,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
 Owner: TypeAlias = tuple[str, str]  # the name of a key, and a namespace
 
 
-class ResponseDraft(Draft):
+class ResponseWriter(BlockWriter):
     """Writes one reply, whose blocks are the items of the output.
 
     First created and in_progress; for each item output_item.added, its deltas, output_item.done; then completed,
@@ -558,8 +558,8 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
                 about = json.dumps({**response, "output": []}).encode()
                 memory.put(asked.owner, response["id"], (*asked.past, fresh), about, len(output))
 
-        def writer(replies: Sequence[ServedReply]) -> ResponseDraft:
-            return ResponseDraft(
+        def writer(replies: Sequence[ServedReply]) -> ResponseWriter:
+            return ResponseWriter(
                 replies[0],
                 begun_response(replies[0].id, asked.given, options),
                 tools=asked.body.own_tools(),

@@ -164,7 +164,7 @@ class ReplyWriter(Protocol):
 Events: TypeAlias = Iterator[dict[str, Any]]
 
 
-class Draft(ABC):
+class BlockWriter(ABC):
     """Writes one reply as a list of blocks, of reasoning, text and calls. Only the last block may be open.
 
     White space alone is no block: models write it between reasoning, calls and text.
