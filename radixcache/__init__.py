@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from radixcache.ledger import Ledger as Ledger
     from radixcache.observe.explain import Explanation as Explanation
     from radixcache.observe.explain import Gap as Gap
-    from radixcache.observe.explain import Reason as Reason
     from radixcache.observe.hints import Hint as Hint
     from radixcache.observe.stats import CacheStats as CacheStats
     from radixcache.observe.stats import StatsSnapshot as StatsSnapshot
     from radixcache.observe.trace import TraceWriter as TraceWriter
     from radixcache.observe.tree_view import TreeView as TreeView
     from radixcache.paging.pins import NamedPin as NamedPin
+    from radixcache.paging.resume import Reason as Reason
     from radixcache.paging.resume import ShortReason as ShortReason
     from radixcache.prefix_cache import PrefixCache as PrefixCache
     from radixcache.sessions.session import Session as Session
@@ -67,7 +67,7 @@ _MODULES = {
     "radixcache.groups.group": "Group",
     "radixcache.groups.row": "Row",
     "radixcache.paging.pins": "NamedPin",
-    "radixcache.paging.resume": "ShortReason",
+    "radixcache.paging.resume": "Reason ShortReason",
     "radixcache.prefix_cache": "PrefixCache",
     "radixcache.sessions.session": "Session",
     "radixcache.stores.disk_store": "DiskStore",
@@ -76,7 +76,7 @@ _MODULES = {
     "radixcache.tree.radix_tree": "RadixTree",
     "radixcache.verify": "Mismatch",
     "radixcache.observe.tree_view": "TreeView",
-    "radixcache.observe.explain": "Explanation Gap Reason",
+    "radixcache.observe.explain": "Explanation Gap",
     "radixcache.observe.hints": "Hint",
     "radixcache.observe.stats": "CacheStats StatsSnapshot",
     "radixcache.observe.trace": "TraceWriter",

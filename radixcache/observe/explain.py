@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from radixcache.observe.hints import Hint, both_words, variations
 from radixcache.observe.stats import CacheStats, StatsSnapshot, metrics_of_cache, snapshot
 from radixcache.observe.tree_view import TreeView, collect
 from radixcache.observe.words import bytes_words, tokens_words
-from radixcache.paging.resume import ResumePlan, ShortReason, stored_from
+from radixcache.paging.resume import Reason, ResumePlan, stored_from
 from radixcache.paging.tier import Foreseen
 from radixcache.tokens import Keys, TokenIds, token_text
 from radixcache.tree.history import History
@@ -50,20 +49,6 @@ class Foresight(NamedTuple):
     windows: tuple[tuple[int, int], ...]
     quarantined_from: int | None
     in_store: Foreseen | None
-
-
-class Reason(StrEnum):
-    """Why tokens of a prompt must be evaluated; a ShortReason has the same value here."""
-
-    NEVER_STORED = "never_stored"  # no stored prompt began like this, as far as the history goes
-    DIVERGED = "diverged"  # a stored path continues with other tokens
-    EVICTED = "evicted"  # the tokens were evicted, or the checkpoint behind them
-    QUARANTINED = "quarantined"  # found wrong and removed; not stored again until clear_quarantine()
-    NO_CHECKPOINT = ShortReason.NO_CHECKPOINT.value  # stored; recurrent layers have no state in this range
-    WINDOW_GAP = ShortReason.WINDOW_GAP.value  # stored; but not all that sliding windows would read
-    LIVE_ELSEWHERE = ShortReason.LIVE_ELSEWHERE.value  # stored; only in buffers that a session of another thread uses
-    OFF_GRID = "off_grid"  # stored; not on the prefill grid of exact mode
-    LAST_TOKEN = ShortReason.LAST_TOKEN.value  # stored; evaluated again for its logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +255,9 @@ def explanation_of(
     with core.lock:
         history, cost, foresight = states.events.history, states.cost, foresee(core, keys, namespace)
         plan, store, length = foresight.plan, foresight.in_store or Foreseen(), len(keys)
-        gaps = [*_stored_gaps(foresight, history, keys, namespace)]
-        gaps += _missing_gaps(foresight, history, prompt, keys, namespace)
+        gaps = [*_gaps(foresight, history, prompt, keys, namespace)]
         hints = variations(keys, history.prompts(namespace))
-        path = tuple(node.end for node in _way(foresight.match.node))
+        path = tuple(node.end for node in foresight.match.node.path())
 
     def text(ids: Sequence[int]) -> str | None:
         return None if about.tokenizer is None else token_text(ids, about.tokenizer)
@@ -285,7 +269,7 @@ def explanation_of(
         return replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
 
     def finished_hint(hint: Hint) -> Hint:
-        asked, cost_ = _shown(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
+        asked, cost_ = _ids(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
         return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
 
     found = Explanation(
@@ -307,51 +291,43 @@ def explanation_of(
     return found if nearest is None else replace(found, change=nearest[0])
 
 
-def _stored_gaps(foresight: Foresight, history: History, keys: Keys, namespace: str) -> Iterator[Gap]:
-    """Gaps in [resume, matched): stored, and not to be resumed."""
-    plan, readable, length = foresight.plan, foresight.readable, len(keys)
-    start, end = plan.resume, min(plan.matched, length - 1)
-    lost = None
-    if readable.reason in (ShortReason.NO_CHECKPOINT, ShortReason.WINDOW_GAP):
-        lost = history.lost_checkpoint(keys, namespace, readable.resume, plan.matched)
-    if readable.resume > start:
-        yield Gap(start, readable.resume, Reason.LIVE_ELSEWHERE)
-        start = readable.resume
-    if lost is not None and start < lost.end <= end:
-        yield Gap(start, lost.end, Reason.EVICTED, tick=lost.tick, checkpoint=lost.end)
-        start = lost.end
-    grid_end = max(start, end - readable.off_grid)
-    if start < grid_end:
-        assert readable.reason is not None, (readable.resume, readable.matched)
-        yield Gap(start, grid_end, Reason(readable.reason.value))
-    if grid_end < end:
-        yield Gap(grid_end, end, Reason.OFF_GRID)
-    if plan.matched == length:
-        yield Gap(length - 1, length, Reason.LAST_TOKEN)
-
-
-def _missing_gaps(
-    foresight: Foresight, history: History, tokens: TokenIds, keys: Keys, namespace: str
-) -> Iterator[Gap]:
-    """Gaps in [matched, length): not stored. In exact mode a plan may match more than the tree."""
-    match, start, length = foresight.match, foresight.plan.matched, len(keys)
-    cut = foresight.quarantined_from
-    end = length if cut is None else max(start, min(length, cut))
-    for part in history.lost_tokens(keys, namespace, start) if start < length else ():
+def _gaps(foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str) -> Iterator[Gap]:
+    """The pieces of [resume, length), without costs and texts. A piece begins where the one in front of it ends."""
+    start = foresight.plan.resume
+    for end, reason, facts in _causes(foresight, history, prompt, keys, namespace):
         if start < end:
-            reason = Reason.QUARANTINED if part.was_wrong else Reason.EVICTED
-            yield Gap(start, min(part.end, end), reason, tick=part.tick)
-            start = min(part.end, end)
-    if start < end:
-        path = _other_way(match) if start == match.offset else ()
-        if not path:
-            yield Gap(start, end, Reason.NEVER_STORED)
-        else:
-            before, asked = tokens[max(0, start - BEFORE_TOKENS) : start], tokens[start : start + AFTER_TOKENS]
-            yield Gap(start, end, Reason.DIVERGED, before=_shown(before), stored=path, asked=_shown(asked))
-        start = end
-    if start < length:
-        yield Gap(start, length, Reason.QUARANTINED)
+            yield Gap(start, end, reason, **facts)
+            start = end
+
+
+def _causes(
+    foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str
+) -> Iterator[tuple[int, Reason, dict[str, Any]]]:
+    """Up to where each reason holds, in order, with more fields of the Gap; none may end in front of the one before."""
+    plan, readable, length = foresight.plan, foresight.readable, len(keys)
+    matched, cut = plan.matched, foresight.quarantined_from
+    # Stored, and not to be resumed. In exact mode a plan may match more than the tree.
+    yield readable.resume, Reason.LIVE_ELSEWHERE, {}
+    stored_end = min(matched, length - 1)
+    if readable.reason in (Reason.NO_CHECKPOINT, Reason.WINDOW_GAP):
+        lost = history.lost_checkpoint(keys, namespace, readable.resume, matched)
+        if lost is not None and lost.end <= stored_end:
+            yield lost.end, Reason.EVICTED, {"tick": lost.tick, "checkpoint": lost.end}
+    if readable.reason is not None:
+        yield stored_end - readable.off_grid, readable.reason, {}
+    yield stored_end, Reason.OFF_GRID, {}
+    yield matched, Reason.LAST_TOKEN, {}
+    # Not stored.
+    end = length if cut is None else max(matched, min(length, cut))
+    known = matched
+    for part in history.lost_tokens(keys, namespace, matched) if matched < length else ():
+        known = min(part.end, end)
+        yield known, Reason.QUARANTINED if part.was_wrong else Reason.EVICTED, {"tick": part.tick}
+    if known < end and known == foresight.match.offset and (stored := _stored_behind(foresight.match)):
+        before, asked = prompt[max(0, known - BEFORE_TOKENS) : known], prompt[known : known + AFTER_TOKENS]
+        yield end, Reason.DIVERGED, {"before": _ids(before), "stored": stored, "asked": _ids(asked)}
+    yield end, Reason.NEVER_STORED, {}
+    yield length, Reason.QUARANTINED, {}
 
 
 def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
@@ -361,11 +337,11 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
     """
     limit, states, in_store = len(keys) - 1, core.states, None
     if core.tier is not None:
-        in_store = core.tier.foresee(core.unquarantined(keys, namespace)[:limit], namespace)
+        in_store = core.tier.foresee(core.before_quarantine(keys, namespace)[:limit], namespace)
     quarantined_from = core.quarantine.offset(keys, namespace)
     keys = keys[:quarantined_from]
     match = states.match(keys, namespace)
-    gone = sum(1 << path.slot for path in core.slots.vanished())
+    gone = sum(1 << path.slot for path in core.slots.vanished_paths())
     for node in match.path if gone else []:
         if node.payload.spans is None and not node.payload.live_mask & ~gone:
             # The next request gives up what only the buffers of a vanished session hold.
@@ -373,7 +349,7 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
             break
     has_slot = not all(path.is_open for path in core.slots.paths)
     live = core.slots.choose(match.path, min(match.offset, limit)) if has_slot else None
-    hidden = core.slots.hidden(match.path, live, evaluate=False)
+    hidden = core.slots.hidden_from(match.path, live, evaluate=False)
     plan = core.plan(match, keys, limit, live, hidden)
     readable = plan if hidden is None else core.plan(match, keys, limit, live, None)
     windows = core.layout.windows if plan.resume else ()
@@ -381,7 +357,7 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
     return Foresight(match, plan, readable, stored, quarantined_from, in_store)
 
 
-def _other_way(match: Match[Any]) -> tuple[int, ...]:
+def _stored_behind(match: Match[Any]) -> tuple[int, ...]:
     """Keys of the stored path behind a match, along the newest children; empty: the path ends there."""
     node: StateNode = match.node
     at = match.offset - node.start
@@ -392,16 +368,7 @@ def _other_way(match: Match[Any]) -> tuple[int, ...]:
     return tuple(shown[:AFTER_TOKENS])
 
 
-def _way(node: StateNode) -> list[StateNode]:
-    """The nodes from the top of the namespace to this one."""
-    found = []
-    while node.parent is not None:
-        found.append(node)
-        node = node.parent
-    return found[::-1]
-
-
-def _shown(ids: Any) -> tuple[int, ...]:
+def _ids(ids: Any) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 

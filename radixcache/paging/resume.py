@@ -60,7 +60,8 @@ from typing import Any, NamedTuple, Protocol
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, union
 from radixcache.errors import CacheBusyError
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.settings import Settings
@@ -217,7 +218,7 @@ class LivePath:
         self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
-        """Page out what is left of these and give the live caches up, a layer at a time: no more is there twice."""
+        """Page out what is left of these and give up the live caches one layer at a time: at most one is held twice."""
         nodes = [node for node in leaving if node.payload is not None]
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()
@@ -318,7 +319,7 @@ class Slots:
         self._layout, self._states, self._pins = layout, states, pins
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 
-    def vanished(self) -> list[LivePath]:
+    def vanished_paths(self) -> list[LivePath]:
         """Paths whose session is gone without closing: its finalizer was interrupted."""
         return [path for path in self.paths if path.is_open and path.tenant is None]
 
@@ -339,10 +340,10 @@ class Slots:
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
     def source(self, node: StateNode) -> LivePath:
-        """A slot whose buffers hold the node and may be read; there is one if `hidden` says so."""
+        """A slot whose buffers hold the node and may be read; there is one if `hidden_from` says so."""
         return next(path for path in self._holding(node) if path.is_readable())
 
-    def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
+    def hidden_from(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
         """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
 
         Args:
@@ -423,14 +424,21 @@ MAX_TAIL_KEYS = 1 << 18
 NODE_KEYS = 64
 
 
-class ShortReason(StrEnum):
-    """Why a request resumed short of its match."""
+class Reason(StrEnum):
+    """Why tokens of a prompt must be evaluated."""
 
-    LAST_TOKEN = "last_token"  # all of the prompt is stored; one token must be evaluated to get logits
-    NO_CHECKPOINT = "no_checkpoint"  # recurrent layers have no state between the resume offset and the match
-    WINDOW_GAP = "window_gap"  # some of what sliding windows would read at the match is not stored
-    LIVE_ELSEWHERE = "live_elsewhere"  # only in the live buffers of a session that another thread has open
-    OFF_GRID = "off_grid"  # exact mode: what is known lies behind the last whole chunk, or ends inside one
+    NEVER_STORED = "never_stored"  # no stored prompt began like this, as far as the history goes
+    DIVERGED = "diverged"  # a stored path continues with other tokens
+    EVICTED = "evicted"  # the tokens were evicted, or the checkpoint behind them
+    QUARANTINED = "quarantined"  # found wrong and removed; not stored again until clear_quarantine()
+    NO_CHECKPOINT = "no_checkpoint"  # stored; recurrent layers have no state in this range
+    WINDOW_GAP = "window_gap"  # stored; but not all that sliding windows would read
+    LIVE_ELSEWHERE = "live_elsewhere"  # stored; only in buffers that a session of another thread uses
+    OFF_GRID = "off_grid"  # stored; not on the prefill grid of exact mode
+    LAST_TOKEN = "last_token"  # stored; evaluated again for its logits
+
+
+ShortReason = Reason
 
 
 class PrefixRequest(NamedTuple):
@@ -478,7 +486,7 @@ class ResumePlan(NamedTuple):
     common: int
     checkpoint: Checkpoint | None
     source: StateNode | None
-    reason: ShortReason | None
+    reason: Reason | None
     off_grid: int = 0
     is_live: bool = False
     windows: Sequence[Spans] = ()
@@ -511,12 +519,12 @@ def plan_resume(
             resume, source, is_live = rewound, None, True
     reason = None
     if resume < limit:
-        reason = ShortReason.NO_CHECKPOINT if layout.has_states else ShortReason.WINDOW_GAP
+        reason = Reason.NO_CHECKPOINT if layout.has_states else Reason.WINDOW_GAP
     elif resume < match.offset:
-        reason = ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN
+        reason = Reason.OFF_GRID if off_grid else Reason.LAST_TOKEN
     if hidden is not None and resume > hidden:
         plan = plan_resume(layout, match, hidden, live, grid_tokens=grid_tokens)
-        return plan._replace(reason=ShortReason.LIVE_ELSEWHERE)
+        return plan._replace(reason=Reason.LIVE_ELSEWHERE)
     checkpoint = None if source is None else source.payload.checkpoint
     return ResumePlan(match.offset, resume, path, common, checkpoint, source, reason, off_grid, is_live, windows)
 
@@ -687,7 +695,7 @@ class Tails:
             if not above.is_root and len(above.children) == 1:
                 tree.merge(above)
 
-    def matched(self, match: Match[NodeState], keys: Keys) -> int:
+    def match_length(self, match: Match[NodeState], keys: Keys) -> int:
         """How many of the keys behind a match an earlier request had evaluated."""
         if match.offset != match.node.end or match.offset == len(keys):
             return 0

@@ -13,9 +13,8 @@ each `choose`.
 
 Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
 replies, looks take at most `LOOK_SHARE` of the time of passes, as measured: with a slow model there is one at each
-token, with a tiny one at few, and some short replies have none. A reply is indexed in batches of `FED_TOKENS`, or as
-soon as a look needs its last tokens. Behind a look that found something comes another one, for what is found is
-proposed behind the next token.
+token, with a tiny one at few, and some short replies have none. Behind a look that found something comes another one,
+for what is found is proposed behind the next token.
 
 Invariants, asserted by `check`:
 
@@ -25,7 +24,6 @@ Invariants, asserted by `check`:
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ from numpy.typing import NDArray
 
 from radixcache.settings import Settings, require_count
 from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftPace, Proposal
-from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
+from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 from radixcache.tokens import token_ids
 
 #: The chance of each token that is predicted, as long as the reply has followed the prediction.
@@ -46,7 +44,7 @@ FOLLOWS = 0.8
 IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
-#: A reply is indexed when so many of its tokens are not; in its own index also if its last tokens come again.
+#: TreeSource indexes a reply in batches of so many tokens.
 FED_TOKENS = 256
 #: Tokens that are indexed at a time, in about 2 ms: by a look of a source, or by a pass for TreeSource.
 LOOK_TOKENS = 2048
@@ -54,8 +52,6 @@ LOOK_TOKENS = 2048
 MOST_PREDICTED = 2
 #: Characters of a predicted text that are tokenized at a time.
 PIECE_CHARACTERS = 1 << 16
-#: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
-LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
 
 class Source(Protocol):
@@ -99,25 +95,18 @@ class PromptSource:
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
         self._prompt, self._indexed_tokens = np.asarray(prompt), 0
-        #: Token ids that are not indexed yet, behind the last ones that are.
-        self._recent = bytearray(_raw(prompt[-LEAST_FOUND:]))
-        self._indexed_bytes = len(self._recent)
+        self._waiting: list[int] = []  # tokens of the reply that are not indexed yet
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
         self._indexed_tokens = _index_more(self._index, self._prompt, self._indexed_tokens)
-        found = self._index.propose(tail, limit)
-        if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
-            # A token behind the last ones comes again, or what was found may go on there.
-            is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
-            if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:
-                self._index.extend(array("i", waiting))
-                del self._recent[: -LEAST_FOUND * ID_BYTES]
-                self._indexed_bytes = len(self._recent)
-                found = self._index.propose(tail, limit)
-        return found._replace(source=self.name) if found.tokens else NOTHING
+        if self._indexed_tokens == len(self._prompt):
+            self._index.extend(self._waiting)
+            self._waiting = []
+        proposal = self._index.propose(tail, limit)
+        return proposal._replace(source=self.name) if proposal.tokens else NOTHING
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._recent += _raw(tokens)
+        self._waiting += tokens
 
 
 class PredictionSource:
@@ -284,10 +273,6 @@ class Drafting:
         for name, drafted in self.drafted.items():
             assert 0 <= drafted.accepted <= drafted.proposed, (name, drafted)
             assert drafted.passes <= drafted.proposed, (name, drafted)
-
-
-def _raw(tokens: Any) -> bytes:
-    return array("i", tokens).tobytes()
 
 
 def drafting_of(

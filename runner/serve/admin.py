@@ -120,7 +120,7 @@ def _store_words(tier: str, stats: StoreStats) -> list[str]:
         f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
     ]
     files = {
-        "damaged and set aside": stats.damaged_files,
+        "damaged and removed": stats.damaged_files,
         "gone when they were to be read": stats.vanished_files,
         "could not be read": stats.read_errors,
     }

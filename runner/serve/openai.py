@@ -648,20 +648,20 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
-    def described(name: str) -> dict[str, Any]:
+    def describe(name: str) -> dict[str, Any]:
         spec = options.model if options.model and options.means_served(name) else name
         return model_object(name, started_s, options.context or local_context_length(spec))
 
     # The next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return list_models([described(name) for name in nameable()])
+        return list_models([describe(name) for name in nameable()])
 
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         if name not in nameable() and not options.means_served(name):
             raise ApiError(404, f"model {name!r:.200} is not served here.", param="model", code=NO_MODEL)
-        return described(name)
+        return describe(name)
 
     @router.get("/health")
     async def health() -> Response:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from policies import make_policy
-from runner.routing.routers import make_router
+from runner.routing import make_router
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames
 
 

@@ -191,7 +191,7 @@ class PrefillProgress:
 class RequestRecord(Completion):
     """What is known of a request, for usage, log, metrics and page. Final when it has ended.
 
-    `shortfalls`: start, end and reason of what the cache lacked on arrival, as in `explanation`, an Explanation;
+    `explanation`: an Explanation, what the cache had on arrival, and why not more.
     `fork_part` names the part of the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are
     how many more --move-volatile would reuse; `naming` sets them. `keys`: the tree's keys of the prompt. `saved_s`: the
     prefill that it did without.
@@ -200,7 +200,6 @@ class RequestRecord(Completion):
     id: str
     names: ModelNames
     namespace: str
-    shortfalls: tuple[tuple[int, int, str], ...] = ()
     explanation: Any = None
     fork_part: str = ""
     fork_hint: str = ""
@@ -241,9 +240,10 @@ class RequestRecord(Completion):
     def short_tokens(self) -> dict[str, int]:
         """Prompt tokens that were evaluated, by reason; they sum to all uncached ones."""
         found: dict[str, int] = {}
-        for start, end, reason in self.shortfalls:
-            if end > (start := max(start, self.cached_tokens)):
-                found[reason] = found.get(reason, 0) + end - start
+        for gap in () if self.explanation is None else self.explanation.gaps:
+            if gap.end > (start := max(gap.start, self.cached_tokens)):
+                reason = gap.reason.value
+                found[reason] = found.get(reason, 0) + gap.end - start
         lost_tokens = self.prompt_tokens - self.cached_tokens - sum(found.values())  # between arrival and admission
         if lost_tokens > 0:
             reason = self.reason or "evicted"

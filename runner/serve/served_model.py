@@ -333,7 +333,6 @@ class ServedModel:
 
     def _foresee(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
         found, record = self.cache.explain(prompt.tokens, opened.request.namespace, keys=prompt.keys), opened.record
-        record.shortfalls = tuple((gap.start, gap.end, str(gap.reason)) for gap in found.gaps)
         record.explanation = found
         record.keys = np.array(prompt.tokens, np.int32) if prompt.keys is None else np.array(prompt.keys, np.int64)
         if found.fork is not None:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
+from runner.models import ModelBytes
 from runner.models.demo import demo_model_place
-from runner.models.footprint import ModelBytes
 from runner.models.load import is_downloaded, load_outline
-from runner.script.conversation import Conversation, Opening
+from runner.script.conversation import Conversation
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
 from runner.simulate.simulator import grow_tree
 from runner.traces.trace_reader import read_trace
-from tests.chat.test_chat_parts import TEMPLATES
+from tests.chat.part_templates import TEMPLATES
 from tests.observe.test_hints import SYSTEM
-from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, codex_log, compacted, item, thought, turn, written
+from tests.script.logs import LOGS, ClaudeLog, call, thought, written
 from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
 OUTLINE = load_outline("tiny")
@@ -68,22 +68,6 @@ def test_a_date_in_the_system_prompt_is_the_dearest_break_and_a_hint() -> None:
     text = breaks_text(report)
     assert "system message 0: differs from the stored text" in text
     assert "changes in every request" in text
-
-
-def test_reasoning_that_the_template_leaves_out_later_is_put_down_to_the_template() -> None:
-    outline = load_outline("tiny")
-    outline.tokenizer._tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
-        "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    reply = "<think>They ask about the opening hours.</think>It is open until eight in the evening."
-    report = broken([conversation("c", "Is it open?", reply, "Until when?", reply, "Sure?", reply)], outline)
-    worst = report.breaks[0]
-    assert (worst.role, worst.piece, worst.reason) == ("assistant", "template", "diverged")
-    assert sorted(worst.messages) == [2, 4]
-    assert "the template renders them differently" in breaks_text(report)
 
 
 # As Qwen3's: a last reply has thinking tags, even empty ones.
@@ -176,33 +160,6 @@ def test_tools_in_another_order_and_a_number_in_a_tool_are_named_with_what_they_
         assert worst.change.hint in text
 
 
-def test_the_tools_are_named_where_many_conversations_take_turns() -> None:
-    outline = load_outline("tiny")
-    outline.tokenizer._tokenizer.chat_template = TEMPLATES["inside the system turn, behind the tools"]
-    talks = []
-    for contents, tools in ((["Go"], TOOLS), (["Go", "Gone.", "Go on"], TOOLS[::-1])):
-        about = {"tools": tuple(tools), "is_request": True, "asked_messages": len(contents) - 1}
-        talks += [conversation(f"{len(talks)}", *contents, system=f"{user} {SYSTEM}", **about) for user in range(40)]
-    (worst,) = [each for each in broken(talks, outline).breaks if each.role == "the list of tools"]
-    assert worst.requests == 40
-
-
-def test_an_argument_of_the_template_is_read_from_a_record_and_named(tmp_path: Path, command: Any) -> None:
-    outline = load_outline("tiny")
-    outline.tokenizer._tokenizer.chat_template = TEMPLATES["before the system text, first of all"]
-    file = tmp_path / "dated.jsonl"
-    for index, question in enumerate(QUESTIONS[:3]):
-        record = {"messages": conversation("c", question).messages, "chat_template_kwargs": {"date_string": f"{index}"}}
-        with file.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
-    (worst,) = broken([*read_conversations(file).conversations], outline).breaks
-    assert (worst.piece, worst.role, worst.requests) == ("part", "template argument `date_string`", 2)
-    assert worst.lost_tokens >= 2 * len(SYSTEM)
-    file.write_text(json.dumps({"messages": [], "chat_template_kwargs": 7}))
-    code, _, err = command("explain", file, "--model", "tiny")
-    assert (code, "chat_template_kwargs is int 7; wanted an object" in err) == (2, True)
-
-
 def test_a_history_that_is_cut_at_its_beginning_is_told_from_a_new_question() -> None:
     system, *talk = conversation("c", *[f"{text} {SYSTEM}" for text in (*QUESTIONS, "It is.")]).messages
     cut = [Conversation(f"c{start}", "c", (system, *talk[2 * start :])) for start in range(2)]
@@ -293,20 +250,6 @@ def test_a_session_that_only_grows_loses_nothing_and_says_why_tokens_are_new(tmp
     assert "hint" not in text
 
 
-def test_a_compaction_loses_all_that_the_request_behind_it_evaluates(tmp_path: Path) -> None:
-    log = session()
-    log.add("system", after=None, subtype="compact_boundary")
-    log.ask(f"They asked about the library. {SYSTEM}", isCompactSummary=True)
-    log.reply(f"I see. {SYSTEM}")
-    report = broken_log(tmp_path, log.records)
-    assert the_break(report) == ("the history", "part", 1)
-    assert len(SYSTEM) <= report.lost_tokens <= 2 * len(SYSTEM)
-    text = breaks_text(report)
-    assert "the history: a summary took its place (compaction)" in text
-    assert report.breaks[0].change is not None
-    assert report.breaks[0].change.hint in text
-
-
 def test_what_another_model_had_evaluated_is_lost_to_the_next_one(tmp_path: Path) -> None:
     log = session()
     log.ask("And now?")
@@ -336,20 +279,6 @@ def test_traces_of_sessions_have_their_times_and_trees_and_traces_share_nothing_
     requests = schedule(with_replies(list(read_conversations(path).conversations)))
     cache, _ = grow_tree(requests, OUTLINE.tokenizer, ModelBytes("llama", 1, 0, (), "float32"), budget_bytes=1 << 40)
     assert set(cache.view().namespaces) == {"opus", "haiku"}
-
-
-def test_a_compaction_costs_the_same_below_the_summary_and_below_what_it_keeps(tmp_path: Path) -> None:
-    found = []
-    for form in ("summary", "tail"):
-        log = session()
-        head, tail = (each["uuid"] for each in log.records[-2:])
-        summary = compacted(log, head, tail)
-        log.ask("And now?", after={"summary": summary, "tail": tail}[form])
-        log.reply("Now I answer.")
-        report = broken_log(tmp_path / form, log.records)
-        assert the_break(report) == ("the history", "part", 1)
-        found.append((report.requests, report.prompt_tokens, report.lost_tokens))
-    assert found[0] == found[1]
 
 
 def test_a_user_who_goes_back_and_a_subagent_lose_nothing_and_are_named(tmp_path: Path) -> None:
@@ -411,19 +340,6 @@ def test_tools_that_the_template_never_writes_are_named() -> None:
     assert unwritten_parts(outline.tokenizer, conversations) == ["tools"]
     assert unwritten_parts(outline.tokenizer, conversations[:1]) == []
     assert unwritten_parts(OUTLINE.tokenizer, conversations) == []
-
-
-def test_a_folder_or_a_date_in_the_first_message_of_each_session_is_named(tmp_path: Path) -> None:
-    logs = []
-    for index, day in enumerate(("24", "25", "26")):
-        place = f"<environment><date>2026-11-{day}</date> {SYSTEM} {SYSTEM}</environment>"
-        steps = (turn("gpt"), item("user", place), item("user", QUESTIONS[index]), item("assistant", "It is."))
-        logs.append(codex_log(*steps, session=f"t{index}"))
-    report = broken_log(tmp_path, *logs)
-    assert the_break(report) == ("user", "message", 2)
-    assert report.breaks[0].messages == {1: 2}
-    assert report.lost_tokens >= 4 * len(SYSTEM)
-    assert report.openings[Opening.SESSION].requests == 3
 
 
 def test_what_the_provider_did_not_find_in_its_cache_is_counted(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -115,18 +114,6 @@ def test_budget_schedule_and_sizes_are_those_that_were_given(command: Command, t
     assert {(bool(node.checkpoint), node.checkpoint_bytes) for node in nodes} == {(True, 5)}
 
 
-def test_conversations_that_cannot_be_read_are_counted(command: Command, talks: Path, tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(talks.read_text() + '{"messages": "none"}\n')
-    code, out, err = command("tree", path, "--model", "tiny")
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {path}:4:")
-    code, out, err = command("tree", path, "--model", "tiny", "--skip-bad")
-    assert code == 0
-    assert "note: 1 record skipped" in err
-    assert out == command("tree", talks, "--model", "tiny")[1]
-
-
 @pytest.mark.parametrize(
     "before", [("tree",), ("explain",), ("advise",), ("replay", "--cache", "radix", "--conversations")]
 )
@@ -159,10 +146,3 @@ def test_a_damaged_saved_tree_is_one_line(command: Command, tmp_path: Path, cont
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"error: {path}")
     assert found in err
-
-
-def test_replay_writes_the_tree_of_the_radix_cache(command: Command, talks: Path, tmp_path: Path) -> None:
-    page: Any = tmp_path / "tree.html"
-    served = ("replay", "--model", "tiny", "--conversations", talks, "--max-tokens", 2)
-    assert command(*served, "--tree", page)[0] == 0
-    assert "Which river runs through" in page.read_text(encoding="utf-8")

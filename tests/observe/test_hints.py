@@ -36,17 +36,6 @@ def found(prompts: list[Any]) -> list[Any]:
     return variations(prompts[-1], reversed(prompts))
 
 
-def test_a_date_in_the_system_prompt_is_found_with_what_it_costs() -> None:
-    dates = ["Mon 2 Nov", "Tue 10 Nov", "Wed 11 Nov", "Thu 3 Dec"]
-    prompts = [chat(f"Is it open? {i}", system=f"Today is {date}. {SYSTEM}") for i, date in enumerate(dates)]
-    (hint,) = found(prompts)
-    span = text(prompts[-1][hint.start : hint.end])
-    assert span in "Thu 3 Dec"
-    assert text(hint.other) in "Wed 11 Nov"
-    assert hint.values == hint.requests == 4
-    assert len(SYSTEM) <= hint.tokens <= len(SYSTEM) + 40
-
-
 def test_a_request_id_of_varying_length_at_the_very_beginning_is_found() -> None:
     ids = ["7", "1204", "98", "55555", "310"]
     prompts = [np.array([*TOKENIZER.encode(each), *chat("Is it open?")], np.int64) for each in ids]
@@ -120,11 +109,3 @@ def test_a_parting_is_found_wherever_a_short_span_was_replaced(
         return
     found = parting(np.array(front + mine + rest + [1]), np.array(front + other + rest + [2]))
     assert found == Parting(len(front), len(front) + len(mine), len(front) + len(other), behind)
-
-
-def test_prompts_that_part_for_good_or_end_have_no_parting() -> None:
-    draw = np.random.default_rng(0)
-    one, two = draw.integers(0, 1000, 500), draw.integers(0, 1000, 500)
-    assert parting(one, two) is None
-    assert parting(one, one[:300]) is None
-    assert parting(one[:300], one) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
@@ -106,20 +105,6 @@ def test_text_is_decoded_and_drawn_outside_of_the_lock(tokenizer: Any) -> None:
 
     assert "hello there" in cache.render(tokenizer=Asks())
     assert seen == [1], "another thread could look while text was decoded"
-
-
-def test_looking_changes_nothing(model: Any, tokenizer: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, tokenizer.encode("hello there"))
-    before = (cache.dump(), cache.stats)
-    for format_name in ("text", "svg", "html", "json"):
-        assert cache.render(format_name) == cache.render(format_name)
-        cache.render(format_name, tokenizer=tokenizer)
-    assert json.loads(cache.render("json"))["format"] == "radixcache-tree"
-    with pytest.raises(ValueError, match="format is 'pdf'"):
-        cache.render("pdf")
-    assert (cache.dump(), cache.stats) == before
-    cache.check()
 
 
 def stored(cache: PrefixCache) -> set[tuple[str, tuple[int, ...]]]:

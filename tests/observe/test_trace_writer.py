@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -203,19 +202,6 @@ def test_requests_behind_a_header_that_is_no_use_are_not_taken_for_the_part_befo
             read_trace(path)
 
 
-def test_a_plain_trace_holds_ids_and_the_namespace_and_they_are_counted(tmp_path) -> None:
-    path = tmp_path / "t.jsonl"
-    with TraceWriter(path, plain=True, block_tokens=2) as writer:
-        for last in (9, 10):
-            writer.append([7, 8, last], time=1, namespace="tenant")
-    header, first, second = lines(path)
-    found = [(line.get("after"), line["ids"], line["namespace"]) for line in (first, second)]
-    assert found == [(None, [7, 8, 9], "tenant"), ([0, 1], [10], "tenant")]
-    path.write_text("".join(json.dumps(each) + "\n" for each in (header, {**first, "ids": [7, 8]}, second)))
-    with pytest.raises(InputError, match=r"t\.jsonl:2: 2 ids after 0 blocks; 3 tokens need 3 ids"):
-        read_trace(path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -269,20 +255,6 @@ def test_a_recorded_trace_gives_the_hits_of_the_cache_that_recorded_it(llama: An
     assert [(r.tokens, r.output_tokens, r.turn, r.kind) for r in trace.requests] == [(88, 1, 1, "chat")] * 4
     row = simulate(trace, "lru", 1_000)
     assert row.block_hits == sum(each // BLOCK_TOKENS for each in matched) == 8 + 8 + 11
-
-
-def test_a_file_name_is_enough_and_no_token_or_namespace_gets_into_the_file(llama: Any, tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    cache = PrefixCache(llama, trace=file)
-    prompt = [201] * 200
-    serve(cache, llama, prompt, namespace="secret tenant")
-    cache.fetch(prompt)
-    text = file.read_text(encoding="utf-8")
-    assert "secret" not in text
-    assert not re.search(r"\b201\b", re.sub(r'"[^"]*"', "", text))  # hashes are strings
-    assert [request.tokens for request in read_trace(file).requests] == [200, 200]
-    # Another namespace is another prefix.
-    assert not set(read_trace(file).requests[0].keys) & set(read_trace(file).requests[1].keys)
 
 
 def test_a_trace_that_cannot_be_written_does_not_stop_the_request(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixcache.observe.page import FORMATS, render_view, tick_step
+from radixcache.observe.page import FORMATS, render_view
 from radixcache.observe.tree_view import NodeView, TreeView, ViewError, read_view
 from radixcache.observe.words import bytes_words, choose, fit, tokens_words, visible
 
@@ -121,14 +121,6 @@ def test_what_is_left_out_is_counted_where_it_hangs() -> None:
     assert {line.index("[") for line in render_view(chain(150)).splitlines()[2:]} == {0}
 
 
-def test_rows_show_the_most_tokens_and_pinned_nodes_first_and_count_every_other_node_once() -> None:
-    view = grown([(-1, 10, {}), (0, 500, {}), (1, 3, {}), (1, 2, {}), (0, 50, {}), (0, 1, {"is_pinned": True})])
-    rows = choose(view, 3)
-    assert [row.node for row in rows if row.node] == [view.nodes[0], view.nodes[1], view.nodes[5], view.nodes[4]]
-    left_out = [each for row in rows for each in row.left_out]
-    assert sum(1 + each.below for each in left_out) + 4 == len(view.nodes)
-
-
 @st.composite
 def trees(draw: st.DrawFn) -> TreeView:
     """Random trees in preorder, with hostile text."""
@@ -210,11 +202,6 @@ def test_bars_are_as_long_as_their_tokens_and_begin_where_their_parents_end() ->
     assert [round(width / root[1] * 40) for _, width in bars[1:]] == [40, 30, 16, 20]
     assert abs(bars[2][0] - (root[0] + root[1])) < 0.2
     assert abs(bars[4][0] - bars[2][0]) < 0.2
-
-
-def test_the_axis_has_round_ticks() -> None:
-    for longest, step in ((1, 1), (8, 1), (9, 2), (100, 20), (3_000, 500), (1_000_000, 200_000)):
-        assert tick_step(longest) == step
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_lets_nothing_in() -> None:

@@ -25,7 +25,7 @@ def said(text="", reasoning="", calls=(), finish=None, stop_word=None) -> Token:
 def record(opened: OpenRequest, **changes: Any) -> RequestRecord:
     about = {"id": opened.id, "names": opened.request.names, "namespace": opened.request.namespace}
     counts = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS, "matched_tokens": MATCHED_TOKENS}
-    return watched.record(**about, **{**counts, "shortfalls": (), **changes})
+    return watched.record(**about, **{**counts, "explanation": watched.explained(), **changes})
 
 
 class ScriptedReading:

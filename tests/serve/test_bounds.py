@@ -23,7 +23,8 @@ from runner.serve.middleware import MAX_BODIES, BodyLimit
 from runner.serve.prompts import RenderedPrompt, prompt_of
 from runner.serve.request import MAX_TOOLS, ApiError, ModelNames, Request
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
-from tests.chat.test_chat import CHATML, make_tokenizer
+from tests.chat.templates import CHATML
+from tests.chat.tokenizers import make_tokenizer
 from tests.serve.jobs import GUARD_S, Waiting, application, local_client, running
 
 SOON_S = 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from radixcache.tree.history import Event, EventKind
 from runner.serve.metrics import LISTED_REFUSALS, LISTED_REQUESTS, Watch, in_a_line
 from runner.serve.request import ModelNames
 from runner.text import LONGEST_TEXT
-from tests.serve.watched import Watched, record
+from tests.serve.watched import Watched, explained, record
 
 STORE = "radixcache_store_"
 
@@ -31,11 +30,9 @@ def value(watch: Watch, name: str, **labels: str) -> float:
 
 
 def test_the_fork_on_arrival_is_told_wherever_tokens_behind_it_were_evaluated() -> None:
-    found = SimpleNamespace(fork=SimpleNamespace(start=3, end=9))
+    found = explained((3, 9, "diverged"))
     for cached_tokens in (3, 6, 9):
-        about = record(
-            explanation=found, prompt_tokens=10, cached_tokens=cached_tokens, shortfalls=((3, 9, "diverged"),)
-        )
+        about = record(explanation=found, prompt_tokens=10, cached_tokens=cached_tokens)
         is_told = "diverged" in about.short_tokens
         assert is_told == (cached_tokens < 9)
         assert about.fork_words == ("diverged at 3 of 10" if is_told else "")
@@ -53,7 +50,7 @@ def test_counters_end_in_total_and_nothing_else_does() -> None:
 def test_every_prompt_token_is_cached_or_short_for_one_reason() -> None:
     watch = Watch()
     watch.on_record(record())
-    watch.on_record(record(prompt_tokens=50, cached_tokens=49, shortfalls=((49, 50, "last_token"),)))
+    watch.on_record(record(prompt_tokens=50, cached_tokens=49, explanation=explained((49, 50, "last_token"))))
     # Others brought more of it while it waited, or took some away.
     watch.on_record(record(prompt_tokens=100, cached_tokens=80))
     watch.on_record(record(prompt_tokens=100, cached_tokens=45, reason=None))
@@ -140,7 +137,8 @@ def test_the_end_of_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFi
         Watch().on_record(record(namespace="ann"))
     (line,) = caplog.messages
     assert line == (
-        "3f9a1c2e of ann on 'small': 100 prompt tokens, 60 cached (not: 10 no_checkpoint, 30 diverged), 3 generated, "
+        "3f9a1c2e of ann on 'small': 100 prompt tokens, 60 cached (not: 10 no_checkpoint, 30 diverged), diverged at "
+        "70 of 100, 3 generated, "
         "stop; queued 1.0 ms; TTFT 40.0 ms; 40.0 tokens/s"
     )
 

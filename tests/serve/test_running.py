@@ -19,7 +19,7 @@ from runner.serve.request import ModelNames, PrefillProgress, RequestRecord
 from runner.serve.scheduler import Scheduler
 from tests import inside
 from tests.serve.jobs import LONG, MESSAGES, PROMPTS, Waiting, alone, application, local_client, noting, running
-from tests.verify.test_verify import wrong_span
+from tests.verify.faults import wrong_span
 
 
 def rendered(loaded: LoadedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:

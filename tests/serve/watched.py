@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixcache import PrefixCache
+from radixcache import Explanation, Gap, PrefixCache, Reason
 from radixcache.stores.block_store import StoreStats
 from runner.serve.request import ModelNames, RequestRecord
+
+
+def explained(*gaps: tuple[int, int, str]) -> Explanation:
+    """What a prompt found that has these gaps."""
+    start, end = (gaps[0][0], gaps[-1][1]) if gaps else (0, 1)
+    return Explanation(end, start, start, tuple(Gap(low, high, Reason(why)) for low, high, why in gaps), (), "tokens")
 
 
 def record(**changes: Any) -> RequestRecord:
@@ -14,7 +20,7 @@ def record(**changes: Any) -> RequestRecord:
         "id": "3f9a1c2e-0000", "names": ModelNames("small", None, None), "namespace": "", "prompt_tokens": 100,
         "cached_tokens": 60, "matched_tokens": 70, "reason": "no_checkpoint", "completion_tokens": 3, "queue_ms": 1.0,
         "ttft_ms": 40.0, "gaps_ms": (20.0, 30.0), "done_reason": "stop",
-        "shortfalls": ((60, 70, "no_checkpoint"), (70, 100, "diverged")),
+        "explanation": explained((60, 70, "no_checkpoint"), (70, 100, "diverged")),
     }  # fmt: skip
     return RequestRecord(**{**values, **changes})
 

@@ -128,38 +128,6 @@ TestIndexMachine = IndexMachine.TestCase
 TestSmallIndexMachine = SmallIndexMachine.TestCase
 
 
-def test_what_followed_a_suffix_is_proposed_from_its_longest_match() -> None:
-    index = SuffixIndex(1 << 16)
-    index.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    index.add([0, 6, 7, 8, 50, 51])
-    found = index.propose([4, 5, 6, 7, 8], 3)
-    assert (found.tokens, found.suffix, found.source) == ((9,), 5, "tree")
-    assert index.propose([99, 6, 7, 8], 2).tokens == (50, 51)  # of three tokens both match: the latest wins
-    assert index.propose([99, 5, 6], 1).tokens == (7,)
-    assert index.propose([99, 6], 1).tokens == ()
-
-
-def test_most_votes_win_and_give_the_larger_chance() -> None:
-    index = SuffixIndex(1 << 16)
-    for following in (20, 20, 20, 21):
-        index.add([1, 2, 3, following])
-    found = index.propose([1, 2, 3], 4)
-    assert found.tokens == (20,)
-    alone = SuffixIndex(1 << 16)
-    alone.add([1, 2, 3, 20])
-    divided = SuffixIndex(1 << 16)
-    for following in (20, 21, 22, 23):
-        divided.add([1, 2, 3, following])
-    assert divided.propose([1, 2, 3], 1).chances < found.chances
-
-
-def test_the_context_of_a_run_only_leads_to_what_follows_it() -> None:
-    index = SuffixIndex(1 << 16)
-    index.add([1, 2, 3, 4, 5, 6], context=4)
-    assert index.propose([1, 2, 3], 2).tokens == ()
-    assert index.propose([2, 3, 4], 2).tokens == (5, 6)
-
-
 def test_a_key_that_is_no_token_id_ends_a_run() -> None:
     index = SuffixIndex(1 << 16, vocab_size=100)
     for other in (-5, 100, 1 << 40):
@@ -187,18 +155,6 @@ def test_a_prompt_added_at_once_token_by_token_and_in_batches_is_found_alike(see
     for _ in range(100):
         tail = [draw.randrange(3) for _ in range(draw.randrange(3, 24))]
         assert whole.propose(tail, 8) == single.propose(tail, 8) == batched.propose(tail, 8)
-
-
-def test_every_suffix_of_the_last_tokens_is_found_until_it_is_overwritten() -> None:
-    index = SuffixIndex(1000 * MOST_TOKEN_BYTES)
-    tokens = np.random.default_rng(0).integers(0, 1 << 30, 5000).tolist()
-    index.add(tokens)
-    assert index.tokens == index.capacity == 1000
-    for at in range(len(tokens) - 800, len(tokens)):
-        found = index.propose(tokens[at - TAIL_TOKENS : at], 1)
-        assert found.tokens == (tokens[at],), at
-    assert index.propose(tokens[1000 - TAIL_TOKENS : 1000], 1).tokens == ()
-    index.check()
 
 
 def test_namespaces_that_share_buckets_and_say_the_same_get_each_what_it_said() -> None:

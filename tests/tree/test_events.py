@@ -23,17 +23,6 @@ def offsets(events: list[Event]) -> list[int]:
     return [event.start for event in events]
 
 
-def test_an_event_is_told_in_order_when_the_lock_is_free_and_not_before() -> None:
-    lock, told = Lock(), []
-    events = Events(told.append, lock)
-    with lock:
-        with lock:
-            events.emit(EventKind.STORED, "", 0, 1, 0, {})
-            events.emit(EventKind.SPLIT, "", 1, 9, 0, {"at": 4})
-        assert told == []
-    assert [(event.kind, event.start, event.detail) for event in told] == [("stored", 0, {}), ("split", 1, {"at": 4})]
-
-
 def test_a_listener_runs_without_the_lock() -> None:
     lock, reached = Lock(), []
 
@@ -115,44 +104,6 @@ def test_an_interrupt_in_a_listener_passes_and_the_rest_is_told_later(kind: type
     assert offsets(told) == [0]
     emit(events, 2)
     assert offsets(told) == [0, 1, 2]
-
-
-def test_an_interrupt_in_the_listener_of_one_cache_does_not_silence_another_on_the_same_lock() -> None:
-    lock, told, count = Lock(), [], MAX_WAITING
-
-    def interrupt(_: Event) -> None:
-        raise KeyboardInterrupt
-
-    first, second = Events(interrupt, lock), Events(told.append, lock)
-
-    def emit_both() -> None:
-        with lock:
-            emit(first, 0)
-            emit(second, *range(count))
-
-    with pytest.raises(KeyboardInterrupt):
-        emit_both()
-    assert told == []
-    emit(second, count)
-    assert offsets(told) == list(range(min(count + 1, MAX_WAITING)))
-
-
-def test_threads_lose_no_event_and_each_keeps_its_order() -> None:
-    lock, told = Lock(), []
-    events = Events(told.append, lock)
-
-    def work(first: int) -> None:
-        for start in range(first, first + 200):
-            emit(events, start)
-
-    threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(4):
-        mine = [start for start in offsets(told) if start // 1000 == index]
-        assert mine == list(range(1000 * index, 1000 * index + 200))
 
 
 def test_without_a_listener_no_event_is_made(monkeypatch: Any) -> None:

@@ -13,7 +13,6 @@ from policies import FIFO, LRU, Entry
 from radixcache import PolicyError, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from runner.models.tiny import tiny_model
 
 HOOKS = ["inserted", "touched", "split", "merged", "evicted", "evictable_changed", "victim"]
 
@@ -72,20 +71,6 @@ def test_the_call_is_done_and_raises_and_lru_takes_over(hook: str, points: int) 
     assert failed
 
 
-def test_from_then_on_it_is_lru_to_the_entry() -> None:
-    """Behind a policy that fails at once the same is evicted as by LRU itself."""
-    dumps = []
-    for policy in (LRU(), Failing("inserted", 0)):
-        cache, draw = sized_cache(SizedLayout(1), budget_bytes=400, policy=policy), random.Random(2)
-        for number in range(60):
-            try:
-                serve(cache, draw)
-            except PolicyError:
-                assert number == 0
-        dumps.append(cache.dump().replace("policy Failing", "policy LRU"))
-    assert dumps[0] == dumps[1]
-
-
 @pytest.mark.parametrize("given", ["an entry that may not go", "something else"])
 def test_a_victim_that_may_not_go_is_a_failure_too(given: str) -> None:
     class Wrong(LRU):
@@ -110,13 +95,3 @@ def test_a_victim_that_may_not_go_is_a_failure_too(given: str) -> None:
         cache.check()
     (text,) = raised
     assert re.match(r"policy Wrong: victim\(\) gave .*, which must not be evicted", text)
-
-
-def test_a_session_that_met_it_while_it_closed_is_closed_and_its_state_is_there() -> None:
-    model: Any = tiny_model("llama")
-    cache = PrefixCache(model, policy=Failing("inserted", 0))
-    with pytest.raises(PolicyError), cache.begin([1, 2, 3, 4]) as session:
-        session.prefill(model)
-    with cache.begin([1, 2, 3, 4]) as session:
-        assert session.cached_tokens == 3
-    cache.check()

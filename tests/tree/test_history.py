@@ -36,34 +36,6 @@ def put(tree: Tree, sequence: Any, namespace: str = "") -> Node[Any]:
     return tree.append(node, sequence[match.offset :]) if match.offset < len(sequence) else node
 
 
-def test_a_leaf_that_went_step_by_step_and_then_its_parent_are_one_piece(tree: Tree, history: History) -> None:
-    put(tree, np.arange(40))
-    leaf = put(tree, np.arange(100))
-    for start, tick in ((80, 5), (60, 6)):
-        history.evicted(leaf, start, tick)
-        tree.truncate(leaf, start)
-    history.evicted(leaf, 40, 6)
-    parent = tree.remove(leaf)
-    history.evicted(parent, 0, 7)
-    tree.remove(parent)
-    history.check()
-    assert len(history._pieces) == 1
-    assert history.lost_tokens(np.arange(100), "", 0) == [Loss(0, 40, 7), Loss(40, 80, 6), Loss(80, 100, 5)]
-    assert history.lost_checkpoint(np.arange(100), "", 0, 100) is None
-
-
-def test_what_was_found_wrong_is_told_from_what_was_evicted_in_the_same_tick(tree: Tree, history: History) -> None:
-    parent = put(tree, np.arange(40))
-    leaf = put(tree, np.arange(100))
-    history.evicted(leaf, 60, 5, was_wrong=True)
-    tree.truncate(leaf, 60)
-    history.evicted(leaf, 40, 5, was_wrong=True)
-    tree.remove(leaf)
-    history.evicted(parent, 0, 5)
-    history.check()
-    assert history.lost_tokens(np.arange(90), "", 0) == [Loss(0, 40, 5), Loss(40, 90, 5, was_wrong=True)]
-
-
 def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_hold(
     tree: Tree, history: History
 ) -> None:
@@ -74,30 +46,6 @@ def test_parts_are_cut_to_what_the_prompt_has_in_common_and_the_tree_does_not_ho
     assert history.lost_tokens(prompt, "", 70) == []
     assert history.lost_tokens(prompt, "other", 20) == []
     assert history.lost_tokens(keys(9, 1, 2), "", 0) == []
-
-
-def test_pieces_of_different_branches_do_not_join(tree: Tree, history: History) -> None:
-    one, two = put(tree, keys(1, 2, 3, 4)), put(tree, keys(1, 2, 5, 6))
-    history.evicted(one, 2, 1)
-    tree.remove(one)
-    history.evicted(two, 2, 2)
-    parent = tree.remove(two)
-    history.evicted(parent, 0, 3)
-    history.check()
-    assert history.lost_tokens(keys(1, 2, 5, 6), "", 0) == [Loss(0, 2, 3), Loss(2, 4, 2)]
-    assert history.lost_tokens(keys(1, 2, 3, 4), "", 2) == [Loss(2, 4, 1)]
-
-
-def test_an_evicted_checkpoint_is_found_by_prompts_that_reach_it(tree: Tree, history: History) -> None:
-    node = put(tree, np.arange(20))
-    put(tree, np.arange(40))
-    history.evicted_checkpoint(node, 8)
-    history.check()
-    assert history.lost_checkpoint(np.arange(30), "", 0, 30) == Loss(20, 20, 8)
-    assert history.lost_checkpoint(np.arange(30), "", 20, 30) is None
-    assert history.lost_checkpoint(np.arange(30), "", 0, 19) is None
-    assert history.lost_checkpoint(np.arange(30), "other", 0, 30) is None
-    assert history.lost_checkpoint(np.arange(30)[::-1].copy(), "", 0, 30) is None
 
 
 def test_of_several_evicted_checkpoints_the_deepest_that_a_prompt_reaches_is_found(

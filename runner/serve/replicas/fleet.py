@@ -25,8 +25,7 @@ import numpy as np
 from fastapi import FastAPI
 
 from radixcache.prefix_cache import default_budget_bytes
-from runner.routing.dispatcher import chain_digests, root_digest
-from runner.routing.routers import Ask
+from runner.routing import Ask, chain_digests, root_digest
 from runner.serve.app import assemble_app
 from runner.serve.metrics import in_a_line
 from runner.serve.models import COUNTED_CONTEXTS, Models, outline_of, read_warm_file
