@@ -1,7 +1,7 @@
 """Anthropic's Messages API: bodies, their translation to OpenAI's form, replies, routes. Never imports MLX.
 
     MessagesBody      what the client sent, checked; becomes a Request by way of ChatBody
-    MessageDraft      the reply, whole or as events
+    MessageWriter      the reply, whole or as events
     anthropic_routes  POST /v1/messages and /v1/messages/count_tokens
 
 `runner/script/anthropic_blocks.py` turns blocks into messages. Every end of a message is a checkpoint anyway, so a mark
@@ -45,13 +45,12 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Draft,
+    BlockWriter,
     Events,
     ServedReply,
     Service,
     namespace_of,
     read_json,
-    server_sent_event,
     to_json,
     while_connected,
 )
@@ -133,7 +132,7 @@ class MessagesBody(AnthropicPromptBody):
 Body = TypeVar("Body", bound=AnthropicPromptBody)
 
 
-class MessageDraft(Draft):
+class MessageWriter(BlockWriter):
     """Writes one reply.
 
     First message_start, when the cached tokens are known, and pings until then; `_add` gives content_block_start,
@@ -154,15 +153,10 @@ class MessageDraft(Draft):
         }
         super().__init__(reply, self.message, content, "thinking", "text")
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events. A failure is the last of them."""
-        try:
-            async for event in self._events():
-                yield server_sent_event(event, event["type"])
-        except ApiError as error:
-            yield server_sent_event(error.in_anthropic_form(), "error")
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return error.in_anthropic_form()
 
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
         async for part in self._reply:
             is_waiting = isinstance(part, PrefillProgress) and self._reply.cached_tokens is None
             if "usage" not in self.message and not is_waiting:
@@ -244,8 +238,8 @@ def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def messages(request: HttpRequest) -> Response:
         body, asked = await read_json(request, lambda given: read_body(MessagesBody, request, given))
 
-        def writer(replies: Sequence[ServedReply]) -> MessageDraft:
-            return MessageDraft(replies[0], short_name(body.model))
+        def writer(replies: Sequence[ServedReply]) -> MessageWriter:
+            return MessageWriter(replies[0], short_name(body.model))
 
         return await service.answer(request, [asked], writer, stream=body.stream)
 

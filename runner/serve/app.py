@@ -13,7 +13,7 @@ from radixcache import __version__
 from runner.serve.admin import cache_routes
 from runner.serve.anthropic import anthropic_routes
 from runner.serve.metrics import Watch
-from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, Moving, OnHttp, error_response
+from runner.serve.middleware import Access, BodyLimit, Frame, Keyring, OnHttp, error_response
 from runner.serve.ollama import ollama_routes
 from runner.serve.openai import openai_routes
 from runner.serve.options import ServeOptions
@@ -57,7 +57,6 @@ def guard(app: FastAPI, options: ServeOptions, count: OnHttp) -> FastAPI:
     known = {"allowed_hosts": options.allowed_hosts, "allowed_origins": options.allowed_origins}
     app.add_middleware(Access, keyring=keyring, host=options.host, **known)
     app.add_middleware(Frame, allowed_origins=options.allowed_origins, count=count)
-    app.add_middleware(Moving)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     return app

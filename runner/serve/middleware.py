@@ -1,7 +1,7 @@
 """Middleware: what every HTTP request passes before it reaches its route. Pure ASGI; never imports MLX.
 
-    Moving      a prefix of the path, which asks for volatile parts behind the tools
-    Frame       CORS headers, errors in the form of the API that was called, one count a request, a log of refusals
+    Frame       a prefix of the path, which asks for volatile parts behind the tools; CORS headers; errors in the form
+                of the API that was called; one count a request; a log of refusals
     Access      which requests reach a route, and as whom, by the keys of a Keyring
     BodyLimit   a request reaches its route once its whole body is there, and small enough, in bytes and in JSON values
 
@@ -300,21 +300,13 @@ class BodyLimit:
             raise ApiError(413, f"the body is larger than {self._max_mib:g} MiB, the limit of this server.")
 
 
-class Moving:
-    """Takes the prefix of `radixcache launch` off the paths of the APIs: see volatile.py."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(PREFIX)
-            is_moved = path != scope["path"] and path.startswith(("/v1/", "/api/"))
-            MOVES.set(is_moved)
-            if is_moved:
-                raw = scope.get("raw_path") or b""
-                scope = {**scope, "path": path, "raw_path": raw.removeprefix(PREFIX.encode())}
-        await self._app(scope, receive, send)
+def _without_prefix(scope: Scope) -> Scope:
+    """Take the prefix of `radixcache launch` off the path of an API: see volatile.py."""
+    path = scope["path"].removeprefix(PREFIX)
+    if path == scope["path"] or not path.startswith(("/v1/", "/api/")):
+        return scope
+    MOVES.set(True)
+    return {**scope, "path": path, "raw_path": (scope.get("raw_path") or b"").removeprefix(PREFIX.encode())}
 
 
 class Frame:
@@ -327,6 +319,7 @@ class Frame:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        scope = _without_prefix(scope)
         headers, status, is_whole = Headers(scope=scope), None, False
         cors = [] if is_admin_path(scope["path"]) else self._cors(headers.get("origin"))
 

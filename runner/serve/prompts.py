@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from radixcache.chat import RenderedChat, Span, find_messages
 from radixcache.chat_parts import TOOL_LIST, Chat, message_name
 from radixcache.chat_template import ChatTemplate
 from radixcache.speculate.drafting import MOST_PREDICTED, predicted_tokens
+from runner.script.conversation import as_parts
 from runner.serve import mlx_lm_border
 from runner.serve.request import ApiError, Request
 from runner.serve.schemas import ArgumentSchema, argument_schemas
@@ -182,7 +183,8 @@ def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
         if len(request.prompt) > most_tokens:
             raise ApiError.of_length(len(request.prompt), most_tokens)
         return
-    said = [request.prompt or "", *(text for message in request.messages for text in _contents(message))]
+    parts = (part for message in request.messages for part in as_parts(message.get("content") or ""))
+    said = [request.prompt or "", *(part["text"] for part in parts if part["type"] == "text")]
     require_fitting(said, tokenizer, most_tokens)
     length = _characters([request.messages, request.tools, request.chat_template_kwargs])
     if length > most_tokens * (longest := max(_longest_token(tokenizer), LEFT_OUT_CHARACTERS)):
@@ -217,12 +219,6 @@ def _longest_token(tokenizer: Any) -> int:
         vocabulary = inner.get_vocab() if hasattr(inner, "get_vocab") else ()
         longest = _LONGEST[inner] = max(map(len, vocabulary), default=UNKNOWN_LONGEST)
     return longest
-
-
-def _contents(message: Mapping[str, Any]) -> Iterator[str]:
-    content = message.get("content") or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    yield from (part["text"] for part in parts if part["type"] == "text")
 
 
 def _characters(value: Any) -> int:

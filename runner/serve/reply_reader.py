@@ -95,8 +95,7 @@ class ReplyReader:
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
     call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
     With `drops_breaks`, line breaks between the reasoning and the text are left out. `before_call` chooses the white
-    space before a call, and white space behind a call is left out: see template_breaks.py. Made on the generation
-    thread, used by the loop.
+    space before a call, and white space behind a call is left out: see template_breaks.py.
 
     Args:
         parser: mlx-lm's, of the calls in the model's form; None: the model has none.

@@ -175,14 +175,14 @@ class PrefillProgress:
     """How many tokens of a prompt are evaluated or restored. The first event comes when the prompt is tokenized.
 
     Attributes:
-        reader: the ReplyReader; only the first event has it.
+        new_reader: makes the ReplyReader; only the first event has it.
         echo: the prompt's text, if the request wants it; only the first event has it.
         echoed: the prompt's tokens, if the request wants their log-probabilities; the first token has none.
     """
 
     done_tokens: int
     prompt_tokens: int
-    reader: Any = None
+    new_reader: Callable[[], Any] | None = None
     echo: str = ""
     echoed: tuple[Token, ...] = ()
 

@@ -1,7 +1,7 @@
 """OpenAI's Responses API: bodies, their translation to chats, replies, conversations to go on with. Never imports MLX.
 
     ResponsesBody     what the client sent, checked; becomes a Request by way of ChatBody
-    ResponseDraft     the reply, whole or as events
+    ResponseWriter     the reply, whole or as events
     ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
     responses_routes  POST /v1/responses, and what is remembered of a response
 
@@ -46,14 +46,13 @@ from runner.serve.request import (
 )
 from runner.serve.service import (
     EVENTS,
-    Draft,
+    BlockWriter,
     Events,
     ServedReply,
     Service,
     beside_loop,
     namespace_of,
     read_json,
-    server_sent_event,
     shared_namespace_of,
     to_json,
     while_connected,
@@ -206,7 +205,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
 Owner: TypeAlias = tuple[str, str]  # the name of a key, and a namespace
 
 
-class ResponseDraft(Draft):
+class ResponseWriter(BlockWriter):
     """Writes one reply, whose blocks are the items of the output.
 
     First created and in_progress; for each item output_item.added, its deltas, output_item.done; then completed,
@@ -227,24 +226,12 @@ class ResponseDraft(Draft):
         self.response, self._tools, self._is_sealed, self._on_end = response, tools, is_sealed, on_end
         self._event_count = self._reasoning_tokens = self._silent_tokens = 0
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events, with comments during prefill. A failure is the last of them."""
-        try:
-            async for event in self._events():
-                if isinstance(event, PrefillProgress):
-                    yield f": keepalive {event.done_tokens}/{event.prompt_tokens}\n\n"
-                else:
-                    yield server_sent_event(event, event["type"])
-        except ApiError as error:
-            yield self.failed(error)
-
-    def failed(self, error: ApiError) -> str:
+    def _failure(self, error: ApiError) -> dict[str, Any]:
         error.rename("messages", "input")
         failure = error.in_openai_form()["error"]
         failure["code"] = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         self.response |= {"status": "failed", "error": failure}
-        event = self._event("failed", response=self.response)
-        return server_sent_event(event, event["type"])
+        return self._event("failed", response=self.response)
 
     async def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
         yield self._event("created", response=self.response)
@@ -571,8 +558,8 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
                 about = json.dumps({**response, "output": []}).encode()
                 memory.put(asked.owner, response["id"], (*asked.past, fresh), about, len(output))
 
-        def writer(replies: Sequence[ServedReply]) -> ResponseDraft:
-            return ResponseDraft(
+        def writer(replies: Sequence[ServedReply]) -> ResponseWriter:
+            return ResponseWriter(
                 replies[0],
                 begun_response(replies[0].id, asked.given, options),
                 tools=asked.body.own_tools(),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -111,11 +111,6 @@ class ServedModel:
     @property
     def _is_free(self) -> bool:
         return self._scoring is None and not self._running
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether there is nothing to do until a prompt is made."""
-        return not (self._queue or self._compiling) and self._is_free
 
     @property
     def most_tokens(self) -> int:
@@ -222,7 +217,8 @@ class ServedModel:
         for opened in self._rendering:
             if opened.pending is not None:
                 following.setdefault(opened.request.client, opened.pending)
-        wait(following.values(), RENDERING_S if self._is_waiting else 0, FIRST_COMPLETED)
+        is_waiting = self._is_free and not (self._queue or self._compiling)
+        wait(following.values(), RENDERING_S if is_waiting else 0, FIRST_COMPLETED)
         late: set[str] = set()  # clients whose next prompt is not made yet
         for opened in [*self._rendering]:
             pending = opened.pending
@@ -285,7 +281,7 @@ class ServedModel:
     def _accept(self, opened: OpenRequest, guide: Guide | None = None) -> None:
         """Put the request into the queue; the reply begins unless that has failed."""
         opened.options, prompt = {**opened.options, "guidance": guide}, opened.prompt
-        first = PrefillProgress(0, len(prompt.tokens), self._reader(opened.request, prompt), prompt.echo)
+        first = PrefillProgress(0, len(prompt.tokens), self._new_reader(opened.request, prompt), prompt.echo)
         self._queue.append(opened)
         if not opened.request.is_kept:
             self._not_kept.append(opened)
@@ -294,15 +290,16 @@ class ServedModel:
             opened.record.prompt_tokens = first.prompt_tokens
             opened.put(first)
 
-    def _reader(self, request: Request, prompt: RenderedPrompt) -> ReplyReader:
-        """What reads the reply to a request. If calls are forced and the model has no form for them, all is calls."""
+    def _new_reader(self, request: Request, prompt: RenderedPrompt) -> Callable[[], ReplyReader]:
+        """Return what makes the ReplyReader. If calls are forced and the model has no form for them, all is calls."""
         tokenizer, initial_state = self.tokenizer, prompt.initial_state
         machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
         if request.has_plain_calls(tokenizer):
             ends = [(tokenizer.think_end, "tool")] if tokenizer.has_thinking else []
             machine, parser = mlx_lm_border.TextStateMachine({"reasoning": ends, "tool": []}), json_calls
             initial_state = initial_state if initial_state == "reasoning" else "tool"
-        return ReplyReader(
+        return partial(
+            ReplyReader,
             machine,
             initial_state,
             parser,

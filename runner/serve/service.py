@@ -89,7 +89,8 @@ class ServedReply:
         self.record: RequestRecord | None = None
         self.finish_reason: FinishReason | None = None
         self.has_tool_calls = False
-        self._opened, self._events, self._reader, self._timer = opened, events, first.reader, timer
+        assert first.new_reader is not None, first
+        self._opened, self._events, self._new_reader, self._timer = opened, events, first.new_reader, timer
 
     def cancel(self) -> None:
         self._timer.cancel()
@@ -98,17 +99,17 @@ class ServedReply:
     async def __aiter__(self) -> AsyncIterator[PrefillProgress | Token]:
         """Yield its parts. Before the first token, yield the progress every IDLE_S at least. ApiError: it failed."""
         reason: FinishReason = "stop"
-        progress, has_begun = PrefillProgress(0, self.prompt_tokens), False
+        progress, reader = PrefillProgress(0, self.prompt_tokens), None
         try:
             while self.record is None:
                 try:
-                    async with asyncio.timeout(None if has_begun else IDLE_S):
+                    async with asyncio.timeout(IDLE_S if reader is None else None):
                         event = await self._events.get()
                 except TimeoutError:
                     event = progress
                 if isinstance(event, PrefillProgress):
                     self.echoed = event.echoed or self.echoed
-                    if event.reader or event.echoed:  # A reader: another replica starts anew.
+                    if event.new_reader or event.echoed:  # A reader: another replica starts anew.
                         continue
                     if self.cached_tokens is None and event is not progress:
                         self.cached_tokens = event.done_tokens
@@ -117,12 +118,12 @@ class ServedReply:
                     continue
                 if isinstance(event, ApiError):
                     raise event
-                has_begun = True
+                reader = reader or self._new_reader()
                 if isinstance(event, Token):
                     reason = event.finish_reason or reason
-                    part = self._reader.add(event)
+                    part = reader.add(event)
                 else:
-                    part, self.record, self.cached_tokens = self._reader.finish(), event, event.cached_tokens
+                    part, self.record, self.cached_tokens = reader.finish(), event, event.cached_tokens
                     self.finish_reason = reason if event.outcome == "stop" else "length"
                 self.has_tool_calls |= bool(part.tool_calls)
                 yield part
@@ -164,7 +165,7 @@ class ReplyWriter(Protocol):
 Events: TypeAlias = Iterator[dict[str, Any]]
 
 
-class Draft(ABC):
+class BlockWriter(ABC):
     """Writes one reply as a list of blocks, of reasoning, text and calls. Only the last block may be open.
 
     White space alone is no block: models write it between reasoning, calls and text.
@@ -181,6 +182,22 @@ class Draft(ABC):
         async for _ in self._events():
             pass
         return self._result
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events, with comments during prefill. A failure is the last of them."""
+        try:
+            async for event in self._events():
+                if isinstance(event, PrefillProgress):
+                    yield f": keepalive {event.done_tokens}/{event.prompt_tokens}\n\n"
+                else:
+                    yield server_sent_event(event, event["type"])
+        except ApiError as error:
+            failure = self._failure(error)
+            yield server_sent_event(failure, failure["type"])
+
+    @abstractmethod
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error."""
 
     @abstractmethod
     def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]: ...

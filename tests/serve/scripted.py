@@ -33,6 +33,9 @@ class ScriptedReading:
         self._parts: Iterator[Token] = iter(parts)
         self._flushed = flushed
 
+    def __call__(self) -> ScriptedReading:
+        return self
+
     def add(self, token: Token) -> Token:
         part = next(self._parts)
         assert part == token

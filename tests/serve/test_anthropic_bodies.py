@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic import MessagesBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import ApiError, Request
+from runner.serve.request import Request
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -145,50 +144,6 @@ def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginn
     assert len(ends) == 1
     assert ends[0] in sunday.marks
     assert monday.tokens[: ends[0]] == sunday.tokens[: ends[0]]
-
-
-BLOCKS = "messages.0.user.content.0"
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": [{"content": "Hi"}]}, "messages.0"),
-    ({"messages": [{**USER, "role": "tool"}]}, "messages.0"),
-    ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
-    ({"messages": [{**USER, "content": 1}]}, "messages.0.user.content"),
-    ({"messages": [{**USER, "content": [{"type": "text"}]}]}, f"{BLOCKS}.text.text"),
-    ({"messages": [{**USER, "content": [{"type": "image"}]}]}, f"{BLOCKS}.image.source"),
-    ({"messages": [{**USER, "content": [{**IMAGE, "source": {"type": "url", "url": "http://a/b.png"}}]}]},
-     f"{BLOCKS}.image.source.type"),
-    ({"messages": [{**USER, "content": [{**IMAGE, "source": {**SOURCE, "media_type": "image/tiff"}}]}]},
-     f"{BLOCKS}.image.source.media_type"),
-    ({"messages": [{"role": "assistant", "content": [IMAGE]}, USER]}, "messages.0.assistant.content.0"),
-    ({"messages": [{**USER, "content": [{"type": "document", "source": {**SOURCE, "media_type": "application/pdf"}}]}]},
-     f"{BLOCKS}.document.source"),
-    ({"messages": [{**USER, "content": [{"text": "x"}]}]}, f"{BLOCKS}.foreign.type"),
-    ({"messages": [{**USER, "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, BLOCKS),
-    ({"messages": [{**USER, "content": [{"type": "tool_result"}]}]}, f"{BLOCKS}.tool_result.tool_use_id"),
-    ({"messages": [{**USER, "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
-     f"{BLOCKS}.text.cache_control.type"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"system": [{"type": "image"}]}, "system.0.type"),
-    ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
-    ({"tools": [{**TOOL, "name": ""}]}, "tools.0.name"),
-    ({"tools": [{**TOOL, "type": 5}]}, "tools.0.type"),
-    ({"tool_choice": {"type": "any"}}, "tools"),
-    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
-    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"cache_control": {"type": "forever"}}, "cache_control.type"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "param"), WRONG, ids=[json.dumps(fields)[:60] for fields, _ in WRONG])
-def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        asked(**fields)
-    assert (refusal.value.status, refusal.value.param) == (400, param)
 
 
 def test_documents_search_results_and_references_to_tools_are_text() -> None:

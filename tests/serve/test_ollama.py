@@ -42,14 +42,6 @@ def asked_of(path: str, served: ServeOptions | None = None, **body: Any) -> Requ
     return request_of(path, {**OWN[path], "stream": False, **body}, served)
 
 
-def refusal(path: str, **body: Any) -> str:
-    with scripted_client(ScriptedRuns(*HELLO)) as client:
-        answer = client.post(path, json={**OWN[path], **body})
-    assert answer.status_code == 400, answer.text
-    assert set(answer.json()) == {"error"}
-    return str(answer.json()["error"])
-
-
 # Bodies
 
 
@@ -121,29 +113,6 @@ def test_a_prompt_is_a_turn_of_the_user_and_as_it_is_if_raw() -> None:
     assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     asked = asked_of(GENERATE, prompt="Why?", raw=True)
     assert (asked.prompt, asked.messages) == ("Why?", ())
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        (CHAT, {"messages": [{**USER, "images": ["aGk="]}]}, "messages.0.images"),
-        (CHAT, {"messages": [{"content": "?"}]}, "messages.0.role"),
-        (CHAT, {"messages": [{**USER, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, "arguments"),
-        (CHAT, {"tools": [{}]}, "tools.0.function"),
-        (CHAT, {"options": {"temperature": -1}}, "options.temperature"),
-        (CHAT, {"options": {"num_predict": -3}}, "options.num_predict"),
-        (CHAT, {"options": {"repeat_penalty": 0.001}}, "options.repeat_penalty"),
-        (CHAT, {"format": "yaml"}, "format: wanted json, or a schema as an object"),
-        (CHAT, {"top_logprobs": 21}, "top_logprobs"),
-        (GENERATE, {"images": ["aGk="]}, "images"),
-        (GENERATE, {"suffix": "}"}, "suffix"),
-        (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
-        (GENERATE, {"context": [1, 2]}, "context"),
-        (GENERATE, {"raw": True, "system": "Be brief."}, "system"),
-    ],
-)  # fmt: skip
-def test_what_the_server_does_not_take_is_refused_by_name(path: str, body: dict[str, Any], field: str) -> None:
-    assert field in refusal(path, **body)
 
 
 def test_a_body_without_messages_or_prompt_loads_the_model_and_leaves_nothing_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class SpokenRuns(ScriptedRuns):
         self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
     def ask(self, opened: OpenRequest) -> None:
-        reader = ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, self.parser, {})
+        reader = partial(ReplyReader, TextStateMachine(TRANSITIONS), self.initial_state, self.parser, {})
         opened.put(PrefillProgress(0, PROMPT_TOKENS, reader))
         for step in self.tokens:
             opened.put(step)

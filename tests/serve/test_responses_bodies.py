@@ -118,34 +118,6 @@ def test_tools_of_a_namespace_have_names_of_their_own_and_past_calls_have_them_t
     assert forced.functions == ("mcp__web__f",)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": [{"role": "critic", "content": "?"}]}, "input.0.message.role"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.function_call.arguments"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input_image.image_url"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.message.content.0"),
-        ({"input": [{"type": ["message"]}]}, "input.0.foreign.type"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function.name"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema.schema"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ],
-)
-def test_what_is_refused_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as wrong:
-        asked(**fields)
-    assert wrong.value.status == 400
-    assert param in str(wrong.value.param)
-
-
 # Conversations that go on
 
 

@@ -46,7 +46,7 @@ def test_answers_come_in_order_and_the_last_one_ends(tiny: LoadedModel) -> None:
         waiting = Waiting(thread, messages=MESSAGES, max_tokens=3)
         record = waiting.record
     kinds = [type(answer) for answer in waiting.answers]
-    assert waiting.answers[0].reader
+    assert waiting.answers[0].new_reader
     assert kinds == sorted(kinds, key=[PrefillProgress, Token, RequestRecord].index)
     assert kinds.count(Token) == 3
     assert records == [record]
