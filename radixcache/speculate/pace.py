@@ -42,7 +42,7 @@ TRIES, KEPT, STALE_PASSES = 0.2, 0.98, 256
 LEAST_CHANCE = 0.05
 #: Drafting must save at least this share of the time: it has work of its own.
 LEAST_GAIN = 0.02
-#: A source's own estimate counts as much as so many checked tokens. Checked tokens of one kind are halved at MOST_CHECKED.
+#: A source's own estimate counts as much as PRIOR checked tokens. The counts of a kind are halved at MOST_CHECKED.
 PRIOR, MOST_CHECKED = 8.0, 512.0
 #: Kinds of proposed tokens: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1
