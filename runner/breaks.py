@@ -169,18 +169,15 @@ def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
 
 def unwritten_parts(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
     """The kinds of parts that the conversations have and the chat template never writes."""
-    names = {"tool_calls": "tool calls", "reasoning_content": "reasoning"}
-    asked, found = {"role": "user", "content": "?"}, dict[str, dict[str, Any]]()
-    for message in chain.from_iterable(each.messages for each in conversations):
-        found |= {key: {"role": "assistant", "content": "", key: message[key]} for key in names.keys() & message.keys()}
-        if len(found) == len(names):
-            break
-    plain = {"role": "assistant", "content": ""}
+    asked, plain = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
     tools = next((each.tools for each in conversations if each.tools), None)
     unwritten = ["tools"] if tools and _is_same_text(tokenizer, [asked], [asked], tools) else []
-    return unwritten + [
-        names[key] for key in sorted(found) if _is_same_text(tokenizer, [asked, found[key]], [asked, plain])
-    ]
+    for key, name in (("reasoning_content", "reasoning"), ("tool_calls", "tool calls")):
+        messages = chain.from_iterable(each.messages for each in conversations)
+        sample = next((message[key] for message in messages if message.get(key)), None)
+        if sample and _is_same_text(tokenizer, [asked, {**plain, key: sample}], [asked, plain]):
+            unwritten.append(name)
+    return unwritten
 
 
 def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]], tools: Any = None) -> bool:

@@ -272,7 +272,7 @@ def explanation_of(
         asked, cost_ = _ids(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
         return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
 
-    found = Explanation(
+    explanation = Explanation(
         prompt_tokens=length,
         matched_tokens=plan.matched,
         resumable_tokens=plan.resume,
@@ -285,10 +285,10 @@ def explanation_of(
         tiers=store.tiers,
         path=path,
     )
-    if chat is None or found.fork is None:
-        return found
-    nearest = about.chats.first_change(about.tokenizer, keys, chat, found.fork.start, namespace)
-    return found if nearest is None else replace(found, change=nearest[0])
+    if chat is None or explanation.fork is None:
+        return explanation
+    nearest = about.chats.first_change(about.tokenizer, keys, chat, explanation.fork.start, namespace)
+    return explanation if nearest is None else replace(explanation, change=nearest[0])
 
 
 def _gaps(foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str) -> Iterator[Gap]:

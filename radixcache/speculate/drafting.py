@@ -217,8 +217,8 @@ class Drafting:
         began_s = perf_counter()
         self._catch_up()
         for source in self._sources:
-            if (found := source.propose(self._tail, limit)).tokens:
-                proposal = self.pace.corrected(found)
+            if (proposal := source.propose(self._tail, limit)).tokens:
+                proposal = self.pace.corrected(proposal)
                 if (expected := proposal.expected()) > most:
                     best, most = proposal, expected
         self.pace.idle_looks += 1
