@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
-from runner.models.demo import demo_model_place
 from runner.models.footprint import ModelBytes
-from runner.models.load import is_downloaded, load_outline
+from runner.models.load import load_outline
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
@@ -384,14 +383,5 @@ def test_a_download_of_a_tokenizer_is_announced(
     code, _, err = command("explain", LOGS, "--model", "nobody/nothing")
     announced = "the tokenizer of nobody/nothing is not on this machine; it is downloaded now"
     assert (code, announced in err, err.index(announced) < err.index("cannot be loaded")) == (2, True, True)
-    monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path / "empty"))
-    assert [is_downloaded(spec) for spec in ("demo", "nobody/nothing", "tiny", str(tmp_path))] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    demo_model_place().mkdir(parents=True)
-    assert is_downloaded("demo")
     code, _, err = command("explain", talks, "--model", "tiny")
     assert (code, "downloaded" in err) == (0, False)
