@@ -65,7 +65,6 @@ class Load:
 
     @property
     def text(self) -> str:
-        """Return the levels as text."""
         return " + ".join(f"{groups} x {tokens}" for groups, tokens in self.levels) or "nothing"
 
 
@@ -116,7 +115,6 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     missed = [row for row in rows if row["decode / mlx-lm"] < row["aim"]]
     shown = missed or [min(rows, key=lambda row: float(row["decode / mlx-lm"] / row["aim"]))]
     parts = [

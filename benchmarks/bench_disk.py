@@ -99,7 +99,6 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 def conclusion(
     copies: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> str:
-    """Compare the results with the aims."""
     slow = min(copies, key=lambda row: row["get / plain"])
     read = sum(row["get / plain"] >= AIM_READ for row in copies)
     dear = max(requests, key=lambda row: row["ratio"])
@@ -165,7 +164,6 @@ class Copying:
         }
 
     def _speed(self, times_ms: Iterable[float]) -> float:
-        """Return the median speed in MB/s."""
         return self.megabytes / statistics.median(times_ms) * 1e3
 
     def put_ms(self) -> float:
@@ -414,7 +412,6 @@ class Side:
 
 
 def _request_ms(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> tuple[float, float]:
-    """Return the wall time of a request, and the part in begin and close, in ms."""
     began = time.perf_counter()
     session = cache.begin(prompt)
     begun = time.perf_counter()

@@ -17,9 +17,9 @@ from rich.console import Console
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.record import arguments, publish
+from runner.commands.replay import ReplayProgress
 from runner.models.load import load_model
 from runner.replay import ReplayOptions
-from runner.replay.progress import ReplayProgress
 from runner.replay.replayer import CacheRun, Replay
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule

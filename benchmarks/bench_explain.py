@@ -85,7 +85,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def asking(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the times of explain() with the aim."""
     kinds = {row["layers"] for row in rows}
     nodes = min(max(row["nodes"] for row in rows if row["layers"] == layers) for layers in kinds)
     largest = [row for row in rows if row["nodes"] >= nodes]
@@ -99,7 +98,6 @@ def asking(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def keeping(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the cost of events and history with the aim."""
     parts = []
     for share, whole_us in (("both / request %", "request us"), ("both / begin and close %", "begin and close us")):
         worst = max(rows, key=lambda row: row[share])
@@ -200,7 +198,6 @@ class Filled:
     prompts: dict[str, list[list[int]]]
 
     def leave_no_room(self) -> None:
-        """Set the budget to the bytes in use."""
         stats = self.cache.stats
         self.ledger.budget_bytes = stats.live_bytes + stats.paged_bytes - stats.spare_bytes
 

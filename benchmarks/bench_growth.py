@@ -62,7 +62,6 @@ class WritingModel:
         self._rows: dict[int, mx.array] = {}
 
     def make_cache(self) -> list[Any]:
-        """Return empty caches, one per layer."""
         return [KVCache() for _ in range(LAYERS)]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:

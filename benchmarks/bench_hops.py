@@ -81,7 +81,6 @@ class Hops:
 
 
 def counted(work: Callable[[], Any], *packages: str) -> tuple[dict[str, int], Any]:
-    """Return the hops and files of a call, and the result of the call."""
     hops = Hops(*packages)
     sys.setprofile(hops)
     try:

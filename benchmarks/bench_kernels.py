@@ -38,7 +38,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Summarize the counts."""
     return "; ".join(f"{row['way']}: {row['kernels']}" for row in rows) + "."
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,15 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from benchmarks.harness.random_models import VOCABULARY, random_model
 from benchmarks.harness.record import arguments, publish, say
-from radixcache import PrefixCache
+from runner.models.load import LoadedModel
 from runner.models.tiny import tiny_tokenizer
-from runner.replay.caches import LRUPrompts
+from runner.replay import ReplayOptions
+from runner.replay.caches import ComparedCache, open_cache
 from runner.script.script import Prompt
 
 UNLIMITED_BYTES = 1 << 40
 KINDS = ("kv", "sliding", "hybrid", "mixed")
+CACHES = ("radix", "mlx-lm")
 SYSTEM_TOKENS = 2000
 USER_TOKENS = 150
 REPLY_TOKENS = 60
@@ -67,40 +69,6 @@ FULL = Sizes(SYSTEM_TOKENS, USERS, PRESSURE_USERS, PRESSURE_SHARES)
 QUICK = Sizes(100, (1, 2), 2, (0.5,))
 
 
-class Radix:
-    """A PrefixCache, used as by a server."""
-
-    name = "radix"
-
-    def __init__(self, model: Any, budget_bytes: int) -> None:
-        self.cache = PrefixCache(model, budget_bytes=budget_bytes)
-
-    def begin(self, prompt: Prompt) -> Any:
-        return self.cache.begin(prompt.tokens, marks=prompt.marks, reserve=prompt.reply_tokens)
-
-    def reported_bytes(self) -> int:
-        stats = self.cache.stats
-        return stats.live_bytes + stats.paged_bytes
-
-
-class MlxLm:
-    """An LRUPromptCache, used as by mlx-lm's server."""
-
-    name = "mlx-lm"
-
-    def __init__(self, model: Any, budget_bytes: int) -> None:
-        self.cache = LRUPrompts(model, tiny_tokenizer(), budget_bytes=budget_bytes)
-
-    def begin(self, prompt: Prompt) -> Any:
-        return self.cache.begin(prompt)
-
-    def reported_bytes(self) -> int:
-        return self.cache.live_bytes + self.cache.paged_bytes
-
-
-MakeCache = Callable[[Any, int], Radix | MlxLm]
-
-
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given)
     sizes = QUICK if options.quick else FULL
@@ -122,7 +90,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def held_conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the memory of the most users, by model."""
     users = max(row["users"] for row in rows)
     parts = [
         f"{row['mlx-lm MB'] / row['radix MB']:.1f} with {row['model']} ({row['mlx-lm MB']:,.0f} MB and "
@@ -150,8 +117,7 @@ def pressure_conclusion(rows: Sequence[dict[str, Any]]) -> str:
 
 def _measure_held(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
     conversations = _conversations(sizes.system_tokens, max(sizes.users))
-    ours = _held(Radix, model, conversations, sizes)
-    theirs = _held(MlxLm, model, conversations, sizes)
+    ours, theirs = (_held(name, model, conversations, sizes) for name in CACHES)
     token_bytes, point_bytes = _state_bytes(model, sizes.system_tokens)
     say(f"{kind}: held")
     for users, our, their in zip(sizes.users, ours, theirs, strict=True):
@@ -182,21 +148,21 @@ class Held:
     python_bytes: int
 
 
-def _held(make: MakeCache, model: Any, conversations: Sequence[list[int]], sizes: Sizes) -> list[Held]:
+def _held(name: str, model: Any, conversations: Sequence[list[int]], sizes: Sizes) -> list[Held]:
     """Return the bytes of a cache after each number of users in `sizes`."""
     gc.collect()
     active_bytes = mx.get_active_memory()
     tracemalloc.start()
     try:
-        cache = make(model, UNLIMITED_BYTES)
+        cache = _opened(name, model, UNLIMITED_BYTES)
         found = []
         for users, conversation in enumerate(conversations, start=1):
             for turn in range(TURNS):
                 _ask(cache, model, conversation, turn, sizes.system_tokens)
             if users in sizes.users:
                 gc.collect()
-                python_bytes = tracemalloc.get_traced_memory()[0]
-                found.append(Held(mx.get_active_memory() - active_bytes, cache.reported_bytes(), python_bytes))
+                python_bytes, reported_bytes = tracemalloc.get_traced_memory()[0], cache.live_bytes + cache.paged_bytes
+                found.append(Held(mx.get_active_memory() - active_bytes, reported_bytes, python_bytes))
         return found
     finally:
         tracemalloc.stop()
@@ -225,12 +191,12 @@ def _measure_pressure(kind: str, model: Any, sizes: Sizes) -> Iterator[dict[str,
     for share in sizes.shares:
         say(f"{kind}: {share:g} of the least")
         hits = {}
-        for make in (Radix, MlxLm):
-            cache = make(model, int(least_bytes * share))
+        for name in CACHES:
+            cache = _opened(name, model, int(least_bytes * share))
             for turn in range(TURNS):
                 found = [_ask(cache, model, each, turn, sizes.system_tokens) for each in conversations]
             # Only the last turn counts.
-            hits[make.name] = sum(found)
+            hits[name] = sum(found)
         yield {
             "model": kind,
             "users": users,
@@ -254,7 +220,12 @@ def _conversations(system_tokens: int, users: int) -> list[list[int]]:
     return [system + random.integers(1, VOCABULARY, OWN_TOKENS).tolist() for _ in range(users)]
 
 
-def _ask(cache: Radix | MlxLm, model: Any, conversation: list[int], turn: int, system_tokens: int) -> int:
+def _opened(name: str, model: Any, budget_bytes: int) -> ComparedCache:
+    loaded = LoadedModel(model, tiny_tokenizer(), name, None, VOCABULARY)
+    return open_cache(name, loaded, ReplayOptions(budget_bytes))
+
+
+def _ask(cache: ComparedCache, model: Any, conversation: list[int], turn: int, system_tokens: int) -> int:
     """Run one turn of a conversation; return the cached tokens."""
     end = system_tokens + turn * (USER_TOKENS + REPLY_TOKENS) + USER_TOKENS
     marks = [system_tokens]

@@ -15,27 +15,18 @@ is the session's. The requests come from benchmarks/harness/measured_requests.py
                 switch        another stored conversation goes on: SHARED of its tokens are live, the rest is paged in
                 miss          a new conversation; only the shared beginning is stored
                 full budget   as miss, in a full cache that evicts for each request
-
-`--profile` prints the functions that take most of the time of a switch and of a step instead.
 """
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import mlx.core as mx
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.measured_requests import (
     UNLIMITED_BYTES,
-    VOCABULARY,
-    block_us,
     fill,
     measure_tokens,
     request_ms,
@@ -52,10 +43,6 @@ AIM_NODES = 10_000
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if given is None else given
-    if "--profile" in given:
-        print_profiles()
-        return
     options = arguments(__doc__, given)
     blocks, repeats, counts = (3, 4, (10, 50)) if options.quick else (30, 30, (10, 1_000, AIM_NODES))
     models = {f"{kind} x {layers}": HollowModel(kind, layers) for kind, layers in _configurations(options.quick)}
@@ -70,7 +57,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(tokens: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     slowest = max(tokens, key=lambda row: row["step adds us"])
     series: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in requests:
@@ -129,31 +115,6 @@ def _measure_requests(name: str, model: Any, counts: Sequence[int], repeats: int
             }
             ledger.budget_bytes = UNLIMITED_BYTES
         cache.check()
-
-
-# Profiles ------------------------------------------------------------------------------------------------------------
-
-
-def print_profiles(layers: int = 30, count: int = 1_000, requests: int = 100) -> None:
-    """Print the slowest functions of a switch between conversations and of a decoded token."""
-    model = HollowModel("kv", layers)
-    cache = PrefixCache(model, budget_bytes=UNLIMITED_BYTES)
-    conversations: list[list[int]] = []
-    fill(cache, model, conversations, count)
-    prompts = dict(scenarios(conversations, requests))["switch"]
-    _print_profile("begin and close, switch", lambda: [request_ms(cache, model, prompt) for prompt in prompts])
-    with cache.begin(conversations[0], reserve=2_000) as session:
-        session.prefill(model)
-        tokens = [mx.array([index % VOCABULARY]) for index in range(1_000)]
-        session.step(model, conversations[0][-1:])
-        _print_profile("step", lambda: block_us(lambda token: session.step(model, token), tokens))
-
-
-def _print_profile(title: str, run: Callable[[], Any]) -> None:
-    profile = cProfile.Profile()
-    profile.runcall(run)
-    print(f"\n{title}")
-    pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(18)
 
 
 if __name__ == "__main__":

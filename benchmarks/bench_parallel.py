@@ -81,7 +81,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     loads = dict.fromkeys((row["model"], row["prompt"]) for row in rows)
     parts = [_compared(*load, [row for row in rows if (row["model"], row["prompt"]) == load]) for load in loads]
     return f"{'; '.join(parts)}."
@@ -233,7 +232,6 @@ class _Watch:
 
 
 def _prompts(load: Load, users: int, *, shared: bool) -> list[list[int]]:
-    """Return a prompt for each user, of ids that every vocabulary has."""
     random = np.random.default_rng(users)
     length = load.shared + load.own
     beginning = random.integers(16, 250, load.shared if shared else 0).tolist()

@@ -23,11 +23,10 @@ import numpy as np
 from benchmarks.harness.record import Spread, arguments, publish, say
 from benchmarks.harness.recorded_traces import add_traces, traces_in
 from policies import OFFLINE_POLICIES, POLICIES
-from runner.files import write_atomically
 from runner.simulate.curve import lru_curve
-from runner.simulate.grid import SimulationJob, run_locally
-from runner.simulate.rows import SimulationRow, infinite_ratio, policies_picture, policy_notes
-from runner.simulate.simulator import BlockSizes, Simulation, simulate
+from runner.simulate.grid import run_locally
+from runner.simulate.rows import SimulationRow, infinite_ratio, policy_notes
+from runner.simulate.simulator import BlockSizes, Simulation, SimulationJob, simulate
 from runner.traces.trace import Trace, TraceRequest
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
@@ -53,15 +52,11 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 
 def _publish_grid(traces: Sequence[Trace], options: argparse.Namespace) -> None:
-    """Publish the hit ratio of each policy at each capacity."""
     capacities = (20, 100) if options.quick else CAPACITIES
     names = ["lru", "belady"] if options.quick else [*sorted(POLICIES), *sorted(OFFLINE_POLICIES)]
     began = time.perf_counter()
     jobs = [
-        SimulationJob(index, name, blocks, None, None)
-        for index in range(len(traces))
-        for name in names
-        for blocks in capacities
+        SimulationJob(index, name, blocks) for index in range(len(traces)) for name in names for blocks in capacities
     ]
     rows = []
     for row in run_locally(traces, jobs, processes=1 if options.quick else min(2, os.cpu_count() or 1)):
@@ -74,7 +69,6 @@ def _publish_grid(traces: Sequence[Trace], options: argparse.Namespace) -> None:
     about = "\n".join([conclusion(rows, minutes), *policy_notes(traces, rows)])
     more = {"infinite_block_hit_ratio": infinite, "grid": [asdict(row) for row in rows]}
     publish("policies", title, table, folder=options.results, repeats=1, conclusion=about, **more)
-    write_atomically(options.results / "policies.png", policies_picture(rows, infinite))
 
 
 def conclusion(rows: Sequence[SimulationRow], minutes: float) -> str:

@@ -25,7 +25,7 @@ from benchmarks.harness.record import REPEATS, Spread, arguments, elapsed_ms, in
 from benchmarks.harness.redis_process import Server
 from radixcache import RedisStore
 from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Identity, root_key
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 
 MIB = 1 << 20
 MODEL = Identity(b"bench")
@@ -65,7 +65,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(copies: Sequence[dict[str, Any]], even: Sequence[dict[str, Any]]) -> str:
-    """Summarize the results."""
     slow = min(copies, key=lambda row: row["get / GET"])
     told = [f"{row['tokens/s']:,.0f} tokens/s at {row['link Gbit/s']} Gbit/s ({row['state']})" for row in even]
     return (
@@ -94,7 +93,7 @@ class Copying:
         say(f"{count} blocks of {block_mib} MiB")
         self._blocks = list(_blocks(count, int(block_mib * MIB)))
         self._keys = [block.head.key for block in self._blocks]
-        self._values = {f"bench:{index}": b"".join(encoded(block)) for index, block in enumerate(self._blocks)}
+        self._values = {f"bench:{index}": b"".join(encode(block)) for index, block in enumerate(self._blocks)}
         self._mib = sum(map(len, self._values.values())) / MIB
         self._about = {"block MiB": block_mib, "blocks": count}
         self._store, self._plain = _opened(url), Redis.from_url(url)

@@ -30,15 +30,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 import runner  # noqa: F401  loads OpenBLAS before MLX
-from benchmarks.harness.budget_plot import plot_budgets
 from benchmarks.harness.hollow_model import HollowModel
 from benchmarks.harness.random_models import random_model
 from benchmarks.harness.record import REPEATS, Spread, arguments, publish
 from radixcache import RadixTree
+from runner.commands.replay import ReplayProgress
 from runner.models.load import LoadedModel, load_model
 from runner.replay import ReplayOptions
 from runner.replay.caches import layers_bytes
-from runner.replay.progress import ReplayProgress
 from runner.replay.replayer import CacheRun, Replay
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations, read_conversations
@@ -98,7 +97,6 @@ def main(given: Sequence[str] | None = None) -> None:
         conclusion=conclusion(rows, repeats),
         took_s=time.perf_counter() - began,
     )
-    plot_budgets(options.results / "budgets.png", rows, title=title)
 
 
 def conclusion(rows: Sequence[dict[str, Any]], repeats: int) -> str:

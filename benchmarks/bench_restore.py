@@ -90,7 +90,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the ratios with the aim."""
     parts = []
     for request in ("continue", "switch"):
         found = [row for row in rows if row["request"] == request]

@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
-from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS, PrefixRouter
-from runner.simulate.grid import ReplicaJob, SimulationJob, run_locally
-from runner.simulate.replicas import Setup, simulate_replicas
+from runner.models import ModelBytes
+from runner.routing import ROUTERS, PrefixRouter
+from runner.simulate.grid import run_locally
+from runner.simulate.replicas import ReplicaJob
 from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds
-from runner.simulate.simulator import BlockSizes
+from runner.simulate.simulator import SimulationJob
 from runner.text import GIB
 from runner.traces.trace import Trace
 from runner.traces.trace_reader import read_trace
@@ -58,8 +58,8 @@ class Fleet:
     other_speeds: tuple[Speeds, ...]
     gbits_per_s: tuple[float, ...]
 
-    def setup(self, router: str, count: int = MANY) -> Setup:
-        return Setup(router, count, "lru", self.blocks, BlockSizes(), self.speeds)
+    def job(self, router: str, count: int = MANY, *, trace: int = 0) -> ReplicaJob:
+        return ReplicaJob(SimulationJob(trace, "lru", self.blocks), router, count, self.speeds)
 
 
 FLEETS = {
@@ -95,7 +95,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[ReplicaRow]) -> str:
-    """Compare the prefix router at MANY replicas with the aims."""
     said = []
     for row in rows:
         if row.replicas == MANY and row.router == "prefix":
@@ -114,7 +113,7 @@ def _fleet(trace: str) -> Fleet:
 
 def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Iterator[ReplicaRow]:
     jobs = [
-        ReplicaJob(SimulationJob(index, "lru", fleet.blocks, None, None), router, count, fleet.speeds)
+        fleet.job(router, count, trace=index)
         for index, fleet in enumerate(_fleet(trace.name) for trace in traces)
         for count in counts
         for router in ROUTERS
@@ -127,7 +126,7 @@ def _routers(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> 
 def _pooled(traces: Sequence[Trace], counts: Sequence[int], processes: int) -> Mapping[tuple[str, int], float]:
     """Return the token hit ratio of one cache with `count` budgets, by (trace, count)."""
     jobs = [
-        SimulationJob(index, "lru", count * _fleet(trace.name).blocks, None, None)
+        SimulationJob(index, "lru", count * _fleet(trace.name).blocks)
         for index, trace in enumerate(traces)
         for count in counts
     ]
@@ -140,7 +139,7 @@ def _by_speeds(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
         fleet = _fleet(trace.name)
         for speeds in (fleet.speeds, *fleet.other_speeds):
             for router in ("hash", "prefix"):
-                row = simulate_replicas(trace, replace(fleet.setup(router), speeds=speeds))
+                row = replace(fleet.job(router), speeds=speeds).run(trace)
                 yield _line(row, **{"prefill tokens/s": speeds[0], "decode tokens/s": speeds[1]})
 
 
@@ -153,7 +152,7 @@ def _by_cost(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
     }
     for trace in traces:
         for name, router in routers.items():  # A router keeps no state between traces.
-            yield _line(simulate_replicas(trace, _fleet(trace.name).setup("prefix"), router=router), cost=name)
+            yield _line(_fleet(trace.name).job("prefix").run(trace, router=router), cost=name)
 
 
 def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
@@ -164,17 +163,18 @@ def _by_arrivals(folder: Path | None, quick: bool) -> Iterator[dict[str, Any]]:
     for seed in range(SEEDS):
         trace = read_trace(sessions, name="coding agents", seed=seed)
         for router in ("hash", "prefix"):
-            yield _line(simulate_replicas(trace, _fleet(trace.name).setup(router)), seed=seed)
+            yield _line(_fleet(trace.name).job(router).run(trace), seed=seed)
 
 
 def _by_networks(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
     for trace in traces:
-        fleet, sizes = _fleet(trace.name), BlockSizes.of(MODEL, trace.block_tokens)
+        fleet = _fleet(trace.name)
         for router in ("random", "prefix"):
-            setup = replace(fleet.setup(router), budget_bytes=fleet.blocks * sizes.span_bytes, sizes=sizes)
+            job = fleet.job(router)
             for gbit_per_s in (0.0, *fleet.gbits_per_s) if fleet.gbits_per_s else ():
                 tier = DiskPlan(1 << 60, gbit_per_s * 1e9 / 8, fleet.speeds.prefill_tokens_per_s, "close")
-                row = simulate_replicas(trace, replace(setup, shared=tier if gbit_per_s else None))
+                each = replace(job.each, model=MODEL, disk=tier if gbit_per_s else None)
+                row = replace(job, each=each).run(trace)
                 shared = row.shared
                 yield _line(
                     row,

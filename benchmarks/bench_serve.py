@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.chat_client import Reply, ask
+from benchmarks.harness.chat_stream import Answer, ask_stream
 from benchmarks.harness.model_folder import write_model, write_word_model
 from benchmarks.harness.random_models import random_kind
 from benchmarks.harness.record import Spread, arguments, publish, rotated, say
@@ -121,17 +121,20 @@ QUICK = (
 class Run:
     """The result of all requests to one server."""
 
-    replies: Sequence[Reply]
+    replies: Sequence[Answer]
     total_s: float
     peak_bytes: int
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(reply.completion_tokens for reply in self.replies) / self.total_s
+        return self.sum_of("completion_tokens") / self.total_s
 
     @property
     def prefilled_tokens(self) -> int:
-        return sum(reply.prompt_tokens - reply.cached_tokens for reply in self.replies)
+        return self.sum_of("prompt_tokens") - self.sum_of("cached_tokens")
+
+    def sum_of(self, count: str) -> int:
+        return sum(getattr(reply, count) for reply in self.replies)
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -156,7 +159,6 @@ def _add_only(parser: argparse.ArgumentParser) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     pairs = [
         (f"{o['model']}, {o['load']}, {o['users']} users", o, t) for o, t in zip(rows[::2], rows[1::2], strict=True)
     ]
@@ -217,10 +219,10 @@ def measure(load: Load, folder: Path) -> Iterator[dict[str, Any]]:
 
 def _figures(runs: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
     ratio = Spread.of(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, theirs, strict=True))
-    ttft_ms = [[1e3 * reply.ttft_s for reply in run.replies] for run in runs]
+    ttft_ms = [[1e3 * reply.pieces_s[0] for reply in run.replies] for run in runs]
     gap_ms = [[1e3 * gap_s for reply in run.replies for gap_s in reply.gaps_s] for run in runs]
     return {
-        "prompt tokens": sum(reply.prompt_tokens for reply in runs[0].replies),
+        "prompt tokens": runs[0].sum_of("prompt_tokens"),
         "prefilled tokens": statistics.median(run.prefilled_tokens for run in runs),
         "TTFT ms p50": statistics.median(np.percentile(each, 50) for each in ttft_ms),
         "TTFT ms p95": statistics.median(np.percentile(each, 95) for each in ttft_ms),
@@ -237,7 +239,7 @@ def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Pa
     """Send all requests of a load to a new server."""
     budget = ("--prompt-cache-bytes", str(load.budget_bytes), "--prompt-cache-size", "1000")
     with server(model, log, *budget) as process, ThreadPoolExecutor(load.users + 1) as pool:
-        ask(process.url, [{"role": "user", "content": "Are you there?"}], 2)
+        _ask(process.url, [{"role": "user", "content": "Are you there?"}], 2)
         before_bytes = peak_bytes = process.resident_bytes
         stream = []
         if load.beside:
@@ -255,7 +257,7 @@ def serve(server: Callable[..., ServerProcess], load: Load, model: Path, log: Pa
         return Run([reply for future in futures for reply in future.result()], total_s, peak_bytes - before_bytes)
 
 
-def _talk(url: str, load: Load, user: int) -> list[Reply]:
+def _talk(url: str, load: Load, user: int) -> list[Answer]:
     """Send the requests of a user, one after the other.
 
     The assistant's turns are fixed texts or calls, not the replies, so both servers get the same requests.
@@ -269,7 +271,7 @@ def _talk(url: str, load: Load, user: int) -> list[Reply]:
             messages.append({"role": "tool", "tool_call_id": f"call_{turn - 1}", "content": content})
         else:
             messages.append({"role": "user", "content": content})
-        replies.append(ask(url, messages, load.reply, tools=tools))
+        replies.append(_ask(url, messages, load.reply, tools=tools))
         said: dict[str, Any] = {"role": "assistant", "content": _text(-1, load.reply)}
         if tools:
             call = {"name": "tool_0", "arguments": json.dumps({"path": f"file_{turn}"})}
@@ -278,8 +280,14 @@ def _talk(url: str, load: Load, user: int) -> list[Reply]:
     return replies
 
 
-def _stream(url: str, length: int, on_piece: Callable[[], object]) -> list[Reply]:
-    return [ask(url, [{"role": "user", "content": "Go on."}], length, on_piece=on_piece)]
+def _stream(url: str, length: int, on_piece: Callable[[], object]) -> list[Answer]:
+    return [_ask(url, [{"role": "user", "content": "Go on."}], length, on_piece=on_piece)]
+
+
+def _ask(url: str, messages: Sequence[dict[str, Any]], max_tokens: int, **more: Any) -> Answer:
+    answer = ask_stream(url, None, messages, max_tokens, **more)
+    assert answer.error is None, answer.error
+    return answer
 
 
 def _tools(length: int) -> list[dict[str, Any]]:

@@ -134,7 +134,6 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Name the ratio of each row."""
     return "Drafted over plain: " + ", ".join(
         f"{row['model']} on {row['text']} for {plural(row['users'], 'user')} {row['drafted / plain']:.2f}"
         for row in rows

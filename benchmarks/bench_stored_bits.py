@@ -38,7 +38,7 @@ from benchmarks.harness.recorded_traces import add_traces, traces_in
 from radixcache import PrefixCache, render_chat
 from radixcache.adapters.registry import leaves
 from radixcache.adapters.span import SpanSnapshot, stored_nbytes
-from runner.models.footprint import ModelBytes
+from runner.models import ModelBytes
 from runner.models.load import load_model
 from runner.models.tiny import TINY_KINDS, tiny_model
 from runner.script.conversation_reader import builtin_conversations

@@ -84,7 +84,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aims."""
     parts = [row for row in rows if row["shape"] == "part"]
     length = min({row["prompt tokens"] for row in parts}, key=lambda tokens: abs(tokens - AIM_TOKENS))
     few, *_, many = [row for row in parts if row["prompt tokens"] == length]

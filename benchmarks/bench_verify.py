@@ -55,7 +55,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the results with the aim."""
     column = f"adds % at {SHARE:g}"
     text = f"verify={SHARE:g} adds at most"
     for way in WAYS:

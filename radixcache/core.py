@@ -31,8 +31,8 @@ from radixcache.paging.pins import Pins
 from radixcache.paging.resume import (
     LivePath,
     PrefixRequest,
+    Reason,
     ResumePlan,
-    ShortReason,
     Slots,
     Tails,
     floor,
@@ -73,8 +73,8 @@ class Lookup(NamedTuple):
 class Sayings:
     """What the requests of one cache said, from which replies are drafted.
 
-    The suffix index is made when the first request asks for drafts, from what the tree holds. From then on it gets what
-    comes beside that: what requests say, and what is inserted or read from stores.
+    The suffix index is built from the tree when the first request asks for drafts. After that, it gets the tokens of
+    every request, and those that are inserted or read from a store.
     """
 
     def __init__(self, settings: Settings, states: StateTree, quarantine: Quarantine) -> None:
@@ -183,7 +183,7 @@ class Core:
 
     def reclaim_vanished(self) -> None:
         """Take back the state of sessions and groups that vanished without closing (interrupted finalizers)."""
-        for path in self.slots.vanished():
+        for path in self.slots.vanished_paths():
             self.slots.lose(path)
             self._release(path)
         for booking in [booking for booking, group in self.bookings if group() is None]:
@@ -207,7 +207,7 @@ class Core:
     def groups(self) -> list[Owner]:
         return [group for _, reference in self.bookings if (group := reference()) is not None]
 
-    def unquarantined(self, keys: Keys, namespace: str) -> Keys:
+    def before_quarantine(self, keys: Keys, namespace: str) -> Keys:
         """The keys up to where they are quarantined."""
         start = self.quarantine.offset(keys, namespace)
         return keys if start is None else keys[:start]
@@ -232,7 +232,7 @@ class Core:
             use = request.use
             if use.tick != self._tick:
                 request = request._replace(use=self.next_use(use.priority, use.turn, use.kind))
-            return self.unquarantined(request.keys, request.namespace)[: request.limit], request.use
+            return self.before_quarantine(request.keys, request.namespace)[: request.limit], request.use
 
         start = self.said.stored(request.keys, request.namespace)
         is_read = tier.read(request.namespace, asked)
@@ -258,13 +258,13 @@ class Core:
                 other prompts and is neither touched nor guarded. Else nothing is changed.
             evaluate: evaluate pending buffers that are to be read, to see whether they are intact.
         """
-        keys = self.unquarantined(keys, namespace)
+        keys = self.before_quarantine(keys, namespace)
         match = self.states.match(keys, namespace)
         if takes_slot and match.offset not in (0, match.node.end):
             match = self.pager.allocating(self._match_to_end, keys, namespace)
         path = match.path
         live = self.slots.choose(path, limit) if takes_slot else None
-        hidden = self.slots.hidden(path, live, evaluate=evaluate)
+        hidden = self.slots.hidden_from(path, live, evaluate=evaluate)
         return Lookup(match, live, self.plan(match, keys, limit, live, hidden))
 
     def _match_to_end(self, keys: Keys, namespace: str) -> Match[NodeState]:
@@ -280,7 +280,7 @@ class Core:
 
         In exact mode it would resume at the end of their last whole chunk.
         """
-        match = self.states.match(self.unquarantined(keys, namespace), namespace)
+        match = self.states.match(self.before_quarantine(keys, namespace), namespace)
         plan = plan_resume(self.layout, match, len(keys), None, grid_tokens=self.states.grid_tokens)
         if plan.resume < floor(len(keys), self.states.grid_tokens):
             return False
@@ -316,13 +316,13 @@ class Core:
         self.count_request(request, plan, "begin")
         return live, plan
 
-    def drawn_verifier(self) -> Verifier | None:
+    def draw_verifier(self) -> Verifier | None:
         """What checks a request, if it is drawn for verification."""
         return self.verifier if self.settings.verify and self.verifier.is_drawn() else None
 
     def draw_check(self, request: PrefixRequest, live: LivePath, plan: ResumePlan) -> Check | None:
         """The check of a restored session, if it is drawn for verification."""
-        if not plan.resume or self.drawn_verifier() is None:
+        if not plan.resume or self.draw_verifier() is None:
             return None
         assert isinstance(self.layout, Layout)  # caches of sizes are not verified
         return Check(self.verifier, self.layout, request.prompt, live.caches, plan.resume)
@@ -332,8 +332,8 @@ class Core:
         request, _ = self.read_store(request)
         match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
         nodes = [each for each in plan.path if each.start < plan.resume]
-        with self.states.guarded(match.node):
-            caches = self.pager.allocating(self.pager.restored, nodes, plan)
+        with self.states.guarding(match.node):
+            caches = self.pager.allocating(self.pager.fresh_at, nodes, plan)
         self.states.touch(nodes, plan.source, request.use)
         self.evictor.tidy(match.node)
         self.count_request(request, plan, "fetch")
@@ -424,7 +424,7 @@ class Core:
                 "insert() into an exact cache: it is not known whether these caches were prefilled in chunks of "
                 f"{self.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
             )
-        keys = self.unquarantined(request.keys, request.namespace)
+        keys = self.before_quarantine(request.keys, request.namespace)
         if len(keys) < len(request.keys) and self.layout.has_points:
             self.layout.compare(caches)  # Point state cannot be cut back to where the quarantine begins.
             end = len(keys)
@@ -480,7 +480,7 @@ class Core:
             start = match.node.start if match.offset == len(keys) else 0
         start = floor(start, states.grid_tokens)
         quarantine.add(keys, start, namespace)
-        self.said.clear(namespace)  # What wrong state has said is not told apart: it is rare.
+        self.said.clear(namespace)  # The index does not know which replies came from wrong state, so all go.
         if self.tier is not None:
             self.tier.remove(keys, start, namespace)
         for group in self.groups():
@@ -566,12 +566,12 @@ class Core:
         self, match: Match[NodeState], keys: Keys, limit: int, live: LivePath | None, hidden: int | None
     ) -> ResumePlan:
         plan = plan_resume(self.layout, match, limit, live, hidden, grid_tokens=self.states.grid_tokens)
-        tail = self._tails.matched(match, keys) if self.settings.exact else 0
+        tail = self._tails.match_length(match, keys) if self.settings.exact else 0
         if not tail:
             return plan
         # An earlier request had evaluated more of the prompt, off the grid.
         off_grid = plan.off_grid + min(tail, limit - match.offset)
-        reason = plan.reason or (ShortReason.OFF_GRID if off_grid else ShortReason.LAST_TOKEN)
+        reason = plan.reason or (Reason.OFF_GRID if off_grid else Reason.LAST_TOKEN)
         return plan._replace(matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
     def _release(self, live: LivePath) -> None:

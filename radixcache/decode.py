@@ -298,10 +298,10 @@ class DecodeLoop:
         take: Take,
         said: dict[Decoding, list[int]],
     ) -> list[int]:
-        """Choose what each reply says behind its next token and each drafted one, as far as its drafts are right.
+        """Choose the tokens that follow each reply's next token and its drafted ones, until a draft is wrong.
 
-        One position after the other, and none behind a wrong draft: samplers, processors and masks find what they find
-        without drafts, and as many random numbers are drawn. Adds to `said` what was taken.
+        Positions are taken in order, and none behind a wrong draft. So samplers, processors and masks are called as
+        often as without drafts, and draw as many random numbers. Adds the tokens that were taken to `said`.
 
         Args:
             logits: (N, T, V), behind the next token and the drafted ones.

@@ -137,7 +137,7 @@ def without_frames(error: E) -> E:
     return error
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """The repr of an exception, or its type if the repr raises."""
     try:
         return repr(error)

@@ -25,7 +25,7 @@ from radixcache.errors import SessionClosedError, SnapshotError
 from radixcache.layers.trials import BothModels
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sessions.session import Session
-from radixcache.sessions.solo import Embed, Solo, fed_with
+from radixcache.sessions.solo import Embed, Solo, feed_with
 from radixcache.settings import is_whole, require_count
 from radixcache.speculate.drafting import MOST_PREDICTED, Drafted, Drafting, predicted_tokens
 from radixcache.speculate.pace import DraftPace
@@ -195,7 +195,7 @@ def _tokens(
         model = BothModels(model, draft_model, len(session.caches))
     with mx.stream(stream):
         if embed is not None:
-            model = fed_with(embed, session, model)
+            model = feed_with(embed, session, model)
         session.prefill(model, prefill_step_size, prompt_progress_callback)
     said = decode(
         session,

@@ -26,7 +26,8 @@ from radixcache.core import Core
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
-from radixcache.layers.layout import AnyLayout, Layout
+from radixcache.layers.layout import Layout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.layers.stored import state_identities
 from radixcache.layers.trials import BothModels
 from radixcache.ledger import FORKED, Ledger
@@ -36,7 +37,7 @@ from radixcache.observe.page import render_view
 from radixcache.observe.stats import CacheStats, StatsSnapshot
 from radixcache.observe.trace import Clock, TraceFile, TraceWriter, opened_trace
 from radixcache.observe.tree_view import TreeView
-from radixcache.paging.budget import ByteBudget, Evictor, guarded
+from radixcache.paging.budget import ByteBudget, Evictor, guard_policy
 from radixcache.paging.pager import Pager
 from radixcache.paging.pins import NamedPin, Pins
 from radixcache.paging.resume import PrefixRequest, Slots
@@ -87,14 +88,14 @@ def assemble(
     if budget_bytes is None:
         budget_bytes, source = default_budget_bytes(settings.model)
     ledger = budget_bytes if isinstance(budget_bytes, Ledger) else Ledger(budget_bytes)
-    chosen = guarded(make_policy(policy), ledger.lock)
+    chosen = guard_policy(make_policy(policy), ledger.lock)
     cost = cost or analytic_cost(settings.model)
     writer = opened_trace(trace, clock)
     tier: Tier | None = None
 
     def on_loss(node: StateNode) -> None:
         if tier is not None:
-            tier.lose(node)
+            tier.write_evicted(node)
 
     account = ledger.open_account(lambda nbytes: evictor.shrink_to(max(0, account.total_bytes - nbytes)))
     events = Events(settings.on_event, ledger.lock, remembers=settings.remembers)

@@ -39,7 +39,7 @@ from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
 
 from radixcache.adapters.contract import Adapter
 from radixcache.adapters.window import WindowAdapter
-from radixcache.errors import described
+from radixcache.errors import describe
 from radixcache.layers.layout import NATIVE_ERRORS, TOGETHER_BYTES, Layout
 from radixcache.layers.trials import PICKED_ROWS, PICKED_TOLERANCE, has_experts, tolerance_of
 from radixcache.ledger import Lock
@@ -113,7 +113,7 @@ def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
     """Compare logits (V,) after a restored state with those after a cold one."""
     if restored.shape != cold.shape:
         return Difference(Part.LOGITS, -1, "", 0)
-    errors, magnitude = _reduced(restored[None, None], cold[None, None], axes=(0, 1, 2))
+    errors, magnitude = _reduce(restored[None, None], cold[None, None], axes=(0, 1, 2))
     return Difference(Part.LOGITS, -1, "", 0, _number(errors) / _scale(_number(magnitude), 0.0))
 
 
@@ -125,7 +125,7 @@ def _spans(index: int, name: str, ours: Any, theirs: Any, adapter: Adapter, end:
         left, right = (_rows(cache, adapter, start, stop) for cache in (ours, theirs))
         if [a.shape for a in left] != [a.shape for a in right]:
             return [Difference(Part.SHAPE, index, name)]
-        parts.append([_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)])
+        parts.append([_reduce(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)])
         pending_bytes += sum(a.size for a in left) * 4
         if pending_bytes > TOGETHER_BYTES or stop == end:
             mx.eval(parts[done:])
@@ -138,7 +138,7 @@ def _window(index: int, name: str, ours: Any, theirs: Any, adapter: WindowAdapte
     left, right = adapter.state(ours), adapter.state(theirs)
     if [a.shape for a in left] != [a.shape for a in right]:
         return [Difference(Part.SHAPE, index, name)]
-    part = [_reduced(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)]
+    part = [_reduce(a, b, axes=(0, 1, 3)) for a, b in zip(left, right, strict=True)]
     mx.eval(part)
     rows = [row for low, high in adapter.window(ours).needs(end) for row in range(low, high)]
     differences = []
@@ -163,7 +163,7 @@ def _row_differences(index: int, name: str, parts: Sequence[list[tuple[mx.array,
 def _points(index: int, name: str, ours: list[mx.array], theirs: list[mx.array]) -> Iterable[Difference]:
     if [a.shape for a in ours] != [a.shape for a in theirs]:
         return [Difference(Part.SHAPE, index, name)]
-    reduced = [_reduced(a, b) for a, b in zip(ours, theirs, strict=True)]
+    reduced = [_reduce(a, b) for a, b in zip(ours, theirs, strict=True)]
     mx.eval(reduced)
     largest = max((_number(magnitude) for _, magnitude in reduced), default=0.0)
     return [
@@ -188,7 +188,7 @@ def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
     return [a for a in arrays if isinstance(cache, ArraysCache) or mx.issubdtype(a.dtype, mx.floating)]
 
 
-def _reduced(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
+def _reduce(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
     """The largest difference over `axes` (None: all), infinite if one side is NaN; the largest finite magnitude."""
     if ours.size == 0:
         return mx.array(0.0), mx.array(0.0)
@@ -317,7 +317,7 @@ class Verifier:
     def warn_of_failure(self, error: Exception) -> None:
         """Warn of the first check that failed for another reason than lack of memory."""
         what = "The request is served from the restored state, without verification."
-        self._warn_once("failure", f"verification failed with {described(error)}. {what}", 5)
+        self._warn_once("failure", f"verification failed with {describe(error)}. {what}", 5)
 
     def _warn_once(self, subject: str, text: str, stacklevel: int) -> None:
         if subject not in self._warned:

@@ -73,7 +73,7 @@ def require_writable(path: Path) -> None:
     """Check before a long run that a file can be written at its end. OSError: it cannot, with reason and path."""
     if path.is_dir():
         raise IsADirectoryError(21, "is a folder; wanted a file", str(path))
-    with _naming(path):
+    with _name_path(path):
         if not _is_special(path):
             handle, probe = _neighbour(path)
             os.close(handle)
@@ -84,7 +84,7 @@ def require_writable(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a neighbour, then rename it. A link stays a link; a FIFO or a device is written to directly."""
-    with _naming(path):
+    with _name_path(path):
         if _is_special(path):
             path.write_bytes(content)
             return
@@ -114,7 +114,7 @@ def _neighbour(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_path(path: Path) -> Iterator[None]:
     """Make every OSError name this path."""
     try:
         yield
@@ -143,29 +143,27 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def input_files(path: Path, suffixes: Sequence[str], wanted: str) -> list[Path]:
-    """The path itself, or the files below a folder with these endings, packed or not. InputError: there is none."""
-    try:
-        if not path.is_dir():
-            return [path]
-        found = _files_below(path, (*suffixes, *(f"{suffix}.gz" for suffix in suffixes)))
-    except OSError as error:
-        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); wanted {wanted}.") from error
-    if found := [file for file in found if not any(map(file.match, NO_INPUT))]:
-        return found
-    raise InputError(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
+    """The path itself, or the files below a folder with these endings, packed or not, sorted, without hidden ones.
 
-
-def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files with these endings, sorted, without hidden ones. OSError: a folder cannot be read."""
+    InputError: there is none, or a folder cannot be read.
+    """
+    endings, found = (*suffixes, *(f"{suffix}.gz" for suffix in suffixes)), list[Path]()
 
     def refuse(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = (name for name in folders if not name.startswith("."))
-        found += (Path(parent, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+    try:
+        if not path.is_dir():
+            return [path]
+        for parent, folders, names in os.walk(path, onerror=refuse):
+            folders[:] = (name for name in folders if not name.startswith("."))
+            found += (Path(parent, name) for name in names if name.endswith(endings) and not name.startswith("."))
+        found = sorted(file for file in found if file.is_file() and not any(map(file.match, NO_INPUT)))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); wanted {wanted}.") from error
+    if not found:
+        raise InputError(f"{path}: no {', '.join(suffixes)} file in the folder; wanted {wanted}.")
+    return found
 
 
 def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
@@ -178,24 +176,31 @@ def read_beginning(path: Path, wanted: str, most_bytes: int) -> bytearray:
     return content
 
 
-def read_text(path: Path, wanted: str, most_bytes: int, errors: str = "strict") -> str:
+def read_text(path: Path, wanted: str, most_bytes: int = MOST_RECORD_BYTES, errors: str = "strict") -> str:
     content = read_beginning(path, wanted, most_bytes)
     if len(content) > most_bytes:
         raise InputError(f"{path}: has more than {most_bytes:,} bytes; wanted {wanted} of at most so many.")
-    return _decoded(content, path, errors=errors)
+    return _decode(content, path, errors=errors)
 
 
-def read_records(path: Path, wanted: str) -> Iterator[Record]:
-    """The records of a JSONL file, one at a time, or the values of an array of at most MOST_RECORD_BYTES."""
+def read_objects(path: Path, wanted: str) -> Iterator[Record]:
+    """The objects of a JSONL file, one at a time, or those of an array of at most MOST_RECORD_BYTES."""
+    for record in _read_records(path, wanted):
+        if not isinstance(record.value, dict | InputError):
+            error = InputError(f"{record.where}: found {shown(record.value)}; wanted an object.")
+            record = record._replace(value=error)
+        yield record
+
+
+def _read_records(path: Path, wanted: str) -> Iterator[Record]:
     if read_beginning(path, wanted, 0).lstrip(BLANK_BYTES).startswith(b"["):
-        text = read_text(path, wanted, MOST_RECORD_BYTES)
-        yield from document_records(text, text.index("["), path)
+        yield from document_records(read_text(path, wanted), path)
         return
     is_rest = False
     for line, content in _pieces(path, wanted, MOST_RECORD_BYTES + 1, in_lines=True):
         if not is_rest:
             try:
-                yield from line_records(_decoded(content, path, line), path, line)
+                yield from line_records(_decode(content, path, line), path, line)
             except InputError as error:
                 yield Record(error, path, line)
         is_rest = not content.endswith(b"\n")
@@ -208,15 +213,19 @@ def line_records(text: str, path: Path, line: int) -> Iterator[Record]:
         error = f"{where}: the line is too long; wanted at most {MOST_RECORD_BYTES:,} bytes."
         yield Record(InputError(error), path, line)
     elif text := text.strip():
-        value, end = _parsed(text, 0, where)
+        value, end = _parse(text, 0, where)
         if end < len(text) and not isinstance(value, InputError):
             error = f"{where}: text after the end of the JSON value (column {end + 1}); wanted one per line."
             value = InputError(error)
         yield Record(value, path, line)
 
 
-def document_records(text: str, start: int, path: Path) -> Iterator[Record]:
-    """The values of the array that begins at `start`, or the values from there on; up to a syntax error."""
+def document_records(text: str, path: Path, start: int | None = None) -> Iterator[Record]:
+    """The values of the array that begins at `start`, or the values from there on; up to a syntax error.
+
+    Without a start, the text begins behind its blanks.
+    """
+    start = len(text) - len(text.lstrip(BLANK)) if start is None else start
     closing = "]" if text[start] == "[" else ""
     line, at = 1, 0
 
@@ -230,7 +239,7 @@ def document_records(text: str, start: int, path: Path) -> Iterator[Record]:
 
     has_more = (char := next_char(start + len(closing))) != closing
     while has_more:
-        value, end = _parsed(text, at, f"{path}:{line}", path)
+        value, end = _parse(text, at, f"{path}:{line}", path)
         yield Record(value, path, line)
         if isinstance(value, InputError):
             return
@@ -274,7 +283,7 @@ def _pieces(path: Path, wanted: str, most_bytes: int, *, in_lines: bool) -> Iter
         raise InputError(f"{where}: cannot be read ({reason or error}); wanted {wanted}.") from error
 
 
-def _decoded(content: bytes | bytearray, path: Path, line: int = 1, errors: str = "strict") -> str:
+def _decode(content: bytes | bytearray, path: Path, line: int = 1, errors: str = "strict") -> str:
     try:
         return content.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
@@ -284,10 +293,10 @@ def _decoded(content: bytes | bytearray, path: Path, line: int = 1, errors: str 
 
 
 def _parses(text: str) -> bool:
-    return not isinstance(_parsed(text, 0, "")[0], InputError)
+    return not isinstance(_parse(text, 0, "")[0], InputError)
 
 
-def _parsed(text: str, start: int, where: str, path: Path | None = None) -> tuple[Any, int]:
+def _parse(text: str, start: int, where: str, path: Path | None = None) -> tuple[Any, int]:
     """The value at `start` or an InputError, and its end.
 
     With the `path` of a document, a syntax error names its own line.

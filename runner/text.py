@@ -1,4 +1,4 @@
-"""How values, sizes, counts, progress and pictures are shown to people. This file never imports MLX.
+"""How values, sizes, counts, tables, progress and pictures are shown to people. This file never imports MLX.
 
 The extra [plot] brings matplotlib, which is imported only to draw. Commands ask `can_draw` before they start.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
@@ -84,6 +85,47 @@ def figures_table(columns: Iterable[Sequence[str]], *, names: Collection[str]) -
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(Text, row))
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
+
+    `value` is the path of a field, as "disk.read_bytes", or a function; `form` is a format specification or a function.
+    """
+
+    title: str
+    value: str | Callable[[Any], Any]
+    form: str | Callable[[Any], str] = ""
+    unit: int = 1
+    is_optional: bool = False
+
+    def of(self, row: Any) -> Any:
+        if not isinstance(self.value, str):
+            return self.value(row)
+        for name in self.value.split("."):
+            row = None if row is None else getattr(row, name)
+        return row
+
+    def cell(self, value: Any) -> str:
+        if value is None:
+            return "-"
+        if not isinstance(self.form, str):
+            return self.form(value)
+        if value != value:
+            return "unknown"
+        return format(value if self.unit == 1 else value / self.unit, self.form)
+
+
+def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
+    """The columns as text, each with its title first, without optional columns that have no value."""
+    rows = list(rows)
+    found = [(column, [column.of(row) for row in rows]) for column in columns]
+    return [
+        [column.title, *map(column.cell, values)]
+        for column, values in found
+        if not column.is_optional or any(value is not None for value in values)
+    ]
 
 
 def can_draw() -> bool:

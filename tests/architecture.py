@@ -1,7 +1,7 @@
 """The rooms of radixcache, the arrows between them, and the size of the project, as the files have it.
 
-    python -m tests.architecture             print the picture, the lines of each room, and the figures
-    python -m tests.architecture --write     put picture and figures into docs/architecture.md
+    python -m tests.architecture             print the figures, and the lines of each room
+    python -m tests.architecture --write     put the figures into docs/architecture.md
 
 Every import counts: at the top of a file, inside of a function, and for type checking alone. Left out is
 `radixcache/__init__.py`: what it names is imported when somebody asks for it.
@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,16 +21,27 @@ from benchmarks.bench_hops import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-PICTURE, FIGURES = (
-    (f"<!-- {name}: python -m tests.architecture --write -->", f"<!-- end of {name} -->")
-    for name in ("picture", "figures")
-)
+BEGIN, END = "<!-- figures: python -m tests.architecture --write -->", "<!-- end of figures -->"
 PRODUCT = ("policies", "radixcache", "runner")
 #: Classes whose public members are counted.
 FACES = ("PrefixCache", "Session", "Group", "Row")
 
 #: What imports what.
 Arrows = dict[str, set[str]]
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def nodes_of(path: Path) -> list[Definition | ast.Import | ast.ImportFrom]:
+    """All classes, functions and imports of a file, which is read once."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+
+
+def definitions(packages: Iterable[str] = PRODUCT) -> Iterator[Definition]:
+    """All classes and functions of some packages."""
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        yield from (node for node in nodes_of(path) if not isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def arrows_of(package: str) -> Arrows:
@@ -60,25 +72,6 @@ def floors_of(rooms: Arrows) -> dict[str, int]:
     return floors
 
 
-def picture(rooms: Arrows) -> str:
-    """A staircase from the highest floor down: each room's line reaches right to what it imports, which is below it."""
-    floors = floors_of(rooms)
-    order = sorted(rooms, key=lambda room: (-floors[room], room))
-    margin = max(map(len, rooms)) + 2
-    rows, falling = [], set[int]()
-    for index, room in enumerate(order):
-        columns = {order.index(other) for other in rooms[room]}
-        last = max(columns, default=index)
-        row = f"{room} ".rjust(margin + 3 * index) + "■"
-        for column in range(index + 1, len(order)):
-            line = "──" if column <= last else "  "
-            passing = "│" if column in falling else ("─" if column <= last else " ")
-            row += line + ("●" if column in columns else "┼" if passing == "│" and column <= last else passing)
-        falling = (falling | columns) - {index}
-        rows.append(f"{floors[room]} {row}".rstrip())
-    return "\n".join(rows)
-
-
 def lines_of(package: str) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / package).rglob("*.py"))
 
@@ -90,7 +83,7 @@ def files_of(package: str) -> int:
 def longest() -> tuple[tuple[int, str], tuple[int, str]]:
     """The lines and the name of the longest class and of the longest function of the product."""
     classes, functions = [], []
-    for node in _definitions():
+    for node in definitions():
         found = classes if isinstance(node, ast.ClassDef) else functions
         found.append(((node.end_lineno or 0) - node.lineno + 1, node.name))
     return max(classes), max(functions)
@@ -98,7 +91,7 @@ def longest() -> tuple[tuple[int, str], tuple[int, str]]:
 
 def public_members() -> dict[str, int]:
     """The public methods and properties of each of FACES."""
-    bodies = {node.name: node.body for node in _definitions() if isinstance(node, ast.ClassDef) and node.name in FACES}
+    bodies = {node.name: node.body for node in definitions() if isinstance(node, ast.ClassDef) and node.name in FACES}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         name: sum(isinstance(each, kinds) and not each.name.startswith("_") for each in bodies[name]) for name in FACES
@@ -132,24 +125,18 @@ def figures(page: str) -> str:
     return "\n".join(["| what | now |", "|---|---|", *(f"| {name} | {figure} |" for name, figure in rows)])
 
 
-def written(page: str, text: str, markers: tuple[str, str] = PICTURE) -> str:
-    """The page with this text between two markers."""
-    begin, end = markers
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
-
-
-def drawn() -> str:
-    """The picture as the page has it."""
-    return f"```text\n{picture(arrows_between_rooms(arrows_of('radixcache')))}\n```"
+def with_figures(page: str) -> str:
+    """The page with the figures of the code."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{figures(page)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(written(written(page, drawn()), figures(page), FIGURES), encoding="utf-8")
+        PAGE.write_text(with_figures(page), encoding="utf-8")
         return
-    print(drawn(), figures(page), sep="\n\n", end="\n\n")
+    print(figures(page), end="\n\n")
     for room in sorted(arrows_between_rooms(arrows_of("radixcache"))):
         folder = ROOT / "radixcache" / room
         files = sorted(folder.glob("*.py")) or [folder.with_suffix(".py")]
@@ -157,18 +144,10 @@ def main() -> None:
         print(f"{room:12} {len(files):3} files {lines:6,} lines")
 
 
-def _definitions() -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All classes and functions of the product."""
-    for path in (path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
-
-
 def _imported(path: Path) -> set[str]:
     """Names of all modules that a file may mean by its imports."""
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

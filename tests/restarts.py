@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from radixcache import DiskStore, PrefixCache
+from radixcache import DiskStore, PrefixCache, RedisStore
 from radixcache.layers.stored import weights_identity
 from radixcache.layers.trials import GRID_STEPS, STORED_TOLERANCES, TOLERANCES
 from radixcache.paging.rates import StoreRates
 from tests.prompts import tokens
+from tests.stores.redis_server import emptied, store_at
 
 REPLY = [5, 77, 130]
 _cold: dict[Any, NDArray[Any]] = {}
@@ -34,14 +35,17 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
-    """Opens a store on the test's folder; all of them are closed in the end."""
-    stores: list[DiskStore] = []
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens a store on the test's folder, or for the parameter "redis" on a server; all are closed in the end."""
+    stores: list[DiskStore | RedisStore] = []
+    server = emptied("redis-server") if getattr(request, "param", "disk") == "redis" else None
 
-    def open_store(**more: Any) -> DiskStore:
-        stores.append(
-            DiskStore(tmp_path, **{"budget_bytes": 1 << 30, "write_on": "close", "min_free_bytes": 0, **more})
-        )
+    def open_store(**more: Any) -> DiskStore | RedisStore:
+        if server is not None:
+            stores.append(store_at(server.url, **{"write_on": "close", **more}))
+        else:
+            more = {"budget_bytes": 1 << 30, "min_free_bytes": 0, "write_on": "close", **more}
+            stores.append(DiskStore(tmp_path, **more))
         return stores[-1]
 
     yield open_store

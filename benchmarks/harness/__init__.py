@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: models, requests, servers, records and plots."""
+"""Shared parts of the benchmarks: models, requests, servers and records."""

@@ -36,7 +36,6 @@ class HollowModel:
         self._state = mx.zeros((1, 4))
 
     def make_cache(self) -> list[Any]:
-        """Return empty caches, one per layer."""
         return [self._makers[index % len(self._makers)]() for index in range(len(self.layers))]
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -50,7 +49,6 @@ class HollowModel:
         return mx.zeros((1, length, LOGITS))
 
     def parameters(self) -> dict[str, Any]:
-        """Return an empty dict: there are no weights."""
         return {}
 
     def _zeros(self, length: int) -> mx.array:

@@ -105,7 +105,6 @@ def _roomy(model: Any, tokens: int) -> list[Any]:
 
 
 def _wait(caches: Sequence[Any]) -> None:
-    """Evaluate the caches, so that no graph grows."""
     mx.eval([cache.state for cache in caches])
 
 

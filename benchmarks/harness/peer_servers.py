@@ -256,7 +256,6 @@ class PeerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server ended by itself."""
         return self._process.poll() is not None
 
     @property

@@ -53,7 +53,6 @@ def random_model(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY
 
 
 def random_kind(kind: str, *, small: bool = False, vocabulary: int = VOCABULARY) -> TinyKind:
-    """Return the configuration of the model of `kind`."""
     module, layers = _KINDS[kind]
     size = _NARROW if small else _WIDE
     thirds = size["num_hidden_layers"] // 3

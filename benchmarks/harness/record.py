@@ -49,7 +49,6 @@ class Spread:
 
     @property
     def range(self) -> str:
-        """Return minimum and maximum as a table cell."""
         return f"{_number(self.least)} to {_number(self.most)}"
 
 
@@ -79,7 +78,6 @@ def arguments(
 
 
 def elapsed_ms(run: Callable[[], Any]) -> float:
-    """Return the wall time of one call in ms."""
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3
@@ -108,7 +106,6 @@ def rotated(items: Sequence[A], by: int) -> list[A]:
 
 
 def say(text: str) -> None:
-    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -144,7 +141,6 @@ def publish(
 
 
 def _origin() -> dict[str, Any]:
-    """Return machine, versions, date, commit and command."""
     return {
         "machine": machine(),
         "versions": versions(),

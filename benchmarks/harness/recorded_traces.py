@@ -14,7 +14,6 @@ TRACES = {"mooncake": "mooncake/conversation_trace.jsonl", "coding agents": "cla
 
 
 def add_traces(parser: argparse.ArgumentParser) -> None:
-    """Add --traces."""
     parser.add_argument("--traces", type=_folder, metavar="FOLDER", help="folder with the recorded traces")
 
 

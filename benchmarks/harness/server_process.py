@@ -71,12 +71,10 @@ class ServerProcess:
 
     @property
     def printed(self) -> str:
-        """Return its output so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def resident_bytes(self) -> int:
-        """Return the resident memory of the process."""
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def _end(self) -> None:
@@ -95,5 +93,4 @@ def mlx_lm_server(model: Path, log: Path, *options: str, change: str = "") -> Se
 
 
 def radixcache_serve(model: Path, log: Path, *options: str) -> ServerProcess:
-    """Return radixcache serve on a model folder."""
     return ServerProcess(["-m", "radixcache", "serve", "--port", "0", "--model", str(model), *options], log)

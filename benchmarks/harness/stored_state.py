@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from radixcache import DiskStore, PrefixCache
 from radixcache.stores.block import BLOCK_TOKENS, Block, Buffer, Head, Identity, Kind, root_key
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.files import file_name
 from radixcache.tokens import Keys
 
@@ -71,7 +71,6 @@ class SlowStore(DiskStore):
 
 
 def opened(path: Path, kind: type[DiskStore] = DiskStore, write_on: Any = "close") -> Any:
-    """Return a store without a practical limit."""
     return kind(path, budget_bytes=LARGE_BYTES, write_on=write_on, min_free_bytes=0, queue_bytes=LARGE_BYTES)
 
 
@@ -85,7 +84,6 @@ def fill(cache: PrefixCache, filler: Filler, tokens: Sequence[int], marks: Seque
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the files of blocks and checkpoints."""
     return sorted(path.glob("??/*"))
 
 
@@ -112,7 +110,7 @@ def write_chains(path: Path, count: int, length: int, state_bytes: int) -> list[
             file = path / file_name(head.key, "block")
             file.parent.mkdir(exist_ok=True)
             with file.open("wb") as out:
-                out.writelines(encoded(Block(head, state)))
+                out.writelines(encode(Block(head, state)))
             keys.append(head.key)
         chains.append((tokens, keys[1:]))
     os.sync()

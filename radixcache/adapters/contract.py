@@ -188,7 +188,7 @@ class WindowSnapshot:
         return WindowSnapshot(self.start, self.end, sorted([*self.pieces, *pieces], key=lambda piece: piece.start))
 
 
-def widened(spans: Spans, start: int, end: int) -> Spans:
+def widen(spans: Spans, start: int, end: int) -> Spans:
     """State of windows as that of some tokens of a longer edge."""
     leaves = [None if leaf is None else WindowSnapshot(start, end, leaf.pieces) for leaf in spans.leaves]
     return Spans(start, end, leaves, spans.nbytes)

@@ -127,8 +127,8 @@ class SpanSnapshot:
         lower: list[Segment] = []
         for (low, high), segment in zip(self.bounds, self.segments, strict=True):
             if low < at < high:
-                upper.append(tuple(owned_span(a, 0, at - low) for a in segment))
-                lower.append(tuple(owned_span(a, at - low, high - low) for a in segment))
+                upper.append(tuple(own_span(a, 0, at - low) for a in segment))
+                lower.append(tuple(own_span(a, at - low, high - low) for a in segment))
             else:
                 (upper if high <= at else lower).append(segment)
         plain = (None, None) if self.plain is None else self.plain.split(at)
@@ -224,7 +224,7 @@ class SpanAdapter(KeysAndValues):
         if not 0 <= start < end <= cache.offset:
             raise SnapshotError(f"span [{start}, {end}) is not inside the live state [0, {cache.offset}).")
         cuts, buffers = segment_bounds(start, end), self.buffers(cache)
-        return SpanSnapshot(start, end, [tuple([owned_span(b, low, high) for b in buffers]) for low, high in cuts])
+        return SpanSnapshot(start, end, [tuple([own_span(b, low, high) for b in buffers]) for low, high in cuts])
 
     def restore(self, cache: Any, snapshot: SpanSnapshot | None, target: int) -> bool:
         reached = cache.offset if snapshot is None else snapshot.end
@@ -420,7 +420,7 @@ def segment_bounds(start: int, end: int, step: int | None = None) -> list[tuple[
     return bounds
 
 
-def owned_span(buffer: mx.array, start: int, end: int) -> mx.array:
+def own_span(buffer: mx.array, start: int, end: int) -> mx.array:
     """Return a copy of the tokens [start, end) of a buffer (1, H, T, D) in a buffer of its own, unevaluated."""
     batch, heads, tokens, _ = buffer.shape
     if batch * heads > 1 and end - start < tokens:

@@ -51,7 +51,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return self.window(cache).count(cache.offset)
 
     def state(self, cache: Any) -> list[mx.array]:
-        return _cut(self.buffers(cache), self._filled_places(cache))
+        return _cut(self.buffers(cache), self._places_in_use(cache))
 
     def put(self, cache: Any, state: Any, offset: int | None) -> None:
         self.place(cache, state, offset or 0, state[0].shape[2])
@@ -126,14 +126,14 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         self.place(cache, buffers or (cache.keys, cache.values), offset, filled)
         return True
 
-    def _filled_places(self, cache: Any) -> list[Range]:
+    def _places_in_use(self, cache: Any) -> list[Range]:
         """Where in the buffers the state is."""
         needs = self.window(cache).needs(cache.offset)
         return [at for low, high in needs for at in self.places(cache, low, high)]
 
     def _compact(self, cache: Any) -> list[mx.array]:
         """Replace the buffers by owned ones without spare room; return these."""
-        places = self._filled_places(cache)
+        places = self._places_in_use(cache)
         found = _cut(self.buffers(cache), places)
         self.put(cache, found if len(places) > 1 else [owned(array) for array in found], cache.offset)
         return self.buffers(cache)

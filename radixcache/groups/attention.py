@@ -107,7 +107,7 @@ handed_out = HandedOut()
 
 def serve(model: nn.Module) -> None:
     """Replace the attention function of all modules of a model."""
-    replace_attention(model, _served, "is_served")
+    replace_attention(model, _serve_layer, "is_served")
 
 
 def replace_attention(model: nn.Module, replaced: Callable[[Attention], Attention], mark: str) -> None:
@@ -120,7 +120,7 @@ def replace_attention(model: nn.Module, replaced: Callable[[Attention], Attentio
             setattr(sys.modules[name], NAME, attention)
 
 
-def _served(stock: Attention) -> Attention:
+def _serve_layer(stock: Attention) -> Attention:
     def attention(queries: mx.array, keys: Any, values: Any, *others: Any, **named: Any) -> mx.array:
         attend = handed_out.by_keys.get(id(keys))
         if attend is None:
@@ -162,16 +162,14 @@ def cascade(
     heads = keys.shape[1]
     # (R, H, G * T, D): the queries of a head's group one below the other.
     grouped = (queries * scale).reshape(rows, heads, query_heads // heads * tokens, -1)
-    own = _masked(_scores(grouped, keys), mask, tokens)
+    own = _mask(_scores(grouped, keys), mask, tokens)
     if rows == tokens == 1:
         scores = [*(_scores(grouped, each) for each, _ in segments), own]
         output = _side_by_side(scores, [*segments, (keys, values)], sinks)
         return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
-    shared = [
-        _scores(_stacked(readers.rows_of(grouped, number)), segment[0]) for number, segment in enumerate(segments)
-    ]
+    shared = [_scores(_stack(readers.rows_of(grouped, number)), segment[0]) for number, segment in enumerate(segments)]
     maxima = [mx.max(own, axis=-1, keepdims=True)]
-    maxima += readers.laid_out([_unstacked(mx.max(each, axis=-1, keepdims=True), grouped) for each in shared], -mx.inf)
+    maxima += readers.laid_out([_unstack(mx.max(each, axis=-1, keepdims=True), grouped) for each in shared], -mx.inf)
     if sinks is not None:
         maxima.append(mx.repeat(sinks.astype(mx.float32), tokens).reshape(1, heads, -1, 1))
     maximum = reduce(mx.maximum, maxima)
@@ -180,10 +178,10 @@ def cascade(
     totals, found = [mx.sum(weights, axis=-1, keepdims=True)], [_product(weights, values)]
     if sinks is not None:
         totals.append(exp(maxima[-1] - maximum))
-    weighed = [exp(each - _stacked(readers.rows_of(maximum, number))) for number, each in enumerate(shared)]
-    totals += readers.laid_out([_unstacked(mx.sum(each, axis=-1, keepdims=True), grouped) for each in weighed], 0)
+    weighed = [exp(each - _stack(readers.rows_of(maximum, number))) for number, each in enumerate(shared)]
+    totals += readers.laid_out([_unstack(mx.sum(each, axis=-1, keepdims=True), grouped) for each in weighed], 0)
     products = [_product(each, pair[1]) for each, pair in zip(weighed, segments, strict=True)]
-    found += readers.laid_out([_unstacked(each, grouped) for each in products], 0)
+    found += readers.laid_out([_unstack(each, grouped) for each in products], 0)
     output = reduce(mx.add, found) / reduce(mx.add, totals)
     return output.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
 
@@ -226,7 +224,7 @@ def _product(weights: mx.array, values: mx.array) -> mx.array:
     return (weights.astype(values.dtype) @ values).astype(mx.float32)
 
 
-def _masked(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
+def _mask(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
     if mask is None:
         return scores
     if tokens > 1:
@@ -236,7 +234,7 @@ def _masked(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
     return mx.where(mask, scores, -mx.inf)
 
 
-def _stacked(array: mx.array) -> mx.array:
+def _stack(array: mx.array) -> mx.array:
     """(R, H, G, D) as (1, H, R * G, D), all rows of a head below each other; with few rows as it is."""
     rows, heads, group, width = array.shape
     if rows < FEWEST_STACKED:
@@ -244,7 +242,7 @@ def _stacked(array: mx.array) -> mx.array:
     return array.swapaxes(0, 1).reshape(1, heads, rows * group, width)
 
 
-def _unstacked(array: mx.array, like: mx.array) -> mx.array:
+def _unstack(array: mx.array, like: mx.array) -> mx.array:
     """Undo `_stacked`: (1, H, n * G, W) as (n, H, G, W), with G that of `like`, (R, H, G, D)."""
     rows, heads, stacked, width = array.shape
     group = like.shape[2]

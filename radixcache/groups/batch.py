@@ -9,7 +9,7 @@ Tails: keys and values of rows that go through forward passes together, behind t
 
 A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes nothing.
 In a check of drafted tokens, each row has its own number of tokens, padded at the end, and keeps those that are right.
-Then rows end in different columns, and later passes write there, until `Batch.gathered` aligns the rows again:
+Then rows end in different columns, and later passes write there, until `Batch.gather` aligns the rows again:
 
     row 0   x x x x a b .             columns: row 0 has kept two of three tokens, row 1 one of one. What is behind a
     row 1   . . x x c . .             row's last token is overwritten by the next pass
@@ -23,7 +23,7 @@ Batch: caches of rows that go through forward passes together, or of one row by 
 One row alone has mlx-lm's own windows and recurrent states, and tails of one row for keys and values. Several rows
 have mlx-lm's batched windows, recurrent states with a row for each, and tails of as many rows.
 
-A row joins a batch by `take_in` if there is room, which copies only the tails of this row. Otherwise `gathered` makes a
+A row joins a batch by `take_in` if there is room, which copies only the tails of this row. Otherwise `gather` makes a
 new batch, which copies all tails and states. What rows read in place is not copied.
 
 A check is a pass over a next token of each row and drafted ones behind it. `keep` then takes the rejected ones off:
@@ -50,7 +50,7 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, Rota
 from radixcache.adapters.contract import Spans
 from radixcache.adapters.point import untouched
 from radixcache.adapters.registry import adapter_for, leaves, with_leaves
-from radixcache.adapters.span import SpanSnapshot, owned, owned_span
+from radixcache.adapters.span import SpanSnapshot, own_span, owned
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import Pair, Readers, cascade, handed_out, has_slow_exp
 
@@ -248,11 +248,11 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     # What a batch calls
 
-    def copied_columns(self, row: int, start: int, stop: int) -> Pair:
+    def copy_columns(self, row: int, start: int, stop: int) -> Pair:
         """Copies of columns [start, stop) of a row, counted from its first."""
         first = self.columns.stops[row] - self.columns.lengths[row]
         its = slice(row, row + 1)
-        return tuple(owned_span(array[its], first + start, first + stop) for array in self.state)  # type: ignore[return-value]
+        return tuple(own_span(array[its], first + start, first + stop) for array in self.state)  # type: ignore[return-value]
 
     def columns_of(self, row: int, start: int, stop: int) -> Pair:
         """Views of columns [start, stop) of a row, counted from its first."""
@@ -288,13 +288,13 @@ def _under(mask: mx.array, padding: mx.array | None) -> mx.array:
     return mask if padding is None else mask & padding
 
 
-def filled(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
+def filled_tail(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLayer:
     """A layer of one row with these keys and values side by side."""
     starts = accumulate((keys.shape[2] for keys, _ in pieces), initial=columns.end - columns.lengths[0])
     return _laid_out(columns, leaf, [(0, at, pair) for at, pair in zip(starts, pieces, strict=False)])
 
 
-def joined(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int]]) -> TailLayer:
+def join_tails(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int]]) -> TailLayer:
     """A layer of the rows [first, last) of each of these layers."""
     blocks, row = [], 0
     for layer, first, last in runs:
@@ -354,10 +354,10 @@ class Batch:
         """One row with so many tokens in place and no other state. UnsupportedCacheError: a layer has no batch."""
         columns = Columns([0], [in_place])
         made = [_own(leaf, columns, index) for index, leaf in enumerate(leaves(caches))]
-        return cls(columns, _replaced(caches, made), [row])
+        return cls(columns, _with_leaves(caches, made), [row])
 
     @classmethod
-    def gathered(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
+    def gather(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
         """A batch of these rows, in this order, evaluated; batches whose rows are all here are emptied on the way.
 
         The tails have `spare` more columns, one at least, and `spare_rows` more rows.
@@ -372,12 +372,12 @@ class Batch:
         made = []
         for index, column in enumerate(zip(*(batch.leaves for batch in sources), strict=True)):
             of_batch = dict(zip(map(id, sources), column, strict=True))
-            leaf = _joined([(of_batch[id(batch)], first, last) for batch, first, last in runs], columns, index)
+            leaf = _join_leaves([(of_batch[id(batch)], first, last) for batch, first, last in runs], columns, index)
             mx.eval(_arrays_of(leaf))
             made.append(leaf)
             for batch in emptied:
                 _empty(of_batch[id(batch)])
-        return cls(columns, _replaced(sources[0].caches, made), rows)
+        return cls(columns, _with_leaves(sources[0].caches, made), rows)
 
     def take_over(self) -> None:
         """Make this the batch of its rows."""
@@ -401,10 +401,10 @@ class Batch:
                 for at, (batch, its) in coming.items():
                     leaf.take_row(at, leaves_of[id(batch)][index], its)
             else:
-                leaf = _joined([(leaves_of[id(batch)][index], *its) for batch, *its in runs], columns, index)
+                leaf = _join_leaves([(leaves_of[id(batch)][index], *its) for batch, *its in runs], columns, index)
             mx.eval(_arrays_of(leaf))
             made.append(leaf)
-        self.caches = _replaced(self.caches, made)
+        self.caches = _with_leaves(self.caches, made)
         for at, row in zip(free, rows, strict=True):
             batch, its = row.batch, row.at
             own = slice(at, at + 1)
@@ -500,7 +500,7 @@ class Batch:
             if is_blind and any(is_back):
                 checked = leaf.cache
                 undo()
-                leaf.cache = [_mixed(is_back, *slots) for slots in zip(leaf.cache, checked, strict=True)]
+                leaf.cache = [_mix(is_back, *slots) for slots in zip(leaf.cache, checked, strict=True)]
             elif not isinstance(leaf, ArraysCache | TailLayer):
                 if any(is_back):
                     _put_back_one(leaf, undo)
@@ -540,15 +540,15 @@ class Batch:
             finally:
                 columns.lengths, columns.stops = lengths, stops
 
-    def refilled(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
+    def with_tails(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
         """A batch of one row with other tails: these keys and values of each leaf side by side, evaluated."""
         made = []
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, TailLayer):
-                leaf = filled(columns, index, pieces(index))
+                leaf = filled_tail(columns, index, pieces(index))
                 mx.eval(leaf.state)
             made.append(leaf)
-        return Batch(columns, _replaced(self.caches, made), self.rows)
+        return Batch(columns, _with_leaves(self.caches, made), self.rows)
 
     def own_points(self) -> None:
         """Copy arrays that may be views or have spare room, evaluated."""
@@ -578,9 +578,9 @@ class Batch:
         """Fresh mlx-lm caches with one row's state in all layers without tails."""
         own = self.leaves if len(self.rows) == 1 else [_alone(leaf, at) for leaf in self.leaves]
         pairs = zip(leaves(caches), own, strict=True)
-        return _replaced(caches, [cache if isinstance(leaf, TailLayer) else leaf for cache, leaf in pairs])
+        return _with_leaves(caches, [cache if isinstance(leaf, TailLayer) else leaf for cache, leaf in pairs])
 
-    def copied(
+    def copy_tails(
         self,
         at: int,
         bounds: Sequence[tuple[int, int]],
@@ -599,14 +599,14 @@ class Batch:
         def copy_of(leaf: TailLayer) -> SpanSnapshot | None:
             if not bounds or leaf.empty():
                 return None
-            pieces = [leaf.copied_columns(at, low - away, high - away) for low, high in bounds]
+            pieces = [leaf.copy_columns(at, low - away, high - away) for low, high in bounds]
             found = stored(SpanSnapshot(bounds[0][0], bounds[-1][1], [*pieces]))
             mx.eval(found.arrays())
             return found
 
         return self._copies(copy_of, copying, of_tails=True, emptying=emptying)
 
-    def copied_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
+    def copy_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
         """As `copied` for the state at `offset` of recurrent layers; windows are released, but not copied."""
 
         def copy_of(leaf: Any) -> Any:
@@ -628,7 +628,7 @@ class Batch:
         return found
 
 
-def _replaced(caches: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+def _with_leaves(caches: Sequence[Any], made: Sequence[Any]) -> list[Any]:
     """The same nesting of caches with these leaves."""
     waiting = iter(made)
     return with_leaves(caches, lambda _: next(waiting))
@@ -664,10 +664,10 @@ def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
     return runs
 
 
-def _joined(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) -> Any:
+def _join_leaves(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) -> Any:
     """Rows [first, last) of each leaf, all of one kind, as one leaf."""
     if isinstance(runs[0][0], TailLayer):
-        return joined(columns, index, runs)
+        return join_tails(columns, index, runs)
     if isinstance(runs[0][0], ArraysCache):
         return _rows_of([each.cache for each, _, _ in runs], [slice(first, last) for _, first, last in runs])
     alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
@@ -704,7 +704,7 @@ def _empty(leaf: Any) -> None:
         leaf.keys = leaf.values = None
 
 
-def _mixed(is_back: Sequence[bool], before: mx.array | None, after: mx.array | None) -> mx.array | None:
+def _mix(is_back: Sequence[bool], before: mx.array | None, after: mx.array | None) -> mx.array | None:
     """Recurrent state of each row: in front of a check where `is_back`, else behind it."""
     if before is None or after is None:
         return None

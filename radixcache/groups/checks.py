@@ -49,7 +49,7 @@ class RowChecks:
         return bool(self._rows)
 
     def draw(self, row: Row) -> None:
-        verifier = self._room.core.drawn_verifier()
+        verifier = self._room.core.draw_verifier()
         if verifier is not None:
             self._rows[row] = RowCheck(verifier)
 

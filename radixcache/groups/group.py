@@ -122,13 +122,13 @@ class RowProgress:
         self._room.require_tokens(sum(end - row.position for row, end in ends.items()))
         if not self._layout.is_known:
             row = rows[0]
-            yield from self._compared(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
+            yield from self._prefill_and_compare(model, {row: min(ends[row], row.position + FIRST_TOKENS)})
         with self._lock:
             for row in rows:
                 self._room.require_row(len(row.prompt))
-        yield from self._compared(model, ends)
+        yield from self._prefill_and_compare(model, ends)
 
-    def _compared(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
+    def _prefill_and_compare(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
         """As `_prefill_to`. After a mismatch, a row gives the cold logits, and its prompt is evaluated again."""
         for row, logits in self._prefill_to(model, ends):
             cold = self.checks.compare_last(row, logits, row.position - 1)
@@ -164,7 +164,7 @@ class RowProgress:
         return min(at for at in cuts if at > row.position)
 
     def _parts_with_last(self, row: Row, end: int, rows: int) -> bool:
-        """Whether `end` is that of a prompt, and the last token has a pass of its own: logits of all take too long."""
+        """Whether the prompt ends at `end` and its last token needs its own pass, as logits of all tokens are slow."""
         last = max([row.position, *(at for at in self._stops(row) if at < end)])
         return end - row.position == row.prompt_left and rows * (end - last) > LOGITS_TOKENS
 
@@ -440,7 +440,7 @@ class Group:
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
         """The most tokens that could be shared with `row` at some moment of the row's prefill in such chunks."""
         with self._lock:
-            allowed = self._core.unquarantined(keys, row.request.namespace)
+            allowed = self._core.before_quarantine(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
 
     def admit(

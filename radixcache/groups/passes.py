@@ -3,7 +3,7 @@
 `Passes.step` and `prefill` choose how rows go through a pass:
 
     side by side    the rows stay in one batch. Rows join by `Batch.take_in` if it has room. Otherwise all move to a new
-                    batch by `Batch.gathered`, which takes as long as a step, so it reserves room for rows to come. A
+                    batch by `Batch.gather`, which takes as long as a step, so it reserves room for rows to come. A
                     row that leaves leaves a hole, until another row joins or holes have cost as much as a step
     one by one      rows that do not fit the budget side by side, padded to the longest; a row in prefill by itself
 
@@ -118,7 +118,7 @@ class Passes:
         OverBudgetError: there is no room for the rows side by side.
         """
         if len(rows) > 1:
-            batch = self._seated(rows, count + 1)  # the check that follows has room, too
+            batch = self._seat(rows, count + 1)  # the check that follows has room, too
         else:
             with self._lock:
                 rows[0].leave_others()
@@ -153,7 +153,7 @@ class Passes:
             left = [(batch, at) for at, row in enumerate(batch.rows) if row is not None]
             columns = batch.columns
             if len(left) < columns.row_capacity or columns.capacity > columns.end + 1:
-                Batch.gathered(left).take_over()
+                Batch.gather(left).take_over()
         self._room.book()
 
     def _side_by_side(
@@ -165,7 +165,7 @@ class Passes:
         counts: Sequence[int] | None = None,
     ) -> mx.array | None:
         try:
-            batch = self._seated(rows, ids.shape[1], is_prompt)
+            batch = self._seat(rows, ids.shape[1], is_prompt)
         except OverBudgetError:
             return None
         places, order = self._order(batch, rows)
@@ -177,13 +177,13 @@ class Passes:
             return self._forward(model, batch, ids, is_prompt=is_prompt, counts=counts)
         return self._forward(model, batch, ids[order], is_prompt=is_prompt, counts=counts)[mx.array(places)]
 
-    def _seated(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
+    def _seat(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
         """The batch of all these rows, with room for so many tokens more; OverBudgetError."""
         batches = list({id(row.batch): row.batch for row in rows}.values())
         if len(batches) > 1 and any(each.state_shapes != batches[0].state_shapes for each in batches[1:]):
             raise OverBudgetError
         with self._lock:
-            return self._joined(rows, count) or self._gathered(rows, count, is_prompt)
+            return self._join(rows, count) or self._gather(rows, count, is_prompt)
 
     def _order(self, batch: Batch, rows: Sequence[Row]) -> tuple[list[int], mx.array | None]:
         """Where in the batch these rows are; and for each row of the batch which of these it is, None: all in order."""
@@ -193,7 +193,7 @@ class Passes:
         numbers = {at: number for number, at in enumerate(places)}
         return places, mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])  # a hole gets any row's
 
-    def _joined(self, rows: Sequence[Row], count: int) -> Batch | None:
+    def _join(self, rows: Sequence[Row], count: int) -> Batch | None:
         """Let all join the batch of most of these rows, and grow it; None: they need a new one. OverBudgetError."""
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
@@ -209,7 +209,7 @@ class Passes:
             return None
         return batch
 
-    def _gathered(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
+    def _gather(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
         """Make a batch of these rows, in some order, padded to the longest; `is_prompt`: they leave it soon."""
         room = self._room
         longest = max(row.tail_tokens for row in rows)
@@ -235,7 +235,7 @@ class Passes:
                 other.leave_others()
         # Rows that share a path are neighbours: a slice of the batch reads it, without a copy.
         side_by_side = sorted(rows, key=lambda row: [node.payload.entry.entry_id for node in row.path()])
-        together = Batch.gathered([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
+        together = Batch.gather([(row.batch, row.at) for row in side_by_side], count + spare, spare_rows)
         together.take_over()
         room.book()
         return together
@@ -345,7 +345,7 @@ class Removal(NamedTuple):
             caches = room.layout.fresh()
             pairs = zip(caches, rotations(model, caches), strict=True)
             rotating = [rotation for cache, rotation in pairs if cache is not None]
-        with nullcontext() if row.node is None else room.states.guarded(row.node):
+        with nullcontext() if row.node is None else room.states.guarding(row.node):
             away = sum(spans.end - spans.start for spans in row.reads() if spans.end <= begin)
             length = row.position - (end - begin) - away
             columns, before = Columns([length], [away]), row.batch
@@ -353,10 +353,10 @@ class Removal(NamedTuple):
             least = held + (length + 1 - before.columns.capacity) * token_bytes
             columns.capacity = length + 1 + room.ask(lambda more: least + more * token_bytes, row.prompt_left, held)
             pieces = [row.pieces(index, begin) for index in range(len(before.leaves))]
-            moved = [self._moved(its, rotating[index]) for index, its in enumerate(pieces)]
+            moved = [self._move(its, rotating[index]) for index, its in enumerate(pieces)]
             points = [self._point(leaf, rotating[index]) for index, leaf in enumerate(before.leaves)]
             mx.eval(moved, [arrays for arrays in points if arrays is not None])
-            row.batch = before.refilled(columns, lambda leaf: moved[leaf])
+            row.batch = before.with_tails(columns, lambda leaf: moved[leaf])
         for leaf, arrays in zip(row.batch.leaves, points, strict=True):
             if arrays == []:
                 adapter_for(leaf).free(leaf)
@@ -381,7 +381,7 @@ class Removal(NamedTuple):
                     " would need earlier tokens, which are no longer there."
                 )
 
-    def _moved(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
+    def _move(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
         """The pieces without the gap; keys behind it are rotated to their new positions."""
         found: list[Pair] = []
         for start, (keys, values) in pieces:
@@ -403,7 +403,7 @@ class Removal(NamedTuple):
             return None
         keys, values = adapter_for(leaf).state(leaf)  # type: ignore[attr-defined]
         first = leaf.offset - keys.shape[2]
-        pairs = self._moved([(first, (keys, values))], rotation)
+        pairs = self._move([(first, (keys, values))], rotation)
         return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
 
 
@@ -514,18 +514,20 @@ def _rows(model: Any, fresh: Callable[[], Sequence[Any]], way: Way, steps: Steps
     if ours:
         ends = len(SHARED), len(SHARED) + len(MORE)
         shared, more = (
-            Spans(low, high, first.copied(0, [(low, high)], lambda make: make(), lambda its: its, emptying=False), 0)
+            Spans(
+                low, high, first.copy_tails(0, [(low, high)], lambda make: make(), lambda its: its, emptying=False), 0
+            )
             for low, high in ((0, ends[0]), ends)
         )
         parts = [(None, shared), ((0,), more)]
         # All that was evaluated is read in place.
         first, second = (
-            each.refilled(Columns([0], [end]), lambda _: []) for each, end in ((first, ends[1]), (second, ends[0]))
+            each.with_tails(Columns([0], [end]), lambda _: []) for each, end in ((first, ends[1]), (second, ends[0]))
         )
     own = [[(None, spans) for _, spans in its] for its in (parts, parts[:1])]
     for batch, chunk, its in zip((first, second), OWN, own, strict=True):
         batch.forward(model, mx.array([chunk]), its, ours=ours)
-    together = [] if way is Way.SINGLE else [Batch.gathered([(first, 0), (second, 0)])]
+    together = [] if way is Way.SINGLE else [Batch.gather([(first, 0), (second, 0)])]
 
     def forward(ids: list[list[int]], **more: Any) -> mx.array:
         rows = mx.array(ids)

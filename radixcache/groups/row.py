@@ -26,7 +26,7 @@ from radixcache.groups.batch import Batch, TailLayer
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Booking
 from radixcache.paging.pager import OwnState
-from radixcache.paging.resume import PrefixRequest, ShortReason, checkpoint_stops
+from radixcache.paging.resume import PrefixRequest, Reason, checkpoint_stops
 from radixcache.tokens import Keys, KnownTokens, TokenIds, common_length
 from radixcache.tree.state_tree import StateNode
 from radixcache.verify import Mismatch
@@ -43,7 +43,7 @@ class Row:
         prompt: int32 token ids of the whole prompt.
         cached_tokens: prompt tokens that were cached. The first prefill() of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
-        reason: why less than the match was resumed, from ShortReason; None if all of it was.
+        reason: why less than the match was resumed, from Reason; None if all of it was.
         remaining: int32 token ids after the first cached_tokens, never empty.
         mismatch: what verification found wrong; None: nothing. If it was the restored state, or the logits of the
             prompt's last token, the row began again at 0, and cached_tokens and matched_tokens are 0.
@@ -55,7 +55,7 @@ class Row:
         self.request = request
         self.prompt = request.prompt
         self.cached_tokens = self.matched_tokens = 0
-        self.reason: ShortReason | None = None
+        self.reason: Reason | None = None
         self.remaining = request.prompt
         self.mismatch: Mismatch | None = None
         self.is_closed = False
@@ -167,7 +167,7 @@ class Row:
     def leave_others(self) -> None:
         """Move into a batch of its own, unless it is alone."""
         if len(self.batch.rows) > 1:
-            Batch.gathered([(self.batch, self.at)]).take_over()
+            Batch.gather([(self.batch, self.at)]).take_over()
 
     def next_ids(self, count: int) -> TokenIds:
         position = self.position
@@ -327,7 +327,7 @@ class Room:
         return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
-        """The error for a row of so many tokens if it cannot have its memory even alone; None: it can, or not known."""
+        """The error if there is no memory for a row of `tokens` tokens even when it runs alone; None: there may be."""
         return self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").refusal
 
     def require_row(self, tokens: int) -> None:

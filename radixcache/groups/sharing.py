@@ -88,7 +88,7 @@ class Sharing:
     def bytes_with(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str) -> int:
         """Bytes beside the tree's of the open rows at their ends, and of a new row as in Group.has_bytes_for."""
         room, shared = self._room, self.sharable_tokens(keys, namespace)
-        match = self._states.match(self._core.unquarantined(keys, namespace), namespace)
+        match = self._states.match(self._core.before_quarantine(keys, namespace), namespace)
         in_use = max((node.end for node in match.path if node.payload.readers), default=0)
         tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         tails.append(end - shared if self.is_long(shared) else end)
@@ -135,7 +135,7 @@ class Sharing:
             booking.book_live(booking.live_bytes - self._plain_bytes(node))  # from here on it counts as the tree's
             self._pager.allocating(self._open, node)
         pieces = [spans for node in short if (spans := node.payload.spans) is not None]
-        row.batch = self._restoring(lambda: row.batch.refilled(columns, lambda leaf: _pieces(pieces, leaf)))
+        row.batch = self._restoring(lambda: row.batch.with_tails(columns, lambda leaf: _pieces(pieces, leaf)))
         row.in_place = [(node.start, node.end) for node in long]
         self._states.paged_in_bytes += columns.end * token_bytes
         for node in short:
@@ -158,7 +158,7 @@ class Sharing:
         """Move a row to where it resumes, guard that path and restore point layers; or raise and change nothing."""
         request, room = row.request, self._room
         match, _, plan = self._core.lookup(request.keys, request.namespace, request.limit)
-        with self._states.guarded(match.node):
+        with self._states.guarding(match.node):
             node = next(reversed(self._pager.path_to(plan)), None)
             if node is not None:
                 self._states.read(node, 1)
@@ -219,7 +219,7 @@ class Sharing:
 
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
-        keys = self._core.unquarantined(row.clean_keys(), row.request.namespace)
+        keys = self._core.before_quarantine(row.clean_keys(), row.request.namespace)
         self._core.said.add(row.known, keys, row.matched_tokens, row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
@@ -235,7 +235,7 @@ class Sharing:
 
     def _reaches(self, rows: Sequence[Row], keys: Keys, namespace: str) -> list[tuple[int, Row]]:
         """How many tokens of a prompt's keys each row can give to the tree so that a request can resume there."""
-        allowed = self._core.unquarantined(keys, namespace)
+        allowed = self._core.before_quarantine(keys, namespace)
         if not self._layout.has_points:
             return [(row.common(allowed), row) for row in rows]
         # Nobody resumes after the last token, so a checkpoint there is worth less than one before it.
@@ -312,7 +312,7 @@ class Sharing:
         is_alone = closing and all(each is None or each is row for each in batch.rows)
         held = batch.nbytes
         freed_bytes = held if is_alone else 0  # a batch with other rows frees nothing
-        with self._states.guarded(match.node):
+        with self._states.guarding(match.node):
             fits = self._end_with_room(row, start, end, has_room, plain=plain, freed_bytes=freed_bytes)
             if fits is None:
                 return False
@@ -322,11 +322,11 @@ class Sharing:
                 # Behind the match, a node has the windows of another prompt.
                 path = [each for each in match.path if each.end <= start]
                 core.pager.capture(row.own, path, self._room.points_of(row), end)
-                leaves = batch.copied_points(row.at, end, self._pager.allocating, emptying=is_alone)
+                leaves = batch.copy_points(row.at, end, self._pager.allocating, emptying=is_alone)
                 stored.append(layout.checkpoint_of(leaves, end, kind))
             bounds = segment_bounds(start, end)
             form = layout.at_rest_beside if plain else layout.at_rest
-            spans = batch.copied(row.at, bounds, self._pager.allocating, form, emptying=is_alone)
+            spans = batch.copy_tails(row.at, bounds, self._pager.allocating, form, emptying=is_alone)
             if is_alone:
                 self._room.booking.book_live(self._room.booking.live_bytes - held + batch.nbytes)
             found = layout.spans_of(spans, start, end) if start < end else None
@@ -372,7 +372,7 @@ class Sharing:
         for node in row.path():
             if start <= node.start:
                 self._open(node)
-        row.batch = batch.refilled(columns, pieces)
+        row.batch = batch.with_tails(columns, pieces)
         row.in_place.append((start, end))
 
     def _open(self, node: StateNode) -> None:

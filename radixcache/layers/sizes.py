@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixcache.adapters.contract import NEVER, Checkpoint, Range, Spans, Window, WindowSnapshot, common
-from radixcache.layers.layout import Shape
+from radixcache.layers.layout import Layout, Shape
 
 
 class SizedLayout(Shape):
@@ -226,6 +226,10 @@ class SizedLayout(Shape):
 
     def points_in(self, buffers: Mapping[str, Any], end: int) -> list[Any]:
         return [buffers["point"]]
+
+
+#: The layers of a model, with state as arrays or as sizes.
+AnyLayout = Layout | SizedLayout
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,7 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
         for label, module in sorted(getattr(model, "named_modules", list)(), key=itemgetter(0)):
             _update(digest, f"{label} {sorted(_settings_of(module).items())}".encode())
         weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-        found = [_digested(array) for _, array in weights]
+        found = [_digest(array) for _, array in weights]
         mx.eval(found)
         for (label, array), its in zip(weights, found, strict=True):
             its_bytes = (np.array(each).tobytes() for each in its)
@@ -79,7 +79,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _digested(array: mx.array) -> tuple[mx.array, mx.array]:
+def _digest(array: mx.array) -> tuple[mx.array, mx.array]:
     """The sums of an array's rows, and samples of it; both of its bits, not evaluated."""
     flat = array.reshape(-1)
     # Not of 32 bits: an even number of changed signs would not change the sum.
@@ -143,7 +143,7 @@ def block_buffers(
     forms: dict[int, Forms] = {}
 
     def cuts_of(leaf: int, snapshot: Any) -> list[tuple[int, int, Segment]]:
-        forms[leaf] = _required(snapshot, SpanSnapshot).forms
+        forms[leaf] = _require(snapshot, SpanSnapshot).forms
         return cast(SpanSnapshot, snapshot).cuts(start, end)
 
     for leaf, snapshots in enumerate(zip(*(spans.leaves for spans in parts), strict=True)):
@@ -153,7 +153,7 @@ def block_buffers(
             arrays[f"span.{leaf}.{index}"] = column[0] if len(column) == 1 else mx.concatenate(list(column), axis=2)
     for spans in windows:
         for leaf, snapshot in enumerate(spans.leaves):
-            for piece in [] if snapshot is None else _required(snapshot, WindowSnapshot).pieces:
+            for piece in [] if snapshot is None else _require(snapshot, WindowSnapshot).pieces:
                 for first, _, segment in cuts_of(leaf, piece):
                     arrays |= {f"window.{leaf}.{first}.{index}": array for index, array in enumerate(segment)}
     buffers = _buffers_of(arrays)
@@ -172,7 +172,7 @@ def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
     for leaf, snapshot in enumerate(checkpoint.leaves):
         if snapshot is not None:
             its: list[mx.array] = []
-            packed[f"point.{leaf}"] = _json(_packed(_required(snapshot, PointSnapshot).state, its))
+            packed[f"point.{leaf}"] = _json(_pack(_require(snapshot, PointSnapshot).state, its))
             arrays.update({f"point.{leaf}.{index}": array for index, array in enumerate(its)})
     return {**packed, **_buffers_of(arrays)}
 
@@ -187,7 +187,7 @@ def _buffers_of(arrays: dict[str, mx.array]) -> dict[str, Buffer]:
     }
 
 
-def _required(snapshot: Any, kind: type[Any]) -> Any:
+def _require(snapshot: Any, kind: type[Any]) -> Any:
     if not isinstance(snapshot, kind):
         raise TypeError(f"a {type(snapshot).__name__} cannot be stored; wanted a {kind.__name__}.")
     return snapshot
@@ -202,15 +202,15 @@ def _plain(item: Any) -> Any:
     return str(item).rpartition(".")[2] if isinstance(item, mx.Dtype) else item
 
 
-def _packed(tree: Any, arrays: list[mx.array]) -> Any:
+def _pack(tree: Any, arrays: list[mx.array]) -> Any:
     """A nest as JSON. Its arrays are appended to `arrays`."""
     if isinstance(tree, mx.array):
         arrays.append(tree)
         return {"array": len(arrays) - 1}
     if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_packed(item, arrays) for item in tree]}
+        return {type(tree).__name__: [_pack(item, arrays) for item in tree]}
     if type(tree) is dict:
-        return {"dict": [[key, _packed(item, arrays)] for key, item in tree.items()]}
+        return {"dict": [[key, _pack(item, arrays)] for key, item in tree.items()]}
     if tree is None or type(tree) in (bool, int, float, str):
         return {"value": tree}
     raise TypeError(f"state with a {type(tree).__name__} in it cannot be stored.")
@@ -219,7 +219,7 @@ def _packed(tree: Any, arrays: list[mx.array]) -> Any:
 def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
     leaves: list[Any] = [None] * leaf_count
     forms = _forms_in(buffers)
-    for (leaf,), segment in _grouped(buffers, "span").items():
+    for (leaf,), segment in _group(buffers, "span").items():
         leaves[leaf] = SpanSnapshot(start, end, [segment], forms.get(leaf, ()))
     return leaves
 
@@ -227,16 +227,16 @@ def spans_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[An
 def windows_in(buffers: Buffers, start: int, end: int, leaf_count: int) -> list[Any]:
     leaves: list[Any] = [None] * leaf_count
     forms = _forms_in(buffers)
-    for (leaf, first), segment in sorted(_grouped(buffers, "window").items(), key=lambda each: each[0]):
+    for (leaf, first), segment in sorted(_group(buffers, "window").items(), key=lambda each: each[0]):
         piece = SpanSnapshot(first, first + segment[0].shape[2], [segment], forms.get(leaf, ()))
         leaves[leaf] = WindowSnapshot(start, end, [*(leaves[leaf].pieces if leaves[leaf] else ()), piece])
     return leaves
 
 
 def points_in(buffers: Buffers, end: int, leaf_count: int) -> list[Any]:
-    arrays, leaves = _grouped(buffers, "point"), [buffers.get(f"point.{leaf}") for leaf in range(leaf_count)]
+    arrays, leaves = _group(buffers, "point"), [buffers.get(f"point.{leaf}") for leaf in range(leaf_count)]
     return [
-        its and PointSnapshot(end, _unpacked(json.loads(bytes(its.data)), arrays.get((leaf,), ())))
+        its and PointSnapshot(end, _unpack(json.loads(bytes(its.data)), arrays.get((leaf,), ())))
         for leaf, its in enumerate(leaves)
     ]
 
@@ -253,7 +253,7 @@ def _forms_in(buffers: Buffers) -> dict[int, Forms]:
     return {int(leaf): tuple(each and StoredForm(*each) for each in forms) for leaf, forms in found.items()}
 
 
-def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array, ...]]:
+def _group(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array, ...]]:
     """Arrays of one kind by the numbers in their names. The last number is the place in the group."""
     groups: dict[tuple[int, ...], dict[int, mx.array]] = defaultdict(dict)
     depth = 3 if kind == "window" else 2
@@ -267,13 +267,13 @@ def _grouped(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.arra
     return {group: tuple(its[index] for index in range(len(its))) for group, its in groups.items()}
 
 
-def _unpacked(packed: Any, arrays: Sequence[mx.array]) -> Any:
+def _unpack(packed: Any, arrays: Sequence[mx.array]) -> Any:
     ((kind, its),) = packed.items()
     if kind == "array":
         return arrays[its]
     if kind == "dict":
-        return {key: _unpacked(item, arrays) for key, item in its}
+        return {key: _unpack(item, arrays) for key, item in its}
     if kind in ("list", "tuple"):
-        items = [_unpacked(item, arrays) for item in its]
+        items = [_unpack(item, arrays) for item in its]
         return items if kind == "list" else tuple(items)
     return its

@@ -328,11 +328,11 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
     """
     limit, states, in_store = len(keys) - 1, core.states, None
     if core.tier is not None:
-        in_store = core.tier.foresee(core.unquarantined(keys, namespace)[:limit], namespace)
+        in_store = core.tier.foresee(core.before_quarantine(keys, namespace)[:limit], namespace)
     quarantined_from = core.quarantine.offset(keys, namespace)
     keys = keys[:quarantined_from]
     match = states.match(keys, namespace)
-    gone = sum(1 << path.slot for path in core.slots.vanished())
+    gone = sum(1 << path.slot for path in core.slots.vanished_paths())
     for node in match.path if gone else []:
         if node.payload.spans is None and not node.payload.live_mask & ~gone:
             # The next request gives up what only the buffers of a vanished session hold.
@@ -340,7 +340,7 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
             break
     has_slot = not all(path.is_open for path in core.slots.paths)
     live = core.slots.choose(match.path, min(match.offset, limit)) if has_slot else None
-    hidden = core.slots.hidden(match.path, live, evaluate=False)
+    hidden = core.slots.hidden_from(match.path, live, evaluate=False)
     plan = core.plan(match, keys, limit, live, hidden)
     readable = plan if hidden is None else core.plan(match, keys, limit, live, None)
     windows = core.layout.windows if plan.resume else ()

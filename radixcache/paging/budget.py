@@ -14,7 +14,7 @@ The Evictor frees bytes, and the Ledger counts them. Callers hold the lock.
 Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
 
     1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not if a row reads them in place
-    2  spare capacity of live buffers  room for tokens that did not come
+    2  spare capacity of live buffers  buffer room that no token uses
     3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
                                        that were taken for the distance alone and are not worth their bytes
     4  too long a path                 if an idle live path alone is over the budget, it is paged out, if that takes
@@ -41,8 +41,9 @@ from typing import Any, Literal, NamedTuple
 
 from policies import LRU, OFFLINE_POLICIES, POLICIES, Entry, EvictionPolicy
 from radixcache.adapters.contract import Checkpoint
-from radixcache.errors import PolicyError, RequestTooLargeError, described
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
+from radixcache.errors import PolicyError, RequestTooLargeError, describe
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Lock
 from radixcache.paging.pins import Pins
 from radixcache.paging.resume import LivePath, Slots
@@ -489,7 +490,7 @@ class Evictor:
         self.evicted_bytes += before_bytes - self._held_bytes()
 
 
-def guarded(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:
+def guard_policy(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:
     """A policy of the user's whose errors are raised by the public call that met them, when the lock is free."""
     return policy if type(policy) in OWN else GuardedPolicy(policy, lock)
 
@@ -541,7 +542,7 @@ class GuardedPolicy:
         try:
             return getattr(self._policy, hook)(*arguments)
         except Exception as error:
-            self._replace(hook, f"raised {described(error)}{_line_of(error)}", error)
+            self._replace(hook, f"raised {describe(error)}{_line_of(error)}", error)
         return self._policy.victim() if hook == "victim" else None
 
     def _replace(self, hook: str, what: str, cause: Exception | None = None) -> None:

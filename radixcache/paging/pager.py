@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, missing, union
 from radixcache.errors import SessionClosedError, SnapshotError
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout, LiveStateError
+from radixcache.layers.layout import NATIVE_ERRORS, LiveStateError
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.budget import ByteBudget, Evictor
 from radixcache.paging.resume import LivePath, PrefixRequest, ResumePlan, Slots, deepest_whole
@@ -97,17 +98,13 @@ class Pager:
         for node in leaving:
             self.allocating(live.page_out, node)
 
-    def restored(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
+    def fresh_at(self, nodes: list[StateNode], plan: ResumePlan) -> list[Any]:
         """Fresh caches at `plan.resume`, from the state of `nodes`."""
         caches = self._layout.fresh()
-        for node in nodes if self._layout.token_bytes else []:
-            offset, end = node.start, min(node.end, plan.resume)
-            while offset < end:
-                spans = self.spans_at(node, offset, end)
-                if self._layout.is_empty(caches):
-                    self._layout.reserve(caches, plan.resume + 256, spans)
-                self._layout.page_in(caches, spans, min(spans.end, end))
-                offset = spans.end
+        if nodes and self._layout.token_bytes:
+            self._layout.reserve(caches, plan.resume + 256, self.spans_at(nodes[0], 0, 1))
+        for node in nodes:
+            self._write(caches, node, min(node.end, plan.resume))
         if plan.resume and self._layout.has_points:
             self._layout.restore_points(caches, plan.checkpoint, plan.resume, plan.windows)
         return caches
@@ -193,7 +190,7 @@ class Pager:
         # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
         stored = [*self._states.windows.stored(live.nodes()), *own.windows]
         if checkpoint is None and target:
-            held = self.captured(live.caches, live.nodes(), target, own.windows)
+            held = self.capture_lacking(live.caches, live.nodes(), target, own.windows)
             stored += [] if held is None else [held]
         self.retreat(live, target)
         self._layout.rewind_spans(live.caches, target)
@@ -262,7 +259,7 @@ class Pager:
 
     def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
         """Copy what windows need at an offset and neither the path nor the request has yet."""
-        found = self.captured(caches, path, offset, own.windows)
+        found = self.capture_lacking(caches, path, offset, own.windows)
         if found is not None:
             own.add_windows(found)
 
@@ -288,7 +285,7 @@ class Pager:
 
     def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
         """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
-        windows = self.captured(caches, node.path(), node.end)
+        windows = self.capture_lacking(caches, node.path(), node.end)
         checkpoint = self.allocating(self._layout.checkpoint, caches, node.end, kind)
         # Nothing is evicted from here on: what no checkpoint needs yet would go first.
         if windows is not None:
@@ -296,7 +293,7 @@ class Pager:
         if not self._states.windows.lacking(node.path(), node.end):  # Else the caches have lost some of it.
             self._states.set_checkpoint(node, checkpoint, use)
 
-    def captured(
+    def capture_lacking(
         self, caches: Sequence[Any], path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()
     ) -> Spans | None:
         """A copy of what windows need where caches stand, and neither `path` nor `more` has; None: nothing."""
@@ -335,7 +332,7 @@ class Pager:
         self._layout.learn(caches)
         match = self._states.match(keys[:end], namespace)
         try:
-            with self._states.guarded(match.node):
+            with self._states.guarding(match.node):
                 start, token_bytes = match.offset, self._layout.stored_token_bytes
                 need = (end - start) * token_bytes
                 if not self._evictor.make_room(need) and not self._layout.has_points:
@@ -371,7 +368,7 @@ class Pager:
         if spans is not None:
             self._states.set_spans(node, spans)
             self._states.paged_out_bytes += spans.nbytes
-        with self._states.guarded(node):
+        with self._states.guarding(node):
             self._add(node, windows, checkpoints, use)
             if points is not None and node.payload.checkpoint is None:
                 self.add_checkpoint(node, points, "end", use)
@@ -386,16 +383,20 @@ class Pager:
         return need_tokens if self._budget.over_bytes(more_bytes + other_bytes) else wanted
 
     def _page_in(self, live: LivePath, node: StateNode, *, is_last: bool) -> None:
-        offset = node.start
-        while offset < node.end and self._layout.token_bytes:
-            spans = self.allocating(self.spans_at, node, offset, node.end)
-            # A copy out of another slot is held until it is written; what the tree has is written all at once.
-            wait = is_last or spans is not node.payload.spans
-            copied_bytes = self.allocating(self._layout.page_in, live.caches, spans, spans.end, wait=wait)
-            self._states.paged_in_bytes += copied_bytes
-            offset = spans.end
+        self._states.paged_in_bytes += self._write(live.caches, node, node.end, is_last=is_last)
         live.advance(node)
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
+
+    def _write(self, caches: Sequence[Any], node: StateNode, end: int, *, is_last: bool = True) -> int:
+        """Write a node's spans up to `end` behind what caches hold; returns how many bytes. `is_last`: wait for it."""
+        offset, copied_bytes = node.start, 0
+        while offset < end and self._layout.token_bytes:
+            spans = self.allocating(self.spans_at, node, offset, end)
+            # A copy out of another slot is held until it is written; what the tree has is written all at once.
+            wait = is_last or spans is not node.payload.spans
+            copied_bytes += self.allocating(self._layout.page_in, caches, spans, min(spans.end, end), wait=wait)
+            offset = spans.end
+        return copied_bytes
 
     def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
         """A node's snapshot, or a part of [start, end) copied from where it is live."""

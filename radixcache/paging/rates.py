@@ -8,8 +8,7 @@ pass of twice its length was measured for long. A store that is slower than pref
 it still is: such trials take at most `TRIAL` of the time that prefill took meanwhile. If all prompts can be read, only
 `PrefixCache.learn` measures prefill.
 
-This is the only file of the cache that reads a clock, and only if there is a store. Not thread-safe: a lost measurement
-costs nothing.
+The clock is read only if a store is set. Not thread-safe: a lost measurement costs nothing.
 """
 
 from __future__ import annotations
@@ -47,12 +46,10 @@ class Rate:
         return self.seconds / self.amount * amount if self.amount else 0.0
 
 
-class TimedRead:
-    """The speed of one store, and the prefill, measured or expected, that was chosen instead since its last read."""
+class ReadRate(Rate):
+    """The speed of one store. `refused_seconds`: expected time of the prefills chosen instead since its last read."""
 
-    def __init__(self) -> None:
-        self.rate = Rate()
-        self.refused_seconds = 0.0
+    refused_seconds = 0.0
 
 
 class StoreRates:
@@ -61,7 +58,7 @@ class StoreRates:
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._cost = cost
         self.clock = clock
-        self._reading: defaultdict[int, TimedRead] = defaultdict(TimedRead)
+        self._reading: defaultdict[int, ReadRate] = defaultdict(ReadRate)
         self._last_bytes: dict[int, int] = {}
         self._prefill: dict[int, Rate] = {}
         self._longest = 0.0
@@ -87,27 +84,30 @@ class StoreRates:
         yield
         per_byte = (self.clock() - began) / max(1, sum(self._last_bytes.values()))
         for tier, nbytes in self._last_bytes.items():
-            self._reading[tier].rate.seconds += nbytes * per_byte
+            self._reading[tier].seconds += nbytes * per_byte
 
-    def was_read(self, nbytes: Mapping[int, int], seconds: Mapping[int, float]) -> None:
+    def count_read(self, nbytes: Mapping[int, int], seconds: Mapping[int, float]) -> None:
         """Count a read of so many bytes of each store; a trial replaces what was measured of a store before."""
         self._last_bytes = dict(nbytes)
         for tier in nbytes:
             if self._reading[tier].refused_seconds:
-                self._reading[tier] = TimedRead()
-            self._reading[tier].rate.add(nbytes[tier], seconds.get(tier, 0.0))
+                self._reading[tier] = ReadRate()
+            self._reading[tier].add(nbytes[tier], seconds.get(tier, 0.0))
 
-    def was_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
+    def count_refused(self, tiers: Iterable[int], start: int, end: int) -> None:
         """Note that reading [start, end) from these stores was found too slow."""
         for tier in tiers:
             self._reading[tier].refused_seconds += self.prefill_seconds(start, end)
 
     def is_worth_reading(self, nbytes: Mapping[int, int], start: int, end: int) -> bool:
-        """Whether to read so many bytes: surely faster than the prefill of [start, end), unmeasured, or a due trial."""
+        """Whether to read so many bytes of each store: faster than the prefill of [start, end), or not measured yet.
+
+        Also True for a slow store whose next trial is due.
+        """
         if not self._prefill:
             return True
         refused_seconds = sum(self._reading[tier].refused_seconds for tier in nbytes)
-        read_seconds = sum(self._reading[tier].rate.seconds_for(its) for tier, its in nbytes.items())
+        read_seconds = sum(self._reading[tier].seconds_for(its) for tier, its in nbytes.items())
         return read_seconds <= SURE * self.prefill_seconds(start, end) + TRIAL * refused_seconds
 
     def prefill_seconds(self, start: int, end: int) -> float:

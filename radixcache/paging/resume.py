@@ -60,7 +60,8 @@ from typing import Any, NamedTuple, Protocol
 
 from radixcache.adapters.contract import Checkpoint, Range, Spans, Window, union
 from radixcache.errors import CacheBusyError
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Booking
 from radixcache.paging.pins import Pins
 from radixcache.settings import Settings
@@ -217,7 +218,7 @@ class LivePath:
         self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
-        """Page out what is left of these and give the live caches up, a layer at a time: no more is there twice."""
+        """Page out what is left of these and give up the live caches one layer at a time: at most one is held twice."""
         nodes = [node for node in leaving if node.payload is not None]
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()
@@ -318,7 +319,7 @@ class Slots:
         self._layout, self._states, self._pins = layout, states, pins
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 
-    def vanished(self) -> list[LivePath]:
+    def vanished_paths(self) -> list[LivePath]:
         """Paths whose session is gone without closing: its finalizer was interrupted."""
         return [path for path in self.paths if path.is_open and path.tenant is None]
 
@@ -339,10 +340,10 @@ class Slots:
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
     def source(self, node: StateNode) -> LivePath:
-        """A slot whose buffers hold the node and may be read; there is one if `hidden` says so."""
+        """A slot whose buffers hold the node and may be read; there is one if `hidden_from` says so."""
         return next(path for path in self._holding(node) if path.is_readable())
 
-    def hidden(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
+    def hidden_from(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
         """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
 
         Args:
@@ -694,7 +695,7 @@ class Tails:
             if not above.is_root and len(above.children) == 1:
                 tree.merge(above)
 
-    def matched(self, match: Match[NodeState], keys: Keys) -> int:
+    def match_length(self, match: Match[NodeState], keys: Keys) -> int:
         """How many of the keys behind a match an earlier request had evaluated."""
         if match.offset != match.node.end or match.offset == len(keys):
             return 0

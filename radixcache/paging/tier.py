@@ -1,9 +1,9 @@
 """Tier: joins a cache to its stores. State is read from them before a request is planned, and written to them.
 
-    read     if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the state
-             goes into the tree as PAGED; the request then finds it like any paged state
-    write    what a request left (write_on="close") or had found (write_on="second_use")
-    lose     what is about to be evicted (write_on="eviction")
+    read             if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the
+                     state goes into the tree as PAGED; the request then finds it like any paged state
+    write            what a request left (write_on="close") or had found (write_on="second_use")
+    write_evicted    what is about to be evicted (write_on="eviction")
 
 Several stores are asked as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
 that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock, which `read` gives up
@@ -17,21 +17,21 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from radixcache.adapters.contract import Checkpoint, Spans
 from radixcache.adapters.span import segment_bounds
-from radixcache.layers.layout import AnyLayout
+from radixcache.layers.sizes import AnyLayout
 from radixcache.layers.stored import Buffers, shapes_in
 from radixcache.paging.budget import Evictor
 from radixcache.paging.pager import Pager
 from radixcache.paging.rates import StoreRates
 from radixcache.paging.resume import PrefixRequest, Slots, deepest_whole, floor, plan_resume
 from radixcache.stores.block import Block, Head, Identity, Kind, root_key
-from radixcache.stores.index import Index, Link, chain_end
+from radixcache.stores.index import Link, chain_end
 from radixcache.stores.store import Store, moments
 from radixcache.tokens import Keys
 from radixcache.tree.radix_tree import Match
@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-#: How often a chain is read anew after one of its blocks was found damaged or gone.
+#: How often a chain is read again after one of its blocks was found damaged or gone.
 ATTEMPTS = 8
 
 
 class Disk(NamedTuple):
-    """A store, and how this cache's state is filed there.
+    """A store, and the names of this cache's state there.
 
     Attributes:
-        grid: an exact cache's step size, which marks its blocks; it reads no others. 0: not exact.
+        grid: the step size of an exact cache, which is part of the names of its blocks; 0: not exact.
         clock: seconds; times prefill and reading.
         block_tokens: the most tokens of a block; None: those of a segment of the tree.
-        takes: which namespaces may be written; None: all.
+        takes: whether a namespace may be written; None: all.
         finer: identities of state in more bits than this cache stores, which it may read too.
     """
 
@@ -80,10 +80,7 @@ class Foreseen(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """A block that was read: the snapshots of its span layers up to the end of its link, and of all of its windows.
-
-    The first block of a path has the shapes of all leaves, too.
-    """
+    """A block that was read; `spans` end where its link ends. A path's first block has the shapes of all leaves."""
 
     link: Link
     shapes: Sequence[Any]
@@ -108,12 +105,12 @@ class Tier:
         self._has_failed = False
 
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> bool:
-        """Put what the stores have of a prompt beyond memory into the tree, if worth it; whether anything came.
+        """Put what the stores have of a prompt beyond memory into the tree, if worth it; returns whether anything came.
 
         Gives the lock up while a store is asked or read.
 
         Args:
-            asked: the keys that may be read and the use of them, as of now: other requests go on meanwhile.
+            asked: returns the keys that may be read and their use, as of now: other requests go on meanwhile.
         """
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self._reader.read(namespace, asked))
@@ -135,8 +132,7 @@ class Tier:
                 match = self._states.match(keys[:end], request.namespace)
                 self._safely(lambda its=writer, at=match: its.write(at.node, at.offset, mark))  # type: ignore[misc]
 
-    def lose(self, node: StateNode) -> None:
-        """Write a node that is about to lose state."""
+    def write_evicted(self, node: StateNode) -> None:
         self._safely(lambda: self._writers["eviction"].write(node, node.end))
 
     def remove(self, keys: Keys, start: int, namespace: str) -> None:
@@ -176,7 +172,8 @@ class StoreReader:
         store     |-----------------------------| chain of blocks, and what point layers need at its end
         read                  |-----------------|     and what windows read there
 
-    It ends where a request can resume. Each store's part is weighed by itself: no store is read for what another saves.
+    Reading ends where a request can resume. The part of each store is compared with the prefill of that part alone.
+    Otherwise the time that a fast store saves would pay for reading a slow one.
     """
 
     def __init__(
@@ -190,49 +187,48 @@ class StoreReader:
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> str:
         """Put what the store has of a prompt beyond memory into the tree; returns the outcome in a few words.
 
-        "damaged": a block that was found is gone now; "changed": so is state in memory on which it would go on. Ask
+        After "damaged" (a block is gone now) and "changed" (state in memory is gone that the blocks continue), ask
         again. Raises what a store or its content may raise.
         """
         keys, _ = asked()
-        chain = self._asked(keys, namespace)
-        match, resume, links = self._missing(keys, namespace, chain)
+        match, resume, links = self._missing(keys, namespace)
         if not links:
             return "not stored"
         links, refused = self._worth_reading(resume, links)
         if refused:
             start = links[-1].end if links else resume
-            self._rates.was_refused({each.tier for each in refused}, start, refused[-1].end)
+            self._rates.count_refused({each.tier for each in refused}, start, refused[-1].end)
         if not links:
             return "slower than prefill"
-        with self._states.guarded(match.node):
+        with self._states.guarding(match.node):
             links = self._affordable(links)
         if match.node.payload is not None:
             self._evictor.tidy(match.node)
-        return self._read(links, namespace, keys, asked) if links else "no room"
+        return self._bring(links, namespace, keys, asked) if links else "no room"
 
     def foresee(self, keys: Keys, namespace: str) -> Foreseen:
-        chain = self._asked(keys, namespace)
-        _, resume, links = self._missing(keys, namespace, chain)
+        _, resume, links = self._missing(keys, namespace)
         if not links:
             return Foreseen()
         chosen, _ = self._worth_reading(resume, links)
         ends = {self._store.tiers[each.tier]: each.end for each in links}
         return Foreseen(links[-1].end, chosen[-1].end if chosen else 0, tuple(ends.items()))
 
-    def _asked(self, keys: Keys, namespace: str) -> list[Link]:
-        with self._lock.released():
-            return max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
-
     def matches(self, keys: Keys, namespace: str, *, at_checkpoints: bool = False) -> list[list[Link]]:
-        """As `Store.match`, of this cache's state, and then of the same in more bits."""
+        """The chains of this cache's state, and of the same state in more bits; see `BlockStore.match`."""
         disk, match = self._disk, partial(self._store.match, grid=self._disk.grid, at_checkpoints=at_checkpoints)
         return [match(identity, namespace, keys) for identity in (disk.identity, *disk.finer)]
 
-    def _missing(self, keys: Keys, namespace: str, chain: Sequence[Link]) -> tuple[Match[NodeState], int, list[Link]]:
-        """The match in memory, where a request would resume on it, and the blocks that would take it further."""
+    def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
+        """The match in memory, where a request would resume on it, and the stored blocks with which it resumes later.
+
+        Gives the lock up while the store is asked.
+        """
+        with self._lock.released():
+            chain = max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
         match = self._states.match(keys, namespace)
         resume = plan_resume(self._layout, match, len(keys), None, grid_tokens=self._grid).resume
-        end = chain[-1].end if chain else 0
+        end = chain_end(chain)
         if floor(end, self._grid) <= resume:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
@@ -240,19 +236,19 @@ class StoreReader:
         return match, resume, needed or [*chain[-1:]]  # No block needed: memory lacks only the checkpoint.
 
     def _worth_reading(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
-        """As many of these as are worth reading, store by store; and those behind them that were found not to be."""
+        """The first of these that are worth reading, store by store, and the next ones if they are not."""
         chosen: list[Link] = []
         for run in self._runs(links):
-            start = chosen[-1].end if chosen else resume
+            start = chain_end(chosen) or resume
             if not self._is_worth(start, run):
-                least = next(count for count, link in enumerate(run, 1) if self._can_resume(link))
-                is_tried = self._is_worth(start, run[:least])
-                return ([*chosen, *run[:least]], []) if is_tried else (chosen, run)
+                shortest = run[: 1 + next(index for index, link in enumerate(run) if self._can_resume(link))]
+                is_tried = self._is_worth(start, shortest)
+                return ([*chosen, *shortest], []) if is_tried else (chosen, run)
             chosen += run
         return chosen, []
 
     def _is_worth(self, start: int, links: Sequence[Link]) -> bool:
-        return self._rates.is_worth_reading(self._tier_bytes(links), start, links[-1].end)
+        return self._rates.is_worth_reading(self._nbytes(links), start, links[-1].end)
 
     def _can_resume(self, link: Link) -> bool:
         return link.has_checkpoint or not self._layout.has_states
@@ -260,27 +256,23 @@ class StoreReader:
     def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
         """These, cut where another store goes on and a request could resume."""
         run: list[Link] = []
-        for link, after in zip(links, [*links[1:], None], strict=True):
-            run.append(link)
-            can_resume = self._can_resume(link)
-            if after is None or (after.tier != link.tier and can_resume):
+        for link in links:
+            if run and link.tier != run[-1].tier and self._can_resume(run[-1]):
                 yield run
                 run = []
+            run.append(link)
+        yield run
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
-        """As many of these, from the first on, as fit the budget, with room made; a checkpoint has to be last."""
-        fitting, nbytes = list(links), self._bytes(links)
+        """As many of these, from the first on, as fit the budget, with room made; a request can resume at the last."""
+        fitting, nbytes = list(links), self._nbytes(links).total()
         room = nbytes + self._evictor.budget.fits(nbytes, who="eviction").spare_bytes
-        while fitting and (self._bytes(fitting) > room or not self._can_resume(fitting[-1])):
+        while fitting and (self._nbytes(fitting).total() > room or not self._can_resume(fitting[-1])):
             fitting.pop()
-        return fitting if self._evictor.find_room(self._bytes(fitting)) else []
+        return fitting if self._evictor.find_room(self._nbytes(fitting).total()) else []
 
-    def _bytes(self, links: Sequence[Link]) -> int:
-        """Bytes that these take, in stores and in memory, but for a few KiB."""
-        return self._tier_bytes(links).total()
-
-    def _tier_bytes(self, links: Sequence[Link]) -> Counter[int]:
-        """The same by the store."""
+    def _nbytes(self, links: Sequence[Link]) -> Counter[int]:
+        """Bytes that these take, in each store and in memory, but for a few KiB."""
         found: Counter[int] = Counter()
         for each in links:
             found[each.tier] += each.block_bytes
@@ -288,10 +280,10 @@ class StoreReader:
             found[links[-1].tier] += links[-1].checkpoint_bytes
         return found
 
-    def _read(self, links: list[Link], namespace: str, keys: Keys, asked: Callable[[], tuple[Keys, Use]]) -> str:
+    def _bring(self, links: list[Link], namespace: str, keys: Keys, asked: Callable[[], tuple[Keys, Use]]) -> str:
         layout, states = self._layout, self._states
         with self._lock.released():
-            found = self._found(links)
+            found = self._load(links)
         if found is None:
             return "damaged"
         blocks, leaves, seconds = found
@@ -310,25 +302,25 @@ class StoreReader:
             end = 0 if states.windows.lacking(match.path, end, windows) else end
         elif layout.windows:
             end = deepest_whole(layout, windows, end, grid=self._grid)
-        self._rates.was_read(nbytes := self._tier_bytes(links), seconds)
+        self._rates.count_read(nbytes := self._nbytes(links), seconds)
         for tier, its in nbytes.items():
             states.tally.add_to("brought_bytes", self._store.tiers[tier], its)
         if end <= resume:
             return "windows are not whole"
-        with states.guarded(match.node):
+        with states.guarding(match.node):
             try:
                 if not self._evictor.find_room(nbytes.total()):
                     return "no room"
                 checkpoints = [layout.checkpoint_of(leaves, end, "end")] if layout.has_points else []
-                spans = self._joined([each.spans for each in more], held, end) if end > held else None
+                spans = self._join([each.spans for each in more], held, end) if end > held else None
                 self._pager.put(now[:end], namespace, spans, None, use, windows, checkpoints)
             finally:
                 self._evictor.tidy(match.node)
         states.tally.add(brought_tokens=end - resume)
         return "brought"
 
-    def _found(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
-        """What the store has of these blocks, the state of point layers behind them, and the seconds by store.
+    def _load(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
+        """Read these blocks, and the state of point layers at their end; also returns the seconds by store.
 
         None: a block is gone or damaged. Called without the lock.
         """
@@ -355,7 +347,7 @@ class StoreReader:
         seconds[links[-1].tier] += clock() - began
         return blocks, points, seconds
 
-    def _joined(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
+    def _join(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
         """The snapshots of several blocks as one of the tokens [start, end)."""
         leaves = []
         for its in zip(*rows, strict=True):
@@ -371,13 +363,13 @@ class StoreReader:
 class StoreWriter:
     """Writes state of one cache's tree: a block up to each multiple of 512 tokens, each checkpoint, and the end.
 
-        stored      |--------|--------|--|              as it was cut before
+        stored      |--------|--------|--|              these blocks stay as they are
         path        |------------------------------| end
-        put                              |-----|---|    behind it: each token is written once
+        put                              |-----|---|    new blocks follow them, so each token is written once
 
-    A block also ends where the system prompt ends and where the tree parts: what goes on from there need not write it
-    again. A path that parts in the second half of a stored block goes on from inside that block. Layers that resume
-    only at checkpoints need a block that ends at each: theirs is written again, up to the last checkpoint.
+    A block also ends at the end of the system prompt and where the tree branches, so that other prompts can follow it.
+    A path that leaves a stored block in its second half follows the first part of that block. Layers that resume only
+    at checkpoints need a block that ends at each one: they write the first part of such a block again.
 
     Arrays in one piece are written without a copy; live buffers are copied, a block at a time, if the store takes it.
     """
@@ -386,14 +378,13 @@ class StoreWriter:
         self._disk, self._store, self._layout, self._states, self._slots = disk, disk.store, layout, states, slots
         # Exact caches' blocks begin where their prefill does; point layers need a block that ends at each checkpoint.
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
-        #: What was put and may not be written yet.
-        self._put = Index()
 
     def write(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
         """Put what the store lacks of the path to a node, up to offset `end`; stop at the first block it refuses.
 
         Args:
-            mark: an offset where many prompts are likely to part.
+            mark: an offset where many prompts are likely to branch.
+            wait: if the queue is full, wait for room.
         """
         if self._disk.takes is not None and not self._disk.takes(tip.namespace):
             return
@@ -409,7 +400,7 @@ class StoreWriter:
         parent = root_key(self._disk.identity, tip.namespace)
         cuts = {mark, *points, *(node.end for node in path if len(node.children) > 1)}
         cut = 0
-        for low, high, link in self._bounds(keys, tip.namespace, parent, cuts):
+        for low, high, link in self._bounds(keys, tip.namespace, cuts):
             if link is not None and not link.is_whole:
                 parent, cut = link.key, high - low
                 continue
@@ -425,42 +416,23 @@ class StoreWriter:
                 self._offer(Head("checkpoint", *about), partial(self._layout.point_buffers, points[high]), wait)
             cut = 0
 
-    def _bounds(
-        self, keys: Keys, namespace: str, root: bytes, wanted: Iterable[int]
-    ) -> list[tuple[int, int, Link | None]]:
-        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets."""
-        found = self._chain(keys, namespace, root)
+    def _bounds(self, keys: Keys, namespace: str, wanted: Iterable[int]) -> list[tuple[int, int, Link | None]]:
+        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets.
+
+        The last stored block is used if the keys follow at least half of it.
+        """
+        disk = self._disk
+        found = self._store.known(disk.identity, namespace, keys, grid=disk.grid, is_whole=not self._cuts)
+        if found and 2 * (found[-1].end - found[-1].start) < found[-1].block_end - found[-1].start:
+            found.pop()
         start = chain_end(found)
         cuts = [start, *sorted(at for at in wanted if start < at < len(keys))]
         cuts += [len(keys)] if start < len(keys) else []
-        new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, self._disk.block_tokens)]
+        new = [bounds for low, high in pairwise(cuts) for bounds in segment_bounds(low, high, disk.block_tokens)]
         return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
-    def _chain(self, keys: Keys, namespace: str, root: bytes) -> list[Link]:
-        """The longest chain of blocks that these keys follow, stored or put; its end may be half a block or more."""
-        if self._store.flush(0):
-            self._put = Index()
-        stored = self._store.known(self._disk.identity, namespace, keys, grid=self._disk.grid)
-        if not self._cuts:
-            stored = list(takewhile(lambda link: link.is_whole, stored))
-        # A stored block that these keys leave inside may have an unwritten sibling that they follow longer.
-        found = max((self._with_put(chain, keys, root) for chain in (stored, stored[:-1])), key=chain_end)
-        if found and not found[-1].is_whole:
-            last = found[-1]
-            if not self._cuts or 2 * (last.end - last.start) < last.block_end - last.start:
-                found.pop()
-        return found
-
-    def _with_put(self, chain: Sequence[Link], keys: Keys, root: bytes) -> list[Link]:
-        """A chain, and what was put that goes on from there."""
-        parent, cut, at = root, 0, chain_end(chain)
-        if chain:
-            parent, cut = chain[-1].key, 0 if chain[-1].is_whole else at - chain[-1].start
-        behind = self._put.match(parent, keys[at:], self._disk.grid, cut=cut)
-        return [*chain, *(each.moved(at) for each in behind)]
-
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
-        """Put a block or a checkpoint unless it is there; False: it is neither there nor taken."""
+        """Put a block or a checkpoint that the store lacks; False: the store lacks it still."""
         store, is_block = self._store, head.kind == "block"
         if store.holds(head.key, head.kind):
             return True
@@ -473,8 +445,6 @@ class StoreWriter:
         if buffers is None or not store.put(Block(head, buffers)):
             return False
         self._states.tally.add(kept_blocks=1)
-        if is_block:
-            self._put.add(head, 1, 0)
         return True
 
     def _state(self, path: Sequence[StateNode], start: int, end: int) -> Buffers | None:
@@ -492,7 +462,7 @@ class StoreWriter:
         if state.spans is not None:
             return state.spans
         caches = state.leaving_from
-        if caches is None and state.live and self._slots.hidden([node], None) is None and self._layout.token_bytes:
+        if caches is None and state.live and self._slots.hidden_from([node], None) is None and self._layout.token_bytes:
             caches = self._slots.source(node).caches
         if caches is None:
             return None if self._layout.token_bytes else Spans(start, end, [None] * self._layout.leaf_count, 0)

@@ -49,8 +49,8 @@ from radixcache.paging.pager import OwnState
 from radixcache.paging.resume import (
     LivePath,
     PrefixRequest,
+    Reason,
     ResumePlan,
-    ShortReason,
     checkpoint_stops,
     floor,
 )
@@ -154,7 +154,7 @@ class Progress:
         `broke_off`: the caller's own loop raised, perhaps in the middle of a forward pass.
         """
         caches = self._live.caches
-        target = self._evaluated(caches, known, broke_off)
+        target = self._evaluated_end(caches, known, broke_off)
         if target is None:
             low = (self._layout.offsets(caches) or (known, known))[0]
             fallen = self._fall_back(min(known, low, self.position))
@@ -332,7 +332,7 @@ class Progress:
         self._note_leaves()
         return self.position
 
-    def _evaluated(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
+    def _evaluated_end(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
         """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""
         offsets = self._layout.offsets(caches)
         changes = self._changes(caches)
@@ -362,7 +362,7 @@ class Session(Progress):
         position: tokens evaluated so far, as far as the session knows.
         cached_tokens: prompt tokens restored, not prefilled.
         matched_tokens: prompt tokens that the tree held; more than cached_tokens when `reason` says why.
-        reason: why less than the match was resumed, from ShortReason; None when all of it was.
+        reason: why less than the match was resumed, from Reason; None when all of it was.
         prompt: int32 token ids of the whole prompt.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
         namespace, use: as given to begin().
@@ -381,7 +381,7 @@ class Session(Progress):
         super().__init__(core, live, request, plan.resume)
         self.cached_tokens = plan.resume
         self.matched_tokens = plan.matched
-        self.reason: ShortReason | None = plan.reason
+        self.reason: Reason | None = plan.reason
         self.prompt: TokenIds = request.prompt
         self.remaining: TokenIds = request.prompt[plan.resume :].copy()
         self.namespace = request.namespace
@@ -617,7 +617,7 @@ class Session(Progress):
                 return  # The cache took the slot back.
             stored = self._request.keys[:0]
             try:
-                keys = self._settled_keys()
+                keys = self._settle_keys()
                 if keys is None:
                     core.slots.lose(live)
                 else:
@@ -639,10 +639,10 @@ class Session(Progress):
                     self._check.close()
 
     def distrust_from(self, offset: int) -> None:
-        """Store nothing from an offset on: it was found wrong."""
+        """Store nothing from an offset on: it was found wrong. What the tree has stays in it."""
         with self._core.lock:
             if self._live.is_seat_of(self._seat):
-                right = self._live.right_tokens
+                right, offset = self._live.right_tokens, max(offset, self._live.offset)
                 self._live.right_tokens = offset if right is None else min(offset, right)
 
     def drop_checkpoints(self, kind: str) -> None:
@@ -661,7 +661,7 @@ class Session(Progress):
                 f"a session was not closed, and its state could not be stored: {error}", ResourceWarning, stacklevel=1
             )
 
-    def _settled_keys(self) -> Keys | None:
+    def _settle_keys(self) -> Keys | None:
         """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed.
 
         Drafted tokens that nobody has reported are taken back.
@@ -676,7 +676,7 @@ class Session(Progress):
             self._drop_held_pass()
         if self.is_lost:
             return None
-        return self._core.unquarantined(self._known.keys(), self.namespace)[: self._live.right_tokens]
+        return self._core.before_quarantine(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
     def _say(self, keys: Keys, *, is_growing: bool = False) -> None:
         matched = min(self.matched_tokens, len(self.prompt))

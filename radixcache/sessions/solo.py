@@ -104,7 +104,7 @@ class Solo:
         if self._embed is None:
             return model
         if self._fed is None:
-            self._fed = fed_with(self._embed, row, model)
+            self._fed = feed_with(self._embed, row, model)
         return self._fed
 
     def prefill_many(
@@ -184,7 +184,7 @@ def _extend(session: Session, tokens: Sequence[int]) -> None:
         session.extend(tokens)
 
 
-def fed_with(embed: Embed, session: Session, model: Any) -> Callable[..., Any]:
+def feed_with(embed: Embed, session: Session, model: Any) -> Callable[..., Any]:
     """The model, called with the embeddings of a session's prompt, and behind it as usual.
 
     A cold run that verifies the session, and a session that starts over, begin at offset 0.

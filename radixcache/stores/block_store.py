@@ -17,7 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
@@ -26,7 +28,7 @@ from typing import Any, Literal, Self, get_args
 from radixcache.counters import Tally, counter, gauge
 from radixcache.errors import refuse_copy
 from radixcache.stores.block import KINDS, Block, Head, Identity, Kind, Place, root_key
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.index import Index, Link
 from radixcache.tokens import Keys
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
 WriteOn = Literal["eviction", "second_use", "close"]
 WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
+#: Blocks that are read ahead at the same time.
+READERS = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class StoreStats:
     written_bytes: int = counter("bytes", "Bytes written.")
     evicted_files: int = counter("files", "Files removed to keep the budget.")
     evicted_bytes: int = counter("bytes", "Bytes removed to keep the budget.")
-    damaged_files: int = counter("files", "Damaged or foreign files that were set aside.")
+    damaged_files: int = counter("files", "Damaged files that were removed.")
     vanished_files: int = counter("files", "Files that were gone when they were to be read.")
     read_errors: int = counter("errors", "Files or folders that the system could not read.")
     failed_calls: dict[str, int] = counter("calls", "Failed calls to a server, by kind.", label="kind")
@@ -66,9 +70,9 @@ class WriteQueue:
 
     def __init__(self, write: Callable[[Block], None], limit_bytes: int) -> None:
         self._write, self._limit_bytes = write, limit_bytes
-        self._changed = threading.Condition()
-        self._waiting: dict[Place, Block] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "radixcache-store")
+        self._lock = threading.Lock()
+        self._waiting: dict[Place, tuple[Future[None], int]] = {}
         self._is_closed = False
         self.waiting_bytes = 0
 
@@ -82,49 +86,59 @@ class WriteQueue:
     def offer(self, block: Block) -> bool:
         """Take a block; False: there is no room, the block waits already, or the queue is closed."""
         place = block.head.place
-        with self._changed:
-            if place in self._waiting or not self.has_room(block.nbytes):
-                return False
-            if self._thread is None:
-                # A daemon: a process that ends without `close` loses unwritten blocks only.
-                self._thread = threading.Thread(target=self._run, name="radixcache-store", daemon=True)
-                self._thread.start()
-            self._waiting[place] = block
-            self.waiting_bytes += block.nbytes
-            self._changed.notify_all()
+        try:
+            with self._lock:
+                if place in self._waiting or not self.has_room(block.nbytes):
+                    return False
+                self._waiting[place] = self._thread.submit(self._write_next, block), block.nbytes
+                self.waiting_bytes += block.nbytes
+        except RuntimeError:  # the interpreter is about to end, and starts no thread
+            self._write(block)
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+        with self._lock:
+            writes = [write for write, _ in self._waiting.values()]
+        return not wait(writes, timeout_s).not_done
 
     def close(self, timeout_s: float | None) -> bool:
         """Flush, drop the rest and end the thread; False: the thread is still writing its last block."""
-        with self._changed:
-            self._is_closed = True
-            is_written = self._changed.wait_for(lambda: not self._waiting, timeout_s)
-            for place in list(self._waiting)[1:]:
-                self.waiting_bytes -= self._waiting.pop(place).nbytes
-            self._changed.notify_all()
-        if self._thread is not None and is_written:
-            self._thread.join()
+        self._is_closed = True
+        is_written = self.flush(timeout_s)
+        with self._lock:
+            for place, (write, _) in list(self._waiting.items()):
+                if write.cancel():
+                    self._forget(place)
+        self._thread.shutdown(wait=is_written)
         return is_written
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    return
-                place, block = next(iter(self._waiting.items()))
-            try:
-                self._write(block)
-            except Exception:  # a bug must not stop the blocks that follow
-                logger.exception("a block could not be written")
-            with self._changed:
-                self.waiting_bytes -= self._waiting.pop(place).nbytes
-                del block
-                self._changed.notify_all()
+    def _write_next(self, block: Block) -> None:
+        try:
+            self._write(block)
+        except Exception:  # a bug must not stop the blocks that follow
+            logger.exception("a block could not be written")
+        with self._lock:
+            self._forget(block.head.place)
+
+    def _forget(self, place: Place) -> None:
+        _, nbytes = self._waiting.pop(place)
+        self.waiting_bytes -= nbytes
+
+
+def read_ahead(read: Callable[[Place], Block | None], wanted: Iterable[Place]) -> Iterator[Block | None]:
+    """Call `read` for each place, up to `READERS` ahead of the caller, and yield the results in order."""
+    ahead: deque[Future[Block | None]] = deque()
+    with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
+        try:
+            for place in wanted:
+                if len(ahead) == READERS:
+                    yield ahead.popleft().result()
+                ahead.append(pool.submit(read, place))
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
 
 
 class BlockStore:
@@ -167,14 +181,18 @@ class BlockStore:
         """
         if not self._look_up(identity, namespace, tokens, grid):
             return []
-        return self.known(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
-
-    def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
-    ) -> list[Link]:
-        """As `match`, without looking for blocks that other processes have added."""
         with self._lock:
             return self._index.match(root_key(identity, namespace), tokens, grid, at_checkpoints)
+
+    def known(
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, is_whole: bool = False
+    ) -> list[Link]:
+        """As `match`, with blocks that wait to be written, and without looking for blocks of other processes.
+
+        `is_whole`: only blocks with all of their tokens.
+        """
+        with self._lock:
+            return self._index.match(root_key(identity, namespace), tokens, grid, least_bytes=0, is_whole=is_whole)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
         """Bytes of a file; 0: it is not stored."""
@@ -186,7 +204,7 @@ class BlockStore:
         return (key, kind) in self._queue or self.file_bytes(key, kind) > 0
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """The state of these keys, in order, each checked by `codec.decoded`.
+        """The state of these keys, in order, each checked by `codec.decode`.
 
         None: the file is gone or damaged; then `match` no longer finds it.
         """
@@ -263,15 +281,21 @@ class BlockStore:
 
     def _take(self, block: Block) -> str:
         """Returns "", or why the block is dropped."""
-        return "" if self._queue.offer(block) else "the queue is full"
+        self._add(block.head, 0, 0)
+        if self._queue.offer(block):
+            return ""
+        self._drop_unwritten(*block.head.place)
+        return "the queue is full"
 
     def _write_or_count(self, block: Block) -> None:
         try:
-            parts = encoded(block, self._secret)
+            parts = encode(block, self._secret)
         except ValueError:
             why_not = "its head is too long"
         else:
             why_not = self._write(block.head, parts, sum(memoryview(part).nbytes for part in parts))
+        finally:
+            self._drop_unwritten(*block.head.place)
         if why_not:
             self._tally.add_to("dropped", why_not)
 
@@ -282,6 +306,11 @@ class BlockStore:
     def _drop(self, key: bytes, *kinds: Kind) -> None:
         with self._lock:
             self._index.drop(key, *kinds)
+
+    def _drop_unwritten(self, key: bytes, kind: Kind) -> None:
+        with self._lock:
+            if not self._index.file_bytes(key, kind):
+                self._index.drop(key, kind)
 
 
 class BudgetedStore(BlockStore):
@@ -301,8 +330,6 @@ class BudgetedStore(BlockStore):
             return "it is already stored"
         if not head.is_first and not self.file_bytes(head.before):
             return "the blocks before it are not stored"
-        if why_not := self._reason_not_to_write(nbytes):
-            return why_not
         if nbytes > self.budget_bytes:
             return "it is larger than the budget"
         self.touch([head.before])
@@ -322,7 +349,7 @@ class BudgetedStore(BlockStore):
                 if self._index.nbytes + nbytes <= self.budget_bytes:
                     return True
                 victim = self._index.oldest()
-                if victim is None or self._index.is_on_path(victim.key, spared):
+                if victim is None or victim in self._index.path(spared):
                     return False
                 files = list(victim.file_bytes.items())
             used_ns = self._last_use_ns(victim.key)
@@ -348,10 +375,6 @@ class BudgetedStore(BlockStore):
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
         """False: another process has deleted the file."""
         raise NotImplementedError
-
-    def _reason_not_to_write(self, nbytes: int) -> str:
-        """A reason besides the budget, or ""."""
-        return ""
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
         """Record a use where other processes see it."""

@@ -9,7 +9,7 @@
   K1  A block has one encoding: what decodes gives the same bytes when it is encoded again.
   K2  Wrong bytes raise `Damaged` and nothing else. No size is trusted before it agrees with the size of the file.
   K3  The head is read without the state, and proves itself: its key is the digest of its parent and its tokens.
-  K4  Only `decoded` makes a block from bytes of a disk or of Redis. It checks the checksum and the key.
+  K4  Only `decode` makes a block from bytes of a disk or of Redis. It checks the checksum and the key.
 
 A CRC-32 finds accidents only. A keyed checksum also proves that the writer had the secret.
 """
@@ -66,7 +66,7 @@ class Checksum:
         return self._crc.to_bytes(CHECKSUM_BYTES, "little") if self._digest is None else self._digest.digest()
 
 
-def encoded(block: Block, secret: bytes | None = None) -> list[Any]:
+def encode(block: Block, secret: bytes | None = None) -> list[Any]:
     """The parts of a file, in order; the state is not copied. ValueError: the JSON would be too long."""
     shapes = {name: (buffer.dtype, buffer.shape) for name, buffer in block.buffers.items()}
     state = [block.buffers[name].octets for name in _order(shapes)]
@@ -82,7 +82,7 @@ def head_bytes(data: memoryview) -> int:
     return 8 + json_bytes + 8 * BLOCK_TOKENS
 
 
-def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
+def decode_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
     """The head of a file of `file_bytes` that begins with `data`, and how many bytes come before the state.
 
     Damaged: it is no head, or `data` ends before its tokens do.
@@ -114,7 +114,7 @@ def decoded_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
     return head, end
 
 
-def decoded(
+def decode(
     data: memoryview, secret: bytes | None = None, checksum: bytes | None = None, place: Place | None = None
 ) -> Block:
     """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not what was written.
@@ -123,7 +123,7 @@ def decoded(
         checksum: of all bytes before the stored one, if it was computed while reading.
         place: the key and kind that were asked for; None: any.
     """
-    head, end = decoded_head(data, len(data))
+    head, end = decode_head(data, len(data))
     if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
         raise Damaged(f"its checksum is wrong{'' if secret is None else ', or it was made with another secret'}")
     if place is not None and head.place != place:

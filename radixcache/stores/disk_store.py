@@ -2,10 +2,10 @@
 
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
-  S1  `codec.decoded` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
-      namespace and of the identity. Any other file is a miss: it is set aside and logged once.
+  S1  `codec.decode` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
+      namespace and of the identity. Any other file is a miss: it is removed and logged.
   S2  The files of blocks take at most `budget_bytes`, plus a block for each writing process. The least recently used
-      block of all processes goes first, never before the blocks that follow it. The quarantine is extra.
+      block of all processes goes first, never before the blocks that follow it.
   S3  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
   S4  If the disk is full or fails, writing stops. That is logged once, and reading goes on. No call raises for a disk.
 
@@ -19,23 +19,18 @@ import errno
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from radixcache.stores.block import Block, Head, Identity, Kind, Place
-from radixcache.stores.block_store import BudgetedStore, WriteOn
+from radixcache.stores.block_store import BudgetedStore, WriteOn, read_ahead
 from radixcache.stores.codec import Damaged
-from radixcache.stores.files import Folder, file_name, place_of
+from radixcache.stores.files import Folder, file_name
 from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
 
-#: Files that are read ahead at the same time.
-READERS = 2
 #: Errors of a name that something else has, not of the disk.
 _NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
@@ -48,7 +43,6 @@ class DiskStore(BudgetedStore):
         path: str | os.PathLike[str],
         *,
         budget_bytes: int,
-        write_budget_bytes_per_day: int | None = None,
         write_on: WriteOn = "eviction",
         secret: bytes | None = None,
         min_free_bytes: int = 1 << 30,
@@ -58,7 +52,6 @@ class DiskStore(BudgetedStore):
 
         Args:
             budget_bytes: the most that all files of blocks may take.
-            write_budget_bytes_per_day: the most that all processes with a limit may write a day (UTC); None: no limit.
             write_on: what a cache writes.
             secret: 16 to 64 bytes. With a secret, only files written with it are read. Without one, the checksum finds
                 accidents only. The files are never encrypted.
@@ -69,7 +62,7 @@ class DiskStore(BudgetedStore):
             ValueError: an argument is out of range.
             StoreError: the folder cannot be made or read, holds something else, or was made with another secret.
         """
-        if min(budget_bytes, min_free_bytes + 1, queue_bytes, write_budget_bytes_per_day or 1) < 1:
+        if min(budget_bytes, min_free_bytes + 1, queue_bytes) < 1:
             raise ValueError("budgets of a DiskStore are in bytes, and 1 or more.")
         super().__init__(write_on, secret, budget_bytes=budget_bytes, queue_bytes=queue_bytes)
         self._folder = Folder(path, secret, make=True)
@@ -80,10 +73,8 @@ class DiskStore(BudgetedStore):
                 self._folder.path,
                 who,
             )
-        self._daily = DailyWrites(self._folder.path, write_budget_bytes_per_day)
         self._min_free_bytes = min_free_bytes
         self._error = ""
-        self._logged: set[str] = set()
         self._refresh()
         try:
             self._make_room(0, b"")
@@ -91,24 +82,11 @@ class DiskStore(BudgetedStore):
             self._stop(error)
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """As `BlockStore.read`. At most `READERS` blocks are read ahead."""
         self.touch(dict.fromkeys(key for key, _ in wanted))
-        ahead: deque[Future[Block | None]] = deque()
-        with ThreadPoolExecutor(READERS, "radixcache-read") as pool:
-            try:
-                for place in wanted:
-                    if len(ahead) == READERS:
-                        yield ahead.popleft().result()
-                    ahead.append(pool.submit(self._read_one, place))
-                while ahead:
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+        yield from read_ahead(self._read_one, wanted)
 
     def accepts(self, nbytes: int) -> bool:
-        fits = nbytes <= min(self.budget_bytes, self._daily.left_bytes())
-        return fits and not self._error and self._queue.has_room(nbytes)
+        return nbytes <= self.budget_bytes and not self._error and self._queue.has_room(nbytes)
 
     @property
     def _stopped(self) -> str:
@@ -127,14 +105,13 @@ class DiskStore(BudgetedStore):
     def _list_new_files(self) -> None:
         """Index the files of other processes. OSError: the folder cannot be read."""
         found: list[tuple[Head, int, int]] = []
-        for name in self._folder.changed():
-            place = place_of(name)
-            if place is not None and self.file_bytes(*place):
+        for place in self._folder.changed_places():
+            if self.file_bytes(*place):
                 continue
             try:
-                found.append(self._folder.read_head(name))
+                found.append(self._folder.read_head(place))
             except Damaged as wrong:
-                self._set_aside(name, wrong)
+                self._discard(place, wrong)
             except FileNotFoundError:
                 pass  # evicted meanwhile
             except OSError:
@@ -151,7 +128,7 @@ class DiskStore(BudgetedStore):
         try:
             block = self._folder.read(place, nbytes, self._secret)
         except Damaged as wrong:
-            self._set_aside(file_name(*place), wrong)
+            self._discard(place, wrong)
         except FileNotFoundError:
             self._tally.add(vanished_files=1)
         except OSError:
@@ -162,20 +139,18 @@ class DiskStore(BudgetedStore):
         self._drop(*place)
         return None
 
-    def _set_aside(self, name: str, wrong: Damaged) -> None:
+    def _discard(self, place: Place, wrong: Damaged) -> None:
         self._tally.add(damaged_files=1)
-        if name not in self._logged:
-            self._logged.add(name)
-            logger.warning("%s: %s. It is set aside, and its tokens are prefilled.", self._folder.path / name, wrong)
-        with suppress(OSError):  # then the file stays, without an entry in the index
-            self._folder.set_aside(name)
+        logger.warning("%s: %s. Its tokens are prefilled.", self._folder.path / file_name(*place), wrong)
+        with suppress(OSError):  # then it stays, without an entry in the index
+            self._folder.remove(place)
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
         if self._error:
             return self.stopped_words
         try:
             self._list_new_files()
-            return super()._write(head, parts, nbytes)
+            return self._lack_of_space(nbytes) or super()._write(head, parts, nbytes)
         except OSError as error:
             return "another file has its name" if error.errno in _NAME_TAKEN else self._stop(error)
 
@@ -184,21 +159,19 @@ class DiskStore(BudgetedStore):
         logger.warning("%s: %s. Nothing more is written; stored blocks are still read.", self._folder.path, error)
         return self.stopped_words
 
-    def _reason_not_to_write(self, nbytes: int) -> str:
+    def _lack_of_space(self, nbytes: int) -> str:
+        """Why the disk has no room for so many bytes, or ""."""
         about = os.statvfs(self._folder.path)
         if about.f_flag & os.ST_RDONLY:
             return "the disk is mounted read-only"
-        if about.f_bavail * about.f_frsize < self._min_free_bytes + nbytes:
-            return "the disk is nearly full"
-        self._daily.refresh()
-        return "the budget of the day is used up" if self._daily.left_bytes() < nbytes else ""
+        is_full = about.f_bavail * about.f_frsize < self._min_free_bytes + nbytes
+        return "the disk is nearly full" if is_full else ""
 
     def _write_file(self, head: Head, parts: Sequence[Any], nbytes: int) -> None:
-        self._daily.spend(nbytes)
         self._folder.write(file_name(*head.place), parts)
 
     def _delete_file(self, key: bytes, kind: Kind) -> bool:
-        return self._folder.remove(file_name(key, kind))
+        return self._folder.remove((key, kind))
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
         with suppress(OSError):  # this process notes the use in its index
@@ -208,58 +181,3 @@ class DiskStore(BudgetedStore):
         with suppress(FileNotFoundError):
             return os.stat(self._folder.path / file_name(key, "block"), follow_symlinks=False).st_mtime_ns
         return 0
-
-
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class DailyWrites:
-    """How many bytes may still be written into a folder today (UTC), so that a store does not wear out a disk.
-
-    Before a write, each process appends the number of bytes to the file of the day, a line each, and reads the lines of
-    all processes. So the budget belongs to the folder, and a killed process cannot spend it twice. Without a limit no
-    file is read or written.
-    """
-
-    def __init__(self, folder: Path, limit_bytes: int | None) -> None:
-        self._folder, self._limit_bytes = folder, limit_bytes
-        self._day = self._read_to = self._spent_bytes = 0
-
-    def refresh(self) -> None:
-        """Read the file of the day. OSError: it cannot be read."""
-        if self._limit_bytes is None:
-            return
-        if _today() != self._day:
-            self._day, self._read_to, self._spent_bytes = _today(), 0, 0
-            for path in self._folder.glob("written-*"):
-                if path.name != f"written-{self._day}":
-                    with suppress(OSError):
-                        path.unlink()
-        with self._opened() as handle:
-            while b"\n" in (lines := os.pread(handle, 1 << 16, self._read_to)):
-                whole = lines[: lines.rindex(b"\n") + 1]
-                self._read_to += len(whole)
-                self._spent_bytes += sum(int(line) for line in whole.split() if line.isdigit() and len(line) < 20)
-
-    def left_bytes(self) -> int:
-        if self._limit_bytes is None:
-            return 1 << 63
-        return self._limit_bytes - (self._spent_bytes if self._day == _today() else 0)
-
-    def spend(self, nbytes: int) -> None:
-        """Record a write that is about to begin. It counts from the next refresh on, even if it fails."""
-        if self._limit_bytes is not None:
-            with self._opened() as handle:
-                os.write(handle, b"%d\n" % nbytes)
-
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        handle = os.open(self._folder / f"written-{self._day}", _FLAGS, 0o600)
-        try:
-            yield handle
-        finally:
-            os.close(handle)
-
-
-def _today() -> int:
-    return int(time.time() // 86400)

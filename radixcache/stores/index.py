@@ -1,4 +1,4 @@
-"""Index: which blocks a store has, what follows what, and the order of use. Knows no files.
+"""Index: the blocks that a store has or is about to write, what follows what, and the order of use. Knows no files.
 
     root key ──► block [0, 512) ──► block [512, 1024) ──► block [1024, 1300)
             │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
@@ -9,7 +9,7 @@ that a match can end inside it.
 
   D1  In the order of use a block stands before its parent, so no block continues the least recently used one.
   D2  `nbytes` is the sum over all files.
-  D3  Each entry has a file, is filed once, and `_below` files nothing else.
+  D3  Each entry has a file or waits to be written, is filed once, and `_below` files nothing else.
 
 `match` is O(tokens) and O(1) NumPy calls for each sibling that begins with the same token. `add` and `touch` are
 O(blocks before it). Not thread-safe: the store holds a lock.
@@ -56,10 +56,6 @@ class Link(NamedTuple):
         """Whether the match reaches the end of the block, and a checkpoint is stored there."""
         return self.is_whole and self.checkpoint_bytes > 0
 
-    def moved(self, by: int) -> Link:
-        """The same link of a sequence with `by` more tokens at its start."""
-        return self._replace(start=self.start + by, end=self.end + by, block_end=self.block_end + by)
-
 
 def chain_end(chain: Sequence[Link]) -> int:
     return chain[-1].end if chain else 0
@@ -67,7 +63,7 @@ def chain_end(chain: Sequence[Link]) -> int:
 
 @dataclass(slots=True, eq=False)
 class IndexEntry:
-    """A block. `file_bytes` has a number for each kind that is stored."""
+    """A block. `file_bytes` has a number for each kind that is stored, and 0 for one that waits to be written."""
 
     key: bytes
     parent: bytes
@@ -79,7 +75,7 @@ class IndexEntry:
 
 
 class Index:
-    """The blocks of a store. 0 is the size of a file that is not there."""
+    """The blocks of a store. 0 is the size of a file that is not there, or not yet."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -95,10 +91,11 @@ class Index:
         return 0 if entry is None else entry.file_bytes.get(kind, 0)
 
     def count(self, kind: Kind) -> int:
-        return sum(kind in entry.file_bytes for entry in self._entries.values())
+        return sum(entry.file_bytes.get(kind, 0) > 0 for entry in self._entries.values())
 
     def add(self, head: Head, nbytes: int, used_ns: int) -> None:
-        """A file is there, and was used at this time."""
+        """A file is there, and was used at this time. `nbytes` is 0: it waits to be written."""
+        nbytes = nbytes or self.file_bytes(head.key, head.kind)
         entry = self._entries.get(head.key)
         if entry is None:
             small = np.iinfo(np.int32)
@@ -148,35 +145,39 @@ class Index:
     def oldest(self) -> IndexEntry | None:
         return next(iter(self._entries.values()), None)
 
-    def is_on_path(self, key: bytes, last: bytes) -> bool:
-        """Whether a block is `last` or before it."""
-        while key != last and (entry := self._entries.get(last)) is not None:
-            last = entry.parent
-        return key == last
-
     def match(
-        self, parent: bytes, tokens: Keys, grid: int = 0, at_checkpoints: bool = False, *, cut: int = 0
+        self,
+        root: bytes,
+        tokens: Keys,
+        grid: int = 0,
+        at_checkpoints: bool = False,
+        *,
+        least_bytes: int = 1,
+        is_whole: bool = False,
     ) -> list[Link]:
-        """The longest chain below `parent` that these tokens begin with.
+        """The longest chain below `root` that these tokens begin with.
 
         Args:
             grid: only blocks of this grid; 0: any.
             at_checkpoints: end the chain at a checkpoint.
-            cut: start behind this many tokens of the parent; 0: behind all.
+            least_bytes: 1: only stored blocks; 0: also blocks that wait to be written.
+            is_whole: only blocks with all of their tokens.
         """
         found: tuple[int, _Chain | None] = (0, None)
-        waiting: list[tuple[bytes, int, int, _Chain | None]] = [(parent, cut, 0, None)]
-        while waiting:
-            parent, cut, start, before = waiting.pop()
+        open_ends: list[tuple[bytes, int, int, _Chain | None]] = [(root, 0, 0, None)]
+        while open_ends:
+            parent, cut, start, before = open_ends.pop()
             siblings = self._below.get((parent, cut, int(tokens[start]))) if start < len(tokens) else None
             for entry in siblings.values() if siblings else ():
-                if "block" not in entry.file_bytes or grid not in (0, entry.grid):
+                if entry.file_bytes.get("block", -1) < least_bytes or grid not in (0, entry.grid):
                     continue
                 end = start + common_length(entry.tokens, tokens[start : start + len(entry.tokens)])
+                at_end = end == start + len(entry.tokens)
+                if is_whole and not at_end:
+                    continue
                 chain = before, entry, start, end
-                is_whole = end == start + len(entry.tokens)
-                waiting.append((entry.key, 0 if is_whole else end - start, end, chain))
-                if end > found[0] and (not at_checkpoints or (is_whole and "checkpoint" in entry.file_bytes)):
+                open_ends.append((entry.key, 0 if at_end else end - start, end, chain))
+                if end > found[0] and (not at_checkpoints or (at_end and entry.file_bytes.get("checkpoint"))):
                     found = end, chain
         links, last = [], found[1]
         while last is not None:

@@ -9,8 +9,8 @@
     prompt       |····|····|····|····|····|··        a landmark every 64 tokens, a digest of all tokens before it
     blocks       |------------|-----|--------|       the deepest stored one names a block, and its way all blocks before
 
-A look-up asks for the landmarks of the prompt and the sizes of known blocks. If a deeper block is stored, it also asks
-for the ways of the deepest blocks and the sizes of the blocks on them. So a prompt finds blocks by its own tokens.
+A look-up asks for the landmarks of the prompt, for the ways of the deepest blocks that it does not know, and for the
+sizes of all blocks on them. So a prompt finds blocks by its own tokens.
 
 KEY is the key of the block, MARK a digest of identity, namespace and all tokens before it; a secret hashes both again.
 So names hold no text. Whoever guesses all tokens of a prefix can tell that it is stored; with a secret only its owners
@@ -30,9 +30,7 @@ Methods may be called from any thread, and do not hold the lock while they ask. 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -41,8 +39,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixcache.stores.block import BLOCK_TOKENS, KEY_BYTES, KINDS, Block, Head, Identity, Kind, Place, root_key
-from radixcache.stores.block_store import BlockStore, WriteOn
-from radixcache.stores.codec import VERSION, Damaged, decoded
+from radixcache.stores.block_store import BlockStore, WriteOn, read_ahead
+from radixcache.stores.codec import VERSION, Damaged, decode
 from radixcache.stores.redis_calls import Calls, Command, Replies
 from radixcache.tokens import Keys
 
@@ -53,15 +51,9 @@ MARK_TOKENS = 64
 KNOWN_BLOCKS = 1 << 14
 #: Blocks whose ways are asked for; the server may have evicted the deepest of them.
 CANDIDATES = 4
-#: Bytes of a round trip, unless a single value is larger; round trips at a time.
-BATCH_BYTES = 8 << 20
-BATCHES = 2
 
 UNANSWERED = "the server does not answer"
 UNREACHED = "the blocks before it are not stored"
-
-#: A block, None if its value is gone, or what is wrong with the value.
-Found = Block | Damaged | None
 
 
 class RedisStore(BlockStore):
@@ -115,22 +107,8 @@ class RedisStore(BlockStore):
         return f"<RedisStore: {len(self._index)} blocks known{', not asked' if self._calls.is_down else ''}>"
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """As `BlockStore.read`. A batch is fetched while the caller uses the last one."""
-        sizes = [self.file_bytes(*place) for place in wanted]
-        ends_s = time.monotonic() + self._calls.limit_s(sum(sizes))
-        ahead = deque[tuple[Sequence[Place], Future[list[Found]] | None]]()
-        try:
-            for batch, expected in _batches(wanted, sizes):
-                asked = [("HGET", self._names.of_block(key), kind) for key, kind in batch]
-                ahead.append((batch, self._calls.begin(asked, partial(self._blocks, batch, expected))))
-                if len(ahead) == BATCHES:
-                    yield from self._finished(*ahead.popleft(), ends_s)
-            while ahead:
-                yield from self._finished(*ahead.popleft(), ends_s)
-        finally:
-            for _, call in ahead:
-                if call is not None:
-                    call.cancel()
+        ends_s = time.monotonic() + self._calls.limit_s(sum(self.file_bytes(*place) for place in wanted))
+        yield from read_ahead(partial(self._read_one, ends_s), wanted)
 
     def accepts(self, nbytes: int) -> bool:
         return nbytes <= self._max_bytes and not self._calls.is_down and self._queue.has_room(nbytes)
@@ -151,34 +129,20 @@ class RedisStore(BlockStore):
 
     def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
         """As in BlockStore. Of blocks that part within the same 64 tokens, the one written last is found."""
-        if not len(tokens) or not self._calls.is_up():
+        if not len(tokens):
             return False
         prompt = StoredPrompt(identity, namespace, tokens, grid)
         marks = self._names.of_marks(prompt.root, tokens, grid)
-        known = self._known_heads(prompt)
-        replies = self._calls.ask([("MGET", *marks), *self._asking_for_sizes(known, marks)])
+        replies = self._calls.ask([("MGET", *marks)])
         if replies is None:
             return False
-        self._note_sizes(known, replies[1:])
-        mine = {self._names.of_block(head.key) for head in known}
-        names = list(dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each)))
-        if not names or names[0] in mine:
-            return True  # the server has nothing deeper
-        return self._follow(prompt, marks, [each for each in names if each not in mine][:CANDIDATES])
-
-    def _known_heads(self, prompt: StoredPrompt) -> list[Head]:
-        with self._lock:
-            chain = self._index.match(prompt.root, prompt.tokens, prompt.grid)
-            path = self._index.path(chain[-1].key) if chain else []
-        return prompt.heads([len(each.tokens) for each in path], path[-1].tokens.astype(np.int64)) if path else []
-
-    def _follow(self, prompt: StoredPrompt, marks: Sequence[bytes], names: Sequence[bytes]) -> bool:
-        """Ask for the ways of these blocks, and then for the sizes of all blocks on them."""
-        replies = self._calls.ask([("HMGET", name, "way", "tokens") for name in names])
-        if replies is None:
+        names = dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each))
+        found = {self._names.of_block(head.key): head for head in self._known_heads(prompt)}
+        unknown = [name for name in names if name not in found][:CANDIDATES]
+        ways = self._calls.ask([("HMGET", name, "way", "tokens") for name in unknown]) if unknown else []
+        if ways is None:
             return False
-        found: dict[bytes, Head] = {}  # by name
-        for name, reply in zip(names, replies, strict=True):
+        for name, reply in zip(unknown, ways, strict=True):
             if name not in found:  # else it is on the way of a deeper block
                 heads = self._heads_at(prompt, name, *(reply or (None, None)))
                 found.update((self._names.of_block(head.key), head) for head in heads)
@@ -188,6 +152,12 @@ class RedisStore(BlockStore):
             return False
         self._note_sizes(heads, sizes)
         return True
+
+    def _known_heads(self, prompt: StoredPrompt) -> list[Head]:
+        with self._lock:
+            chain = self._index.match(prompt.root, prompt.tokens, prompt.grid)
+            path = self._index.path(chain[-1].key) if chain else []
+        return prompt.heads([len(each.tokens) for each in path], path[-1].tokens.astype(np.int64)) if path else []
 
     def _heads_at(self, prompt: StoredPrompt, name: bytes, way: object, tokens: object) -> list[Head]:
         lengths = lengths_of(way)
@@ -234,39 +204,28 @@ class RedisStore(BlockStore):
         elif nbytes != self.file_bytes(head.key, kind):
             self._add(head if kind == head.kind else replace(head, kind=kind), nbytes, time.time_ns())
 
-    def _blocks(self, batch: Sequence[Place], expected: Sequence[int], replies: Replies) -> list[Found]:
-        return [self._block(*each) for each in zip(batch, expected, replies, strict=True)]
-
-    def _block(self, place: Place, nbytes: int, value: bytes | None) -> Found:
-        if value is None or not nbytes:
+    def _read_one(self, ends_s: float, place: Place) -> Block | None:
+        """The block in a value; None: the value is gone or wrong. Wrong ones are deleted, and so written again."""
+        key, kind = place
+        if not self.file_bytes(key, kind):
+            return None
+        began = time.monotonic()
+        replies = self._calls.ask([("HGET", self._names.of_block(key), kind)], ends_s=ends_s)
+        self._tally.add(read_seconds=time.monotonic() - began)
+        if replies is None:
             return None
         try:
-            if len(value) != nbytes:
-                raise Damaged(f"it has {len(value)} bytes, and should have {nbytes}")
-            return decoded(memoryview(value), self._secret, place=place)
-        except Damaged as wrong:
-            return wrong
-
-    def _finished(self, batch: Sequence[Place], call: Future[Any] | None, ends_s: float) -> Iterator[Block | None]:
-        """Yield the blocks of a batch. Delete wrong values, so that they are written again."""
-        began = time.monotonic()
-        found: list[Found] | None = self._calls.wait(call, ends_s)
-        self._tally.add(read_seconds=time.monotonic() - began)
-        if found is None:
-            yield from [None] * len(batch)
-            return
-        for place, block in zip(batch, found, strict=True):
-            if isinstance(block, Block):
-                self._tally.add(read_files=1, read_bytes=self.file_bytes(*place))
-                yield block
-                continue
-            self._drop(*place)
-            if block is None:
-                self._tally.add(vanished_files=1)
-            else:
-                self._tally.add(damaged_files=1)
-                self._calls.ask([("HDEL", self._names.of_block(place[0]), place[1])])
-            yield None
+            block = None if replies[0] is None else decode(memoryview(replies[0]), self._secret, place=place)
+        except Damaged:
+            self._tally.add(damaged_files=1)
+            self._calls.ask([("HDEL", self._names.of_block(key), kind)])
+        else:
+            if block is not None:
+                self._tally.add(read_files=1, read_bytes=len(replies[0]))
+                return block
+            self._tally.add(vanished_files=1)
+        self._drop(key, kind)
+        return None
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
         if nbytes > self._max_bytes:
@@ -393,16 +352,3 @@ def tokens_of(data: object) -> Keys:
 
 def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=KEY_BYTES, person=b"rc landmark").digest()
-
-
-def _batches(wanted: Sequence[Place], sizes: Sequence[int]) -> Iterator[tuple[list[Place], list[int]]]:
-    """The places of each round trip, with the expected sizes."""
-    batch, expected = list[Place](), list[int]()
-    for place, nbytes in zip(wanted, sizes, strict=True):
-        if batch and sum(expected) + nbytes > BATCH_BYTES:
-            yield batch, expected
-            batch, expected = [], []
-        batch.append(place)
-        expected.append(nbytes)
-    if batch:
-        yield batch, expected

@@ -74,10 +74,9 @@ class Tiers:
         return [link._replace(tier=self._source(link.key, its)) for link, its in zip(longest, kinds, strict=True)]
 
     def known(
-        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
+        self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, is_whole: bool = False
     ) -> list[Link]:
-        about = identity, namespace, tokens
-        chains = (store.known(*about, grid=grid, at_checkpoints=at_checkpoints) for store in self.stores)
+        chains = (store.known(identity, namespace, tokens, grid=grid, is_whole=is_whole) for store in self.stores)
         return max(chains, key=chain_end)
 
     def file_bytes(self, key: bytes, kind: Kind = "block") -> int:

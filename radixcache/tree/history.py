@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from radixcache.errors import described
+from radixcache.errors import describe
 from radixcache.ledger import Lock
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Node
@@ -84,7 +84,7 @@ class Event(NamedTuple):
         nbytes: bytes of the state; 0 where no state was moved, made or dropped.
         detail: by kind. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also `was_wrong`, whether
             verification found them wrong. split, merged: `at`. resumed: `prompt_tokens`, `matched_tokens`, `reason`
-            (None or a ShortReason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
+            (None or a Reason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
             range is that of the request's own path.
     """
 
@@ -177,7 +177,7 @@ class Events:
         self.failures += 1
         if self.failures == 1:
             with contextlib.suppress(Exception):  # where warnings are errors
-                text = f"on_event raised {described(error)} for {event.kind}."
+                text = f"on_event raised {describe(error)} for {event.kind}."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

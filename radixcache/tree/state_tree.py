@@ -53,7 +53,8 @@ from policies import CostModel, Entry, EvictionPolicy
 from policies.entry import EntryState
 from radixcache.adapters.contract import NEVER, SEGMENT_TOKENS, Checkpoint, Spans
 from radixcache.counters import Tally
-from radixcache.layers.layout import NATIVE_ERRORS, AnyLayout
+from radixcache.layers.layout import NATIVE_ERRORS
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Account
 from radixcache.tokens import Keys
 from radixcache.tree.history import EVICTED, MERGED, PAGED_OUT, SPLIT, Events
@@ -421,7 +422,7 @@ class StateTree:
         self.entries = Entries(policy, cost)
         self.victim, self.last_key, self.thinning = self.entries.victim, self.entries.last_key, self.entries.thinning
         self._refresh = self.entries.refresh
-        self.windows = Windows(layout, self._copied, account)
+        self.windows = Windows(layout, self._copy, account)
         self.on_loss = on_loss or _ignore
         self.leaving_bytes = self.duplicate_bytes = 0
         self.paged_in_bytes = self.paged_out_bytes = self.cut_bytes = self.copied_window_bytes = 0
@@ -458,9 +459,9 @@ class StateTree:
         halves = windows = None
         if state.spans is not None:
             is_spare = state.live and not state.readers
-            halves = self._copied(self.layout.split, state.spans, at, is_spare=is_spare)
+            halves = self._copy(self.layout.split, state.spans, at, is_spare=is_spare)
         if state.windows is not None:
-            windows = self._copied(self.layout.split, state.windows, at)
+            windows = self._copy(self.layout.split, state.windows, at)
         (upper_spans, lower_spans), (upper_windows, lower_windows) = halves or (None, None), windows or (None, None)
         share = state.leaving_bytes * (at - node.start) // (node.end - node.start)
         upper = self.tree.split(node, at)
@@ -497,7 +498,7 @@ class StateTree:
         merged = None
         # Of two live nodes, a lone duplicate of up to a segment is dropped: it is not worth a seam.
         if upper.spans is not None and lower.spans is not None:
-            joined = self._copied(self.layout.merge, upper.spans, lower.spans, is_spare=True)
+            joined = self._copy(self.layout.merge, upper.spans, lower.spans, is_spare=True)
             if joined is None:
                 return node
             (merged,) = joined
@@ -661,7 +662,7 @@ class StateTree:
             each = each.parent
 
     @contextmanager
-    def guarded(self, node: StateNode) -> Iterator[None]:
+    def guarding(self, node: StateNode) -> Iterator[None]:
         """Guard the path to a node inside the block."""
         if node.parent is not None:
             self.guard(node, 1)
@@ -737,7 +738,7 @@ class StateTree:
     def _head(self, leaf: StateNode, at: int) -> Spans | None:
         """A copy of a leaf's spans before `at`, if it has any."""
         spans = leaf.payload.spans
-        halves = None if spans is None else self._copied(self.layout.split, spans, at)
+        halves = None if spans is None else self._copy(self.layout.split, spans, at)
         return None if halves is None else halves[0]
 
     def _shorten(self, leaf: StateNode, at: int, head: Spans | None) -> None:
@@ -765,7 +766,7 @@ class StateTree:
         detail = {"state": "tokens", "was_wrong": was_wrong}
         events.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, detail)
 
-    def _copied(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:
+    def _copy(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:
         """Call `copy`, twice if it fails, and count the bytes copied, its last result. None: `is_spare`, and it failed.
 
         Evicts nothing for the second try, as this runs in the middle of evictions.

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widened
-from radixcache.layers.layout import AnyLayout
+from radixcache.adapters.contract import NEVER, Range, Spans, Window, common, missing, tokens_in, widen
+from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Account
 from radixcache.tree.radix_tree import Node
 
@@ -53,7 +53,7 @@ class Windows:
         upper, lower = node.payload.windows, child.payload.windows
         if upper is None or lower is None:
             found = upper or lower
-            return None if found is None else widened(found, node.start, child.end)
+            return None if found is None else widen(found, node.start, child.end)
         merged = self._copied(self._layout.merge, upper, lower)
         return None if merged is None else merged[0]
 
@@ -81,7 +81,7 @@ class Windows:
                 if any(wanted.values()):
                     found = self._copied(self._layout.within, spans, wanted)
                     assert found is not None, node
-                    more = widened(found[0], node.start, node.end)
+                    more = widen(found[0], node.start, node.end)
                     self.set(node, more if own is None else self._layout.with_more(own, more))
 
     def stored(self, path: Sequence[StateNode]) -> list[Spans]:

@@ -9,13 +9,14 @@ from typer import Option
 from runner.commands import outputs
 from runner.commands.inputs import TraceOptions, with_options
 from runner.commands.outputs import require
-from runner.commands.simulate import count_drafts, run_grid
+from runner.commands.simulate import run_grid
+from runner.files import json_bytes
 from runner.text import GIB, picture_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.simulate.advice import DiskAdvice, Estimate
     from runner.simulate.curve import Curve
     from runner.simulate.rows import DiskPlan
@@ -60,14 +61,13 @@ def advise(
     disk = options.disk_plan("--disk-gib", options.disk_gib)
     compared = Comparison(None)
 
-    from runner.files import json_bytes
-    from runner.simulate.advice import advice_document, advice_of, best_policy, lru_report, policy_text
+    from runner.simulate.advice import Advice, advice_document, best_policy, lru_report, policy_text
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
     with outputs.usage_errors(ValueError):
         curve = lru_curve(trace)
-    advice = advice_of(
+    advice = Advice(
         trace,
         curve,
         token_bytes=None if sizes is None else sizes.token_bytes,
@@ -81,7 +81,6 @@ def advise(
         own_blocks is None or own_blocks > 0,
         f"--budget-gib is {options.budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
-    drafting = count_drafts(options) if options.speculate else None
     results.show(*lru_report(advice))  # at once: comparing policies takes a while
     if own_blocks is not None:
         if disk is None and advice.disk_bytes:
@@ -91,16 +90,12 @@ def advise(
     if own_blocks is not None and compared.token_hit_ratios is not None:
         best = best_policy(compared.token_hit_ratios, own_blocks)
     results.show(policy_text(advice, best, compared.notes))
-    if drafting is not None:
-        results.show(*drafting[0])
     document = advice_document(
         advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
     )
     results.write(
         "--json",
-        lambda: json_bytes(
-            {**document, **({} if drafting is None else drafting[1]), "source": trace.source, **outputs.about(context)}
-        ),
+        lambda: json_bytes({**document, "source": trace.source, **outputs.about(context)}),
     )
     if options.plot_file is not None:
         form = picture_format(options.plot_file)
@@ -128,7 +123,7 @@ def _compare(
     """Simulate policies at a budget, of a long trace those that are best on samples."""
     from policies import POLICIES
     from runner.simulate import advice
-    from runner.simulate.grid import SimulationJob
+    from runner.simulate.simulator import SimulationJob
 
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     knows_lru = not has_checkpoints  # then the curve gives LRU's share exactly

@@ -80,7 +80,7 @@ def explain(
 def _layout(outline: "ModelOutline") -> "SizedLayout":
     """The model's layers as sizes; full attention alone if its layers are not known."""
     from radixcache.layers.sizes import SizedLayout
-    from runner.models.footprint import ModelConfigError
+    from runner.models import ModelConfigError
     from runner.models.sizes import model_bytes
 
     try:

@@ -37,7 +37,7 @@ from runner.text import GIB, MIB, plural
 
 if TYPE_CHECKING:
     from radixcache.stores.block_store import WriteOn
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.models.load import LoadedModel, ModelOutline
     from runner.script.conversation import Conversation
     from runner.script.schedule import ScheduledRequest
@@ -101,11 +101,15 @@ def read_chosen(paths: Sequence[Path] | None, skip_bad: bool, *, is_short: bool 
         return builtin_conversations("builtin_short.jsonl" if is_short else "builtin.jsonl")
     with usage_errors(InputError):
         result = read_conversations(*given_files(paths), skip_bad=skip_bad)
-    if result.skipped:
-        say(f"note: {plural(len(result.skipped), 'record')} skipped, the first: {result.skipped[0]}")
-    for note in result.notes:
-        say(f"note: {note}")
+    _say_notes("record", result.skipped, result.notes)
     return result.conversations
+
+
+def _say_notes(noun: str, skipped: Sequence[str], notes: Sequence[str]) -> None:
+    if skipped:
+        say(f"note: {plural(len(skipped), noun)} skipped, the first: {skipped[0]}")
+    for note in notes:
+        say(f"note: {note}")
 
 
 def load_model(spec: str) -> LoadedModel:
@@ -170,7 +174,7 @@ class SizeOptions:
 
     def load(self, stored_bits: int | None = None) -> ModelBytes | None:
         """The bytes that the options give, or None. With `stored_bits`, of keys and values that are not live too."""
-        from runner.models.footprint import ModelBytes, ModelConfigError
+        from runner.models import ModelBytes, ModelConfigError
 
         token, checkpoint = self.bytes_per_token, self.bytes_per_checkpoint
         for option, value in (("--bytes-per-token", token), ("--bytes-per-checkpoint", checkpoint)):
@@ -213,9 +217,6 @@ class TraceOptions(SizeOptions):
             help=f"Prefill speed: a slower disk is not read; advise shows seconds.  [default: {PREFILL_TOKENS_PER_S:g}]"
         ),
     ] = None
-    speculate: Annotated[
-        bool, Option("--speculate", help="Count what drafting saves on the replies of conversations; needs --model.")
-    ] = False
     jobs: Annotated[int | None, Option(help="Processes to use.  [default: 1; advise: up to 4 for a long trace]")] = None
     json_file: JsonFile = None
     plot_file: PlotFile = None
@@ -252,10 +253,7 @@ class TraceOptions(SizeOptions):
                 block_tokens=self.block_tokens,
                 time_unit=self.time_unit,
             )
-        if trace.skipped:
-            say(f"note: {plural(len(trace.skipped), 'line')} skipped, the first: {trace.skipped[0]}")
-        for note in trace.notes:
-            say(f"note: {note}")
+        _say_notes("line", trace.skipped, trace.notes)
         if trace.is_timing_synthetic:
             say("note: some or all arrival times are synthetic.")
         return trace

@@ -14,7 +14,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, NoReturn
 
@@ -40,9 +40,8 @@ class Server:
     context_tokens: int | None
 
 
-class ClientSettings(NamedTuple):
-    environment: Mapping[str, str]
-    flags: Sequence[str] = ()
+#: Environment variables and flags of a client.
+ClientSettings = tuple[dict[str, str], list[str]]
 
 
 def _claude_code(server: Server) -> ClientSettings:
@@ -58,7 +57,7 @@ def _claude_code(server: Server) -> ClientSettings:
         # Without it, Claude Code takes a model that it does not know for one of 1,000,000 tokens.
         **({"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context_tokens)} if server.context_tokens else {}),
     }
-    return ClientSettings(environment, ["--exclude-dynamic-system-prompt-sections"])
+    return environment, ["--exclude-dynamic-system-prompt-sections"]
 
 
 def _codex(server: Server) -> ClientSettings:
@@ -72,7 +71,7 @@ def _codex(server: Server) -> ClientSettings:
         **({"model_context_window": server.context_tokens} if server.context_tokens else {}),
     }
     flags = [part for name, value in values.items() for part in ("-c", f"{name}={value}")]
-    return ClientSettings({KEY_VARIABLE: server.key}, flags)
+    return {KEY_VARIABLE: server.key}, flags
 
 
 def _opencode(server: Server) -> ClientSettings:
@@ -85,12 +84,12 @@ def _opencode(server: Server) -> ClientSettings:
     }
     model = f"radixcache/{server.model}"
     config = {"provider": {"radixcache": provider}, "model": model, "small_model": model}
-    return ClientSettings({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, []
 
 
 def _qwen_code(server: Server) -> ClientSettings:
     flags = ["--auth-type", "openai", "--openai-base-url", f"{server.url}/v1", "-m", server.model]
-    return ClientSettings({"OPENAI_API_KEY": server.key}, flags)
+    return {"OPENAI_API_KEY": server.key}, flags
 
 
 class Client(NamedTuple):
@@ -140,9 +139,9 @@ def launch(
     url = url.rstrip("/").removesuffix("/v1")
     address = url + PREFIX if move_volatile else url
     server = Server(address, api_key, *_model(_models(url, api_key), model))
-    shown = settings(server if api_key == NO_KEY else replace(server, key=HIDDEN_KEY))
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in shown.environment.items()]
-    line = " ".join([*assignments, shlex.join([program, *shown.flags, *(arguments or [])])])
+    environment, flags = settings(server if api_key == NO_KEY else replace(server, key=HIDDEN_KEY))
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    line = " ".join([*assignments, shlex.join([program, *flags, *(arguments or [])])])
     print(line, file=sys.stdout if dry_run else sys.stderr, flush=True)
     if not dry_run:
         environment, flags = settings(server)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Option
 
 import runner
@@ -23,12 +24,14 @@ from runner.commands.inputs import (
     with_options,
 )
 from runner.commands.outputs import require
+from runner.files import json_bytes
 from runner.replay import CACHE_NAMES, TOGETHER, ReplayOptions
-from runner.text import GIB, MIB, plural
+from runner.text import GIB, MIB, ProgressLines, plural
 
 if TYPE_CHECKING:
     from runner.models.load import LoadedModel
     from runner.replay.report import Report
+    from runner.replay.servers import RequestRow
     from runner.script.script import Script
 
 # The short replay: its budget has room for the state of all its conversations once, and not for a copy of each.
@@ -65,6 +68,50 @@ class ReplayArguments(ConversationOptions):
         return not (self.full or self.conversations) and self.users is None and self.parallel is None
 
 
+class ReplayProgress(Progress):
+    """An `Observer` that draws a bar for each cache; without a terminal, it writes a line now and then.
+
+    A bar counts requests; the running one counts by the share of its prompt that is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(
+            TextColumn("{task.description:<8}"),
+            BarColumn(),
+            TextColumn("{task.fields[requests_done]}/{task.total} requests"),
+            TextColumn("{task.fields[prompt_tokens]:,} prompt tokens"),
+            TextColumn("{task.fields[cached]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._lines = ProgressLines()
+        self._bars: dict[str, TaskID] = {}
+        # Of each cache: requests that are done, their prompt tokens, and how many of those were cached.
+        self._done: dict[str, tuple[int, int, int]] = {}
+
+    def run_started(self, cache: str, requests: int) -> None:
+        self._done[cache] = 0, 0, 0
+        self._bars[cache] = self.add_task(cache, total=requests, requests_done=0, prompt_tokens=0, cached="")
+
+    def request_advanced(self, cache: str, done_tokens: int, prompt_tokens: int) -> None:
+        requests, tokens, _ = self._done[cache]
+        self._draw(cache, requests + done_tokens / prompt_tokens, tokens + done_tokens)
+
+    def request_done(self, cache: str, row: "RequestRow") -> None:
+        requests, tokens, cached_tokens = self._done[cache]
+        self._done[cache] = requests + 1, tokens + row.prompt_tokens, cached_tokens + row.cached_tokens
+        self._draw(cache, requests + 1, tokens + row.prompt_tokens)
+
+    def _draw(self, cache: str, completed: float, prompt_tokens: int) -> None:
+        requests, done_tokens, cached_tokens = self._done[cache]
+        cached = f"{cached_tokens / done_tokens:.0%} cached" if done_tokens else ""
+        self.update(
+            self._bars[cache], completed=completed, requests_done=requests, prompt_tokens=prompt_tokens, cached=cached
+        )
+        self._lines.tell(lambda: f"{cache}: {requests} requests, {prompt_tokens:,} prompt tokens {cached}")
+
+
 @with_options(ReplayArguments)
 def replay(context: typer.Context, options: ReplayArguments) -> None:
     """Serve conversations through several caches.
@@ -73,10 +120,9 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     take turns, request by request, and each answer is compared with the answer computed without a cache.
 
     By default, four users with one system prompt take turns and get short replies: half a minute on 2 cores. --full,
-    --users, --parallel and --conversations replay in full: all chosen conversations, with longer replies. --recorded
-    also counts what drafting would save on the recorded replies.
+    --users, --parallel and --conversations replay in full: all chosen conversations, with longer replies.
     """
-    caches, settings = _checked(context, options)
+    caches, settings = _check(context, options)
     tree_format = (
         outputs.require_view_file(options.tree_file) if options.tree_file not in (None, outputs.STDOUT) else "text"
     )
@@ -87,8 +133,6 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
     loaded, script = _prepare(options, settings)
     report, broken_off = _run(loaded, script, caches, settings, options.parallel)
     results.show(*([report.table()] if report.runs else []), report.sentence())
-    shown, drafting = _drafting(script) if options.recorded and broken_off is None else ([], {})
-    results.show(*shown)
     chosen = {"users": options.users, "requests": options.requests or REQUESTS, "parallel": options.parallel}
     about = {
         "model": loaded.name,
@@ -97,7 +141,6 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
         "options": {**chosen, **vars(settings)},
         "skipped_requests": script.skipped_requests,
         "interrupted": broken_off is not None,
-        **drafting,
     }
     _write_files(report, results, options.plot_file, tree_format, about)
     if broken_off is not None:
@@ -110,18 +153,19 @@ def replay(context: typer.Context, options: ReplayArguments) -> None:
         raise typer.Exit(outputs.EXIT_CHECK_FAILED)
 
 
-def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
+def _check(context: typer.Context, options: ReplayArguments) -> tuple[list[str], ReplayOptions]:
     """The caches and the settings of the replay. UsageError: an option is wrong, or two do not go together."""
     caches, step_size = _cache_names(options.cache), options.step_size
-    if options.parallel is not None:
+    is_alone = options.parallel is None
+    if not is_alone:
         caches = caches if outputs.is_given(context, "cache") else ["radix"]
-        require(options.parallel >= 1, f"--parallel is {options.parallel}; wanted at least 1.")
+        outputs.require_counts(parallel=options.parallel)
         several = f"--parallel works with the caches {' and '.join(TOGETHER)}; --cache has {','.join(caches)}."
         require(set(caches) <= set(TOGETHER), f"{several} Leave one option out.")
         known = "--parallel generates replies, and --recorded feeds recorded replies."
         require(not options.recorded, f"{known} Leave one option out.")
-        bits = "--exact promises equal bits, and bits depend on the number of users in a forward pass."
-        require(not options.exact, f"{bits} Leave one option out.")
+        equal = "--exact promises equal bits, and bits depend on the number of users in a forward pass."
+        require(not options.exact, f"{equal} Leave one option out.")
         if not outputs.is_given(context, "step_size"):
             from runner.engine.generator import PARALLEL_STEP_SIZE
 
@@ -130,21 +174,23 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
     max_tokens = max_tokens if options.max_tokens is None else options.max_tokens
     outputs.require_counts(max_tokens=max_tokens, step_size=step_size)
     budget_bytes = options.budget_bytes(budget_mib)
-    disk, is_alone, has_radix = options.disk, options.parallel is None, "radix" in caches
+    disk, bits, speculate = options.disk, options.stored_bits, options.speculate
     require(disk is None or is_alone, "--disk works with one request at a time. Leave --disk or --parallel out.")
-    require(disk is None or has_radix, "--disk is for the radix cache; add radix to --cache.")
     require(options.disk_gib < float("inf"), f"--disk-gib is {options.disk_gib:g}; wanted a finite number.")
-    require(options.stored_bits in STORED_BITS, f"--stored-bits is {options.stored_bits}; wanted 4 or 8.")
-    require(options.stored_bits is None or has_radix, "--stored-bits is for the radix cache; add radix to --cache.")
+    require(bits in STORED_BITS, f"--stored-bits is {bits}; wanted 4 or 8.")
+    for_radix = {
+        "--disk is for": disk,
+        "--stored-bits is for": bits,
+        f"--speculate {speculate} is for": speculate,
+        f"--tree {options.tree_file} shows": options.tree_file,
+    }
+    for what, value in for_radix.items():
+        require(value is None or "radix" in caches, f"{what} the radix cache; add radix to --cache.")
     rounds = "--stored-bits rounds stored state, so --exact is impossible. Leave one option out."
-    require(options.stored_bits is None or not options.exact, rounds)
-    speculate = options.speculate
-    drafted = f"--speculate {speculate}"
-    require(speculate is None or has_radix, f"{drafted} is for the radix cache; add radix to --cache.")
+    require(bits is None or not options.exact, rounds)
     is_plain = not options.exact and not options.recorded
-    require(speculate is None or is_plain, f"{drafted} works neither with --exact nor with --recorded. Leave one out.")
-    shows = f"--tree {options.tree_file} shows the radix cache; add radix to --cache."
-    require(options.tree_file is None or has_radix, shows)
+    drafted = f"--speculate {speculate} works neither with --exact nor with --recorded. Leave one out."
+    require(speculate is None or is_plain, drafted)
     return caches, ReplayOptions(
         budget_bytes=budget_bytes,
         policy=options.policy,
@@ -152,7 +198,7 @@ def _checked(context: typer.Context, options: ReplayArguments) -> tuple[list[str
         recorded=options.recorded,
         step_size=step_size,
         exact=options.exact,
-        stored_bits=options.stored_bits,
+        stored_bits=bits,
         speculate=speculate,
         keep_view=options.tree_file is not None,
         disk=None if disk is None else str(disk),
@@ -194,16 +240,11 @@ def _run(
 ) -> "tuple[Report, Exception | None]":
     """Serve the script; returns what finished, and the error that ended the replay early. UsageError: no reply came."""
     from radixcache import PolicyError, RequestTooLargeError, StoreError, UnsupportedCacheError
-    from runner.replay.progress import ReplayProgress, expected_time
     from runner.replay.replayer import Replay
     from runner.replay.report import Report
     from runner.script.script import ScriptError
 
-    note = None
-    if parallel is None:
-        reply_tokens = 1 if options.recorded else options.max_tokens
-        note = partial(expected_time, prompts=script.expected_prompts, caches=caches, reply_tokens=reply_tokens)
-    progress = ReplayProgress(Console(stderr=True, highlight=False), note)
+    progress = ReplayProgress(Console(stderr=True, highlight=False))
     replay = Replay(loaded, script, caches, options, progress, parallel)
     broken_off: Exception | None = None
     try:
@@ -237,18 +278,6 @@ def _run(
     return report, broken_off
 
 
-def _drafting(script: "Script") -> tuple[list[Any], dict[str, Any]]:
-    """What drafting would save on the recorded replies: what to show, and the same as JSON."""
-    from runner.simulate.drafts import SPECULATE, DraftCount, drafting_report
-
-    counts = [DraftCount(name) for name in SPECULATE]
-    for index in range(len(script)):
-        request = script[index]
-        for count in counts:
-            count.add(request.prompt.tokens, request.reply.tolist())
-    return drafting_report([each.row for each in counts], spells_calls=False)
-
-
 def _name_differences(report: "Report") -> int:
     """Say on stderr which answers differ; returns how many."""
     differences = report.differences()
@@ -266,8 +295,7 @@ def _name_differences(report: "Report") -> int:
 def _write_files(
     report: "Report", results: outputs.Outputs, plot_file: Path | None, tree_format: str, about: dict[str, Any]
 ) -> None:
-    from runner.files import json_bytes
-    from runner.replay.progress import replay_picture
+    from runner.replay.report import replay_picture
     from runner.text import picture_format
 
     if not report.runs:

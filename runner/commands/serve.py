@@ -17,13 +17,13 @@ from radixcache.errors import RadixCacheError
 from radixcache.settings import STORED_BITS
 from runner.commands.inputs import with_options
 from runner.commands.outputs import UsageError, require, require_policy, say, usage_errors
+from runner.models import KV_BITS, KV_GROUP_SIZES
 from runner.serve.options import ServeOptions, require_compatible
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 @with_options(ServeOptions, come_first=True)

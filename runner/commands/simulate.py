@@ -20,10 +20,12 @@ from radixcache.stores.block_store import WriteOn
 from runner.commands import outputs
 from runner.commands.inputs import StoredBits, TraceOptions, read_chosen, with_options
 from runner.commands.outputs import require
+from runner.files import json_bytes
+from runner.routing import ROUTERS, make_router
 from runner.text import ProgressLines, plural
 
 if TYPE_CHECKING:
-    from runner.models.footprint import ModelBytes
+    from runner.models import ModelBytes
     from runner.simulate.grid import AnyJob
     from runner.simulate.rows import DiskPlan, ResultRow
     from runner.traces.trace import Trace
@@ -32,7 +34,7 @@ R = TypeVar("R", bound="ResultRow")
 
 #: Speeds of a common network, and of a laptop with a model of 8 billion parameters.
 SHARED_BYTES_PER_S, DECODE_TOKENS_PER_S = 10e9 / 8, 40.0
-ROUTERS = "random,round-robin,hash,prefix"
+ALL_ROUTERS = ",".join(ROUTERS)
 MOST_REPLICAS = 1024
 #: Options that need --replicas, and options that exclude it.
 FOR_REPLICAS = ("router", "shared_gib", "decode_tokens_per_s")
@@ -47,12 +49,20 @@ def simulate(
         str, Option(help="Policies, separated by commas: names or my.module:Class; all: every policy, and belady.")
     ] = "lru,fifo,belady",
     stored_bits: StoredBits = None,
+    speculate: Annotated[
+        bool, Option("--speculate", help="Count what drafting saves on the replies of conversations; needs --model.")
+    ] = False,
     disk_write_on: Annotated[WriteOn, Option(help="When to write state to the disk.")] = "eviction",
     replicas: Annotated[str | None, Option(help="Comma-separated replica counts; each replica has the budget.")] = None,
-    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ROUTERS,
+    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ",".join(
+        ROUTERS
+    ),
     shared_gib: Annotated[float | None, Option(help="With --replicas: a store that all replicas share.")] = None,
     decode_tokens_per_s: Annotated[float, Option(help="With --replicas: decoding speed.")] = DECODE_TOKENS_PER_S,
-    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Ray cluster to use; auto finds or starts one.")] = None,
+    ray: Annotated[
+        str | None,
+        Option(metavar="ADDRESS", help="Ray cluster that runs the simulations; auto finds or starts one."),
+    ] = None,
 ) -> None:
     """Simulate eviction policies on traces, or routers before several replicas.
 
@@ -70,12 +80,14 @@ def simulate(
         require(not outputs.is_given(context, name), f"{option} is for one cache. Leave it or --replicas out.")
     outputs.require_positive(shared_gib=shared_gib, decode_tokens_per_s=decode_tokens_per_s)
     results = options.checked_outputs()
-    drafting = count_drafts(options) if options.speculate else None
-    if drafting is not None:
-        results.show(*drafting[0])
-    if drafting is not None and options.capacity_blocks is None and options.budget_gib is None:
-        _write_drafting(results, {**drafting[1], **outputs.about(context)})
-        return
+    drafting: dict[str, Any] = {}
+    if speculate:
+        counted, drafting = _count_drafts(options)
+        results.show(*counted)
+        if options.capacity_blocks is None and options.budget_gib is None:
+            results.write("--json", lambda: json_bytes({**drafting, **outputs.about(context)}))
+            results.finish()
+            return
     require(stored_bits in STORED_BITS, f"--stored-bits is {stored_bits}; wanted 4 or 8.")
     is_known = options.model_config is not None and options.kv_bits is None
     require(stored_bits is None or is_known, "--stored-bits needs --model-config, without --kv-bits.")
@@ -84,19 +96,18 @@ def simulate(
         disk = options.disk_plan("--disk-gib", options.disk_gib, write_on=disk_write_on)
         policies = _policies(policy, sizes, disk)
     else:
-        from runner.routing.routers import ROUTERS as KNOWN
-
         counts, routers = _replica_counts(replicas), list(dict.fromkeys(_words(router, "router")))
         for name in routers:
-            require(name in KNOWN, f"--router: router {name!r} is not known. Known: {', '.join(KNOWN)}.")
+            with outputs.usage_errors(ValueError, prefix="--router: "):
+                make_router(name)
         disk = options.disk_plan("--shared-gib", shared_gib, SHARED_BYTES_PER_S, "close")
         policies = _policies(policy if outputs.is_given(context, "policy") else "lru", sizes, disk, is_routed=True)
     capacities = options.capacities()
     require(bool(capacities), "give --capacity-blocks or --budget-gib.")
 
-    from runner.files import json_bytes
-    from runner.simulate.grid import ReplicaJob, SimulationJob
+    from runner.simulate.replicas import ReplicaJob
     from runner.simulate.rows import Speeds, policies_picture, policies_report, replicas_report
+    from runner.simulate.simulator import SimulationJob
     from runner.text import picture_format
 
     trace = options.read()
@@ -116,22 +127,17 @@ def simulate(
     shown, document = policies_report(trace, rows) if replicas is None else replicas_report(trace, rows, speeds)
     results.show(*shown)
     if rows:
-        document = {
-            **document,
-            **({} if drafting is None else drafting[1]),
-            "interrupted": stop is not None,
-            **outputs.about(context),
-        }
-        results.write("--json", lambda: json_bytes(document))
-    if rows and options.plot_file is not None:
-        infinite, form = document["infinite_block_hit_ratio"], picture_format(options.plot_file)
-        results.write("--plot", lambda: policies_picture(rows, infinite, form))
+        more = {**drafting, "interrupted": stop is not None, **outputs.about(context)}
+        results.write("--json", lambda: json_bytes({**document, **more}))
+        if options.plot_file is not None:
+            infinite, form = document["infinite_block_hit_ratio"][trace.name], picture_format(options.plot_file)
+            results.write("--plot", lambda: policies_picture(rows, infinite, form))
     if stop is not None:
         raise stop
     results.finish()
 
 
-def count_drafts(options: TraceOptions) -> tuple[list[Any], dict[str, Any]]:
+def _count_drafts(options: TraceOptions) -> tuple[list[Any], dict[str, Any]]:
     """What drafting saves on the replies of the conversations: what to show, and the same as JSON."""
     require(options.model is not None, "--speculate needs --model: its tokenizer and chat template spell the replies.")
     from runner.files import InputError
@@ -150,13 +156,6 @@ def count_drafts(options: TraceOptions) -> tuple[list[Any], dict[str, Any]]:
     require(counts[0].row.replies > 0, "--speculate: no conversation has a recorded reply of two tokens or more.")
     spells_calls = any(leaves_calls_out(each, tokenizer) for each in conversations)
     return drafting_report([each.row for each in counts], spells_calls=spells_calls)
-
-
-def _write_drafting(results: outputs.Outputs, document: dict[str, Any]) -> None:
-    from runner.files import json_bytes
-
-    results.write("--json", lambda: json_bytes(document))
-    results.finish()
 
 
 def run_grid(

@@ -58,7 +58,7 @@ def verify(
         secret = None if secret_file is None else secret_file.read_bytes()
         total = sum(1 for _ in files.scan(path))
         checked = files.verify(path, secret)
-        for name, _, wrong in track(checked, "checking", total, console=Console(stderr=True), transient=True):
+        for name, wrong in track(checked, "checking", total, console=Console(stderr=True), transient=True):
             count += 1
             if wrong:
                 damaged += 1
@@ -79,13 +79,13 @@ def gc(
 
     files = sorted(_scan(path), key=lambda file: (file.head.start, file.head.kind))
     oldest_s = None if unused_days is None else time.time() - unused_days * DAY_S
-    unwanted = _unwanted(files, model, oldest_s)
+    unwanted = _select_unwanted(files, model, oldest_s)
     with usage_errors(StoreError, OSError):
-        removed = remove(path, [file.name for file in unwanted])
+        removed = remove(path, [file.head.place for file in unwanted])
     print(f"{plural(removed, 'file')} removed, {sum(file.nbytes for file in unwanted) / MIB:,.1f} MiB.")
 
 
-def _unwanted(files: "list[StoredFile]", model: str | None, oldest_s: float | None) -> "list[StoredFile]":
+def _select_unwanted(files: "list[StoredFile]", model: str | None, oldest_s: float | None) -> "list[StoredFile]":
     """Files to remove, and those that only they lead to. `files` are in the order of their offsets."""
     from radixcache.stores.block import root_key
 

@@ -76,7 +76,7 @@ def tree(
         conversations = read_chosen(inputs, options.skip_bad)
         outline, lines = load_outline(options.model), ProgressLines(has_bar=False)
 
-        from runner.models.footprint import ModelConfigError
+        from runner.models import ModelConfigError
         from runner.models.sizes import model_bytes
         from runner.script.script import ScriptError
         from runner.simulate.simulator import grow_tree

@@ -72,6 +72,7 @@ from radixcache import CacheFullError, Group, PrefixCache, RequestTooLargeError,
 from radixcache.decode import DecodeLoop, Drafts
 from radixcache.errors import ShiftError, without_frames
 from radixcache.groups.batch import LostStateError
+from radixcache.layers.layout import is_evaluation_failure
 from radixcache.ledger import uninterrupted
 from radixcache.sessions.solo import Solo
 from radixcache.settings import require_count
@@ -188,7 +189,7 @@ class Engine:
         self._new_group, self._queue = new_group, queue
         self._loop = DecodeLoop(self._model, self.group, pace)
         self._owes_step = False  # whether a chunk was evaluated, and no step since
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # what lost the state of all rows
         self._checked: list[tuple[Generation, Token]] = []  # what a check said, to be handed out
 
     def round(self) -> None:
@@ -212,10 +213,11 @@ class Engine:
         drafts = self._loop.propose(continuing, self._read)
         was_ahead = all(each.unread for each in continuing) and not has_prefilled
         self._step(continuing, drafts)
-        self._tell_progress(first)
+        # Before progress is told: that ends a reply which failed behind these tokens, or whose callback raises.
         for reply, token in self._checked:
             self._deliver(reply, token)
         self._checked.clear()
+        self._tell_progress(first)
         # Tokens of this step are read in the next round, except first tokens and those before a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
@@ -305,7 +307,7 @@ class Engine:
                 except NO_ROOM as error:
                     self._make_room(error)
         except Exception as error:
-            self._failure = without_frames(error)
+            self._failure_of(error)
             for reply in [] if self.group.is_lost else rows.values():
                 if len(rows) == 1:
                     self.fail(reply, error)
@@ -340,7 +342,8 @@ class Engine:
             window = reply.window
             if window is None or reply.row.position < window.tokens or self._shift(reply, window):
                 continuing.append(reply)
-        return continuing
+        # To make room for a shift, one of these may have been sent back.
+        return [each for each in continuing if each in self._queue.running]
 
     def _step(self, replies: list[Generation], drafts: Drafts) -> None:
         while replies := [each for each in replies if each in self._queue.running]:
@@ -358,11 +361,19 @@ class Engine:
                     break
                 self._make_room(error)
             except Exception as error:
-                self._failure = without_frames(error)
-                raised = error.__cause__ if isinstance(error, LostStateError) else error
+                failure = self._failure_of(error)
+                raised = failure.__cause__ if isinstance(failure, LostStateError) else failure
                 for reply in replies:
-                    reply.failure = raised if isinstance(raised, Exception) else error
+                    reply.failure = raised if isinstance(raised, Exception) else failure
                 break
+
+    def _failure_of(self, error: Exception) -> Exception:
+        """The error without frames; if the rows' state was lost, the error that lost it: later ones only say so."""
+        is_lost = self.group.is_lost or is_evaluation_failure(error)
+        failure = without_frames(error)
+        if is_lost:
+            self._failure = failure = self._failure or failure
+        return failure
 
     def _take_checked(self, reply: Generation) -> bool:
         """Take a token that a check said, to be handed out behind it."""
@@ -454,7 +465,7 @@ class Engine:
         except (ContextError, ShiftError, *NO_ROOM) as error:
             reply.note = _full(window, error)
         except Exception as error:
-            self._failure = reply.failure = without_frames(error)
+            reply.failure = self._failure_of(error)
         return False
 
     def _lose_all(self, error: Exception) -> None:

@@ -100,13 +100,13 @@ def model_folder(spec: str, *, show_progress: bool = True) -> Path | None:
         if not any(folder.glob("model*.safetensors")):
             raise ModelError(f"model {folder}: has no model*.safetensors; convert it with mlx_lm.convert first.")
         return folder
-    return _fetched(spec, mlx_lm.utils._download)
+    return _fetch(spec, mlx_lm.utils._download)
 
 
 def stored_folder(spec: str) -> Path | None:
     """The folder of a model that is on this machine; nothing is fetched. None: it is not, or a tiny model has none."""
     if spec == DEMO:
-        return demo_model_folder()
+        return demo_model_place() if demo_model_place().is_dir() else None
     if (folder := _folder(spec)) is not None or not HUB_ID.fullmatch(spec):
         return folder
     config = try_to_load_from_cache(spec, "config.json")
@@ -115,9 +115,8 @@ def stored_folder(spec: str) -> Path | None:
 
 def is_downloaded(spec: str) -> bool:
     """Whether a model is used without a download, as far as its name and this machine say."""
-    if spec == DEMO:
-        return demo_model_place().is_dir()
-    return _tiny_kind(spec) is not None or stored_folder(spec) is not None or not HUB_ID.fullmatch(spec)
+    is_fetched = spec == DEMO or HUB_ID.fullmatch(spec) is not None
+    return _tiny_kind(spec) is not None or stored_folder(spec) is not None or not is_fetched
 
 
 def parameter_count(folder: Path) -> int:
@@ -147,7 +146,7 @@ def load_outline(
     if spec == DEMO:
         folder = _demo_folder(show_progress)
     else:
-        folder = _folder(spec) or _fetched(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES))
+        folder = _folder(spec) or _fetch(spec, partial(snapshot_download, allow_patterns=TOKENIZER_FILES))
     config = _read_config(folder)
     try:
         tokenizer = mlx_lm.utils.load_tokenizer(folder, dict(tokenizer_config or {}))
@@ -177,7 +176,7 @@ def _folder(spec: str) -> Path | None:
     return Path(path) if spec and os.path.exists(path) else None
 
 
-def _fetched(spec: str, fetch: Callable[[str], str | Path]) -> Path:
+def _fetch(spec: str, fetch: Callable[[str], str | Path]) -> Path:
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
             f"model {spec!r:.200}: no such folder. "

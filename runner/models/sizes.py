@@ -24,7 +24,7 @@ from mlx_lm.utils import _get_classes
 from radixcache.adapters.registry import adapter_for, leaves
 from radixcache.adapters.span import stored_nbytes
 from runner.files import read_json
-from runner.models.footprint import INSTEAD, ModelBytes, ModelConfigError
+from runner.models import INSTEAD, KV_BITS, KV_GROUP_SIZES, ModelBytes, ModelConfigError
 from runner.models.tiny import text_args
 from runner.text import shortened, shown
 
@@ -34,8 +34,6 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_t
 NUMBERS = (int, int | None)  # hints of a dataclass for a whole number; those below, for a list of kinds
 TEXT_LISTS = (list[str], list[str] | None, List[str], List[str] | None)  # noqa: UP006
 DTYPES = ("float32", "bfloat16", "float16")
-KV_BITS = (2, 3, 4, 5, 6, 8)
-KV_GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass

@@ -190,11 +190,11 @@ class TinyKind:
     def config(self) -> dict[str, Any]:
         """The configuration from which the module's `ModelArgs.from_dict` makes a tiny model."""
         args = architecture(self.module).ModelArgs
-        config = {"model_type": self.module, **_joined(args, self.overrides)}
+        config = {"model_type": self.module, **_values_of(args, self.overrides)}
         if "text_config" in {field.name for field in fields(args)}:
             nested = self.overrides.get("text_config", {})
             inner = nested.get("model_type", self.module)
-            config["text_config"] = {"model_type": inner, **_joined(text_args(self.module, inner), nested)}
+            config["text_config"] = {"model_type": inner, **_values_of(text_args(self.module, inner), nested)}
         return config
 
 
@@ -209,7 +209,7 @@ def text_args(module: str, inner: str | None) -> Any:
     return next(found, candidates[-1].ModelArgs)
 
 
-def _joined(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(args: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the rules give to fields, then the overrides."""
     values = {}
     for each in fields(args):

@@ -34,7 +34,7 @@ class ComparedCache:
     """One cache under comparison, by default without a tree or a store. Bytes include spare capacity."""
 
     shown: PrefixCache | None = None  # the cache whose tree can be shown
-    evictions: int = 0  # how many stored entries the byte budget has cost so far
+    evictions: int = 0  # entries that the byte budget has evicted so far
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""The result of a replay, as a table and a sentence for people and as JSON for programs. Never imports MLX.
+"""The result of a replay: a table, a sentence and a picture for people, JSON for programs. Never imports MLX.
 
 For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
 tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from runner.text import MIB, figures_table, plural
+from runner.text import MIB, Column, cells, figures_table, new_figure, picture_bytes, plural
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from runner.replay.replayer import AnswerDifference, CacheRun
     from runner.replay.servers import RequestRow
 
 REFERENCE = "none"
-OURS = "radix"
+RADIX = "radix"
 WITH_A_BUDGET = ("mlx-lm", "radix")  # the caches that the byte budget limits
 LEAST_PAIRS = 6  # with fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %
 RESAMPLES = 2_000  # of the requests, for an interval
@@ -64,8 +66,12 @@ class Summary:
         return self.cached_tokens / self.prompt_tokens
 
     @property
-    def drafted_words(self) -> str:
-        return f"{self.accepted_tokens:,}/{self.proposed_tokens:,}" if self.proposed_tokens else "-"
+    def drafted_words(self) -> str | None:
+        return f"{self.accepted_tokens:,}/{self.proposed_tokens:,}" if self.proposed_tokens else None
+
+    @property
+    def equal_words(self) -> str | None:
+        return None if self.answers_equal is None else f"{self.answers_equal}/{self.requests}"
 
 
 #: Keys of a summary that JSON has only for one user at a time, and only for several.
@@ -75,29 +81,32 @@ MANY_USERS_KEYS = {
     "prompt_tokens_per_s", "token_ms_p50",
 }  # fmt: skip
 
-#: Header, cell, and for how many users at a time the column is; None: for any number.
-COLUMNS: tuple[tuple[str, Callable[[Summary], str], Literal["one", "many"] | None], ...] = (
-    ("cache", lambda each: each.cache, None),
-    ("users at a time", lambda each: str(each.users_at_a_time), "many"),
-    ("requests", lambda each: str(each.requests), None),
-    ("prompt tokens", lambda each: f"{each.prompt_tokens:,}", None),
-    ("cached tokens %", lambda each: f"{each.cached_share:.1%}".removesuffix("%"), None),
-    ("tokens per s", lambda each: f"{each.output_tokens_per_s:.1f}", "many"),
-    ("drafted tokens accepted", lambda each: each.drafted_words, "many"),
-    ("TTFT p50 ms", lambda each: f"{each.ttft_ms_p50:,.0f}", None),
-    ("TTFT p95 ms", lambda each: f"{each.ttft_ms_p95:,.0f}", None),
-    ("token p50 ms", lambda each: "-" if each.token_ms_p50 is None else f"{each.token_ms_p50:,.0f}", "many"),
-    ("prefill s", lambda each: f"{each.prefill_s:.1f}", "one"),
-    ("decode s", lambda each: f"{each.decode_s:.1f}", "one"),
-    ("wall s", lambda each: f"{each.wall_s:.1f}", "many"),
-    ("peak cache MiB", lambda each: f"{each.peak_cache_bytes / MIB:,.1f}", None),
-    ("evicted", lambda each: str(each.evictions), None),
-    (
-        f"answers equal to {REFERENCE}",
-        lambda each: "-" if each.answers_equal is None else f"{each.answers_equal}/{each.requests}",
-        "one",
-    ),
+#: The columns of the table, and for how many users at a time each is; None: for any number.
+COLUMNS: tuple[tuple[Column, Literal["one", "many"] | None], ...] = (
+    (Column("cache", "cache"), None),
+    (Column("users at a time", "users_at_a_time"), "many"),
+    (Column("requests", "requests"), None),
+    (Column("prompt tokens", "prompt_tokens", ","), None),
+    (Column("cached tokens %", lambda each: 100 * each.cached_share, ".1f"), None),
+    (Column("tokens per s", "output_tokens_per_s", ".1f"), "many"),
+    (Column("drafted tokens accepted", "drafted_words"), "many"),
+    (Column("TTFT p50 ms", "ttft_ms_p50", ",.0f"), None),
+    (Column("TTFT p95 ms", "ttft_ms_p95", ",.0f"), None),
+    (Column("token p50 ms", "token_ms_p50", ",.0f"), "many"),
+    (Column("prefill s", "prefill_s", ".1f"), "one"),
+    (Column("decode s", "decode_s", ".1f"), "one"),
+    (Column("wall s", "wall_s", ".1f"), "many"),
+    (Column("peak cache MiB", "peak_cache_bytes", ",.1f", MIB), None),
+    (Column("evicted", "evictions"), None),
+    (Column(f"answers equal to {REFERENCE}", "equal_words"), "one"),
 )
+# Distinct in colour, in grey and for colour-blind readers: Okabe and Ito's palette, and a marker each.
+STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": "#999999", "marker": "o"},
+    "single": {"color": "#E69F00", "marker": "s"},
+    "mlx-lm": {"color": "#0072B2", "marker": "^"},
+    "radix": {"color": "#D55E00", "marker": "D"},
+}
 
 
 class TotalRatio(NamedTuple):
@@ -107,16 +116,16 @@ class TotalRatio(NamedTuple):
     interval: tuple[float, float] | None
 
 
-def total_ratio(theirs: Sequence[float], ours: Sequence[float]) -> TotalRatio:
-    """How many times as much `theirs` is in total; the interval is that of a paired bootstrap over the requests."""
-    pairs = np.array([theirs, ours], dtype=np.float64)
+def total_ratio(upper: Sequence[float], lower: Sequence[float]) -> TotalRatio:
+    """The sum of `upper` over that of `lower`; the interval is that of a paired bootstrap over the requests."""
+    pairs = np.array([upper, lower], dtype=np.float64)
     count = pairs.shape[1]
     ratio = float(pairs[0].sum() / pairs[1].sum())
     if count < LEAST_PAIRS:
         return TotalRatio(ratio, None)
     random = np.random.default_rng(0)
     totals = [pairs[:, random.integers(count, size=count)].sum(axis=1) for _ in range(RESAMPLES)]
-    low, high = np.percentile([their / our for their, our in totals], (2.5, 97.5)).tolist()
+    low, high = np.percentile([above / below for above, below in totals], (2.5, 97.5)).tolist()
     return TotalRatio(ratio, (low, high))
 
 
@@ -150,7 +159,7 @@ class Report:
         """Every answer that differs from the reference by more than it may: cache, request index, row."""
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
         if self._stored_bits is not None:
-            rows = {cache: found for cache, found in rows.items() if not cache.startswith(OURS)}
+            rows = {cache: found for cache, found in rows.items() if not cache.startswith(RADIX)}
         if self._is_parallel:
             wrong = [each for each in self.partings if each.gap >= TIE and each.cache in rows]
             return [(each.cache, each.index, rows[each.cache][each.index]) for each in wrong]
@@ -164,9 +173,8 @@ class Report:
 
     def table(self) -> Table:
         users = "many" if self._is_parallel else "one"
-        rows = (*self.summaries, *self._alone_summaries)
-        shown = [[header, *map(cell, rows)] for header, cell, only in COLUMNS if only in (None, users)]
-        return figures_table(shown, names=("cache",))
+        columns = [column for column, only in COLUMNS if only in (None, users)]
+        return figures_table(cells(columns, [*self.summaries, *self._alone_summaries]), names=("cache",))
 
     def sentence(self) -> str:
         if self._is_parallel:
@@ -227,9 +235,9 @@ class Report:
         )
 
     def _comparison(self) -> str:
-        ours = next((summary for summary in self.summaries if summary.cache == OURS), None)
-        others = sorted((s for s in self.summaries if s.cache != OURS), key=lambda summary: summary.evaluated_tokens)
-        if ours is None or not others:
+        radix = next((summary for summary in self.summaries if summary.cache == RADIX), None)
+        others = sorted((s for s in self.summaries if s.cache != RADIX), key=lambda summary: summary.evaluated_tokens)
+        if radix is None or not others:
             quickest, *slower = sorted(self.summaries, key=lambda summary: summary.prefill_s)
             return (
                 f"{quickest.cache} reached all first tokens in {quickest.prefill_s:.1f} s, with "
@@ -238,18 +246,18 @@ class Report:
         counts = ", ".join(f"{other.cache} {other.evaluated_tokens:,}" for other in others)
         return "\n".join(
             (
-                f"{OURS} evaluated {ours.evaluated_tokens:,} of {ours.prompt_tokens:,} prompt tokens; {counts}. These "
+                f"radix evaluated {radix.evaluated_tokens:,} of {radix.prompt_tokens:,} prompt tokens; {counts}. These "
                 "counts are the same on every machine.",
-                self._times(ours, others),
-                self._budget(ours),
-                _meaning(ours, others),
+                self._times(radix, others),
+                self._budget(radix),
+                _meaning(radix, others),
             )
         )
 
-    def _times(self, ours: Summary, others: Sequence[Summary]) -> str:
+    def _times(self, radix: Summary, others: Sequence[Summary]) -> str:
         """The total time to all first tokens, and for which caches the requests show a difference."""
         ttft_ms = {run.cache: [row.ttft_ms for row in run.rows] for run in self.runs}
-        ratios = {other.cache: total_ratio(ttft_ms[other.cache], ttft_ms[OURS]) for other in others}
+        ratios = {other.cache: total_ratio(ttft_ms[other.cache], ttft_ms[RADIX]) for other in others}
         times, level, ahead = [], [], []
         for cache, (ratio, interval) in ratios.items():
             if interval is None:
@@ -261,18 +269,18 @@ class Report:
                 ahead.append(cache)
             elif low <= 1:
                 level.append(cache)
-        said = [f"All first tokens took {ours.prefill_s:.1f} s with {OURS}, {', '.join(times)}."]
+        said = [f"All first tokens took {radix.prefill_s:.1f} s with radix, {', '.join(times)}."]
         if len(self.runs[0].rows) < LEAST_PAIRS:
             said.append(f"For an interval, {LEAST_PAIRS} requests are needed.")
-        said += [f"{OURS} is slower than {' and '.join(ahead)} here."] if ahead else []
+        said += [f"radix is slower than {' and '.join(ahead)} here."] if ahead else []
         said += [f"These requests show no clear difference in time from {' and '.join(level)}."] if level else []
         return " ".join(said)
 
-    def _budget(self, ours: Summary) -> str:
+    def _budget(self, radix: Summary) -> str:
         """The bytes that were held, and in which caches the budget was too small."""
         limited = [summary for summary in self.summaries if summary.cache in WITH_A_BUDGET]
-        held = [f"{OURS} held at most {ours.peak_cache_bytes / MIB:.0f} MiB"]
-        held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f} MiB" for each in limited if each != ours]
+        held = [f"radix held at most {radix.peak_cache_bytes / MIB:.0f} MiB"]
+        held += [f"{each.cache} {each.peak_cache_bytes / MIB:.0f} MiB" for each in limited if each != radix]
         evicted = [each.cache for each in limited if each.evictions]
         said = "the budget was too small for everything" if evicted else "the budget had room for everything"
         if evicted and len(limited) > 1:
@@ -285,8 +293,8 @@ class Report:
         if len(self.summaries) == 1:
             return "There was no second cache to compare answers with."
         wrong = [each for each in self.summaries if each.answers_equal != each.requests]
-        gaps = sorted(each.gap for each in self.partings if each.cache == OURS)
-        if gaps and [each.cache for each in wrong] == [OURS]:
+        gaps = sorted(each.gap for each in self.partings if each.cache == RADIX)
+        if gaps and [each.cache for each in wrong] == [RADIX]:
             answers = plural(len(self.runs[0].rows), "answer")
             return (
                 f"With {self._stored_bits} bits at rest, {len(gaps)} of {answers} part "
@@ -327,29 +335,60 @@ class Report:
         return f"{ties} Answers that differ from those without a cache: {wrong}." if wrong else ties
 
 
-def _meaning(ours: Summary, others: Sequence[Summary]) -> str:
+def _meaning(radix: Summary, others: Sequence[Summary]) -> str:
     """Why other caches evaluated more, for whom that matters, and what the cache does not change."""
-    more = {other.cache: other for other in others if other.evaluated_tokens > ours.evaluated_tokens}
-    fewer = [other.cache for other in others if other.evaluated_tokens < ours.evaluated_tokens]
+    more = {other.cache: other for other in others if other.evaluated_tokens > radix.evaluated_tokens}
+    fewer = [other.cache for other in others if other.evaluated_tokens < radix.evaluated_tokens]
     is_crowded = "mlx-lm" in more and more["mlx-lm"].evictions > 0
     reasons = ["single keeps only the latest conversation"] if "single" in more else []
     reasons += ["mlx-lm keeps a copy of each conversation, too many for the budget"] if is_crowded else []
     said = []
     if fewer:
-        said = [f"{OURS} evaluated more than {' and '.join(fewer)} here."]
+        said = [f"radix evaluated more than {' and '.join(fewer)} here."]
     elif reasons:
-        said = [f"{'; '.join(reasons)}; {OURS} keeps a shared prefix once."]
+        said = [f"{'; '.join(reasons)}; radix keeps a shared prefix once."]
         matters = "This matters if users or branches with a common prefix take turns"
         more_room = " and memory is scarce: mlx-lm finds more in a larger budget."
         said.append(matters + (more_room if is_crowded else "."))
     elif not more.keys() - {REFERENCE} and len(others) > 1:
         said = ["All caches find the same in these requests."]
-    if not ours.proposed_tokens:
+    if not radix.proposed_tokens:
         decode = ", ".join(f"{each.cache} {each.decode_s:.1f} s" for each in others)
-        said += [f"A cache does not make decode faster: {OURS} took {ours.decode_s:.1f} s, {decode}."]
+        said += [f"A cache does not make decode faster: radix took {radix.decode_s:.1f} s, {decode}."]
     return " ".join(said)
 
 
 def _against(others: Sequence[Summary]) -> str:
     said = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
     return f"; {said}" if others else ""
+
+
+def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:
+    """TTFT per request above and bytes held below; PNG, SVG or PDF."""
+    figure = new_figure(10.0, 8.0)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(title, parse_math=False)
+    _plot(upper, runs, lambda row: row.ttft_ms)
+    upper.set_yscale("log")
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.set_ylabel("TTFT, ms (log scale)")
+    upper.grid(visible=True, which="both", alpha=0.25)
+    upper.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    _plot(lower, runs, lambda row: row.peak_bytes / MIB)
+    held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
+    # A budget far above what was held would flatten everything else.
+    if budget_bytes <= 2 * held_bytes:
+        lower.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
+        lower.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))
+        held_bytes = max(held_bytes, budget_bytes)
+    lower.set_ylim(0, 1.12 * held_bytes / MIB)
+    lower.set_ylabel("peak bytes during the request, MiB")
+    lower.set_xlabel("request")
+    lower.grid(visible=True, alpha=0.25)
+    return picture_bytes(figure, file_format)
+
+
+def _plot(axes: Axes, runs: Sequence[CacheRun], value: Callable[[RequestRow], float]) -> None:
+    for run in runs:
+        style = {"label": run.cache, "linewidth": 1.4, "markersize": 4.5, **STYLES.get(run.cache, {})}
+        axes.plot(range(1, len(run.rows) + 1), [*map(value, run.rows)], **style)

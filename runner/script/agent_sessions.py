@@ -9,34 +9,34 @@ request before, the `Call` has the `Opening`:
 
 Invariants:
 
-  AS1  A reply with a message in front of it is one call; what the tool itself wrote in a reply's place is none.
-  AS2  A path has the calls that no path before it has, and `None` in the place of others; it ends with a reply.
-  AS3  What a path left out is counted once: not again for messages of earlier paths, or of copies in other files.
+  AS1  A reply with a message in front of it is one call. Text that the tool wrote in place of a reply is no call.
+  AS2  A path ends with a reply. It has the calls that no earlier path has, and None for the other replies.
+  AS3  Parts that are left out are counted once, also if their message is on several paths or copied to another file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner.files import Record
-from runner.script.conversation import Call, Opening, found_in, paths
+from runner.script.conversation import Call, Opening, paths, value_at
 
 
 @dataclass
 class Known:
-    """What the files before have: agents copy a session that goes on into a new file.
+    """What earlier files have. Agents copy a session into a new file when they continue it.
 
-    `rows` are names of messages; `older` has the sessions that a forked one goes on from.
+    `rows` are names of messages; `older` has, for a forked session, the sessions that it continues.
     """
 
     rows: set[str] = field(default_factory=set)
     older: dict[str, set[str]] = field(default_factory=dict)
 
     def adds(self, row: str) -> bool:
-        """Note a row; whether it is new."""
+        """Note a row. Returns whether it is new."""
         is_new = row not in self.rows
         self.rows.add(row)
         return is_new
@@ -44,9 +44,9 @@ class Known:
 
 @dataclass
 class LogNode:
-    """A message or an item of a log, and the name of the one above it; of a reply also its call.
+    """A message or an item of a log, and the name of the node above it. A reply may have a call.
 
-    `opening`: why a conversation begins here, if one does. `is_copy`: it stands elsewhere, too.
+    `opening`: why a conversation begins at this node, if one does. `is_copy`: an earlier file or node has it, too.
     """
 
     turn: dict[str, Any]
@@ -94,72 +94,14 @@ def bodies(nodes: Mapping[str, LogNode], turns: str, left_out: Counter[str], **a
         count += 1
 
 
-class Tree:
-    """The nodes of a log whose rows become chat messages. A row goes on from another one, its parent."""
-
-    def __init__(self, known: Known) -> None:
-        self.nodes: dict[str, LogNode] = {}
-        self.left_out: Counter[str] = Counter()
-        self.said: dict[str, Sequence[dict[str, Any]]] = {}  # by row
-        self._known = known
-        self._ends: dict[str | None, str | None] = {}  # by row: the last message that a row below sees
-
-    def add(
-        self,
-        row: str,
-        parent: str | None,
-        messages: Sequence[dict[str, Any]],
-        record: Record,
-        *,
-        call: Call | None = None,
-        opening: Opening = Opening.SESSION,
-        left_out: Mapping[str, int] | None = None,
-    ) -> None:
-        """Add what a row says behind its parent. With a call, its first reply is one."""
-        is_new = self._known.adds(row)
-        if is_new:
-            self.left_out.update(left_out or {})
-        self.said[row] = messages
-        self._chain(row, self._ends.get(parent), messages, record, opening, call, is_copy=not is_new)
-
-    def compact(self, row: str, messages: Sequence[dict[str, Any]], record: Record) -> None:
-        """Let the rows below this one see these messages in place of the history."""
-        self.said[row] = ()
-        self._chain(row, None, messages, record, Opening.COMPACTION, None, is_copy=True)
-
-    def _chain(
-        self,
-        row: str,
-        above: str | None,
-        messages: Sequence[dict[str, Any]],
-        record: Record,
-        opening: Opening,
-        call: Call | None,
-        *,
-        is_copy: bool,
-    ) -> None:
-        for at, message in enumerate(messages):
-            name, is_reply = f"{row}/{at}", message["role"] == "assistant"
-            self.nodes[name] = LogNode(message, record, above, is_reply, opening, call if is_reply else None, is_copy)
-            above, call = name, None if is_reply else call
-        self._ends[row] = above
-
-
-def reply(content: str, reasoning: str = "", calls: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message of the assistant."""
-    said = {"reasoning_content": reasoning or None, "tool_calls": [*calls] or None}
-    return {"role": "assistant", "content": content, **{key: value for key, value in said.items() if value}}
-
-
-def call_of(
-    reply_id: str, value: Mapping[str, Any], model: Any, prompt_tokens: int = 0, cached_tokens: int = 0
-) -> Call:
-    """The call of a reply, with the time of its row; no prompt tokens: the provider reported no figures."""
-    time = str(value.get("timestamp", ""))
-    return Call(reply_id, time, str(model or ""), None, prompt_tokens or None, cached_tokens if prompt_tokens else 0)
+def call_of(reply_id: str, time: Any, model: Any, usage: Any = None, prompt: str = "", cached: str = "") -> Call:
+    """The call of a reply. `prompt` names the counts in `usage` whose sum is the length of the prompt; 0: unknown."""
+    prompt_tokens = sum(count_in(usage, name) for name in prompt.split())
+    cached_tokens = count_in(usage, cached) if prompt_tokens else 0
+    return Call(reply_id, str(time), str(model or ""), None, prompt_tokens or None, cached_tokens)
 
 
 def count_in(value: Any, name: str) -> int:
     """A count at a path of keys; 0: there is none."""
-    count = found_in(value, name)[1]
+    count = value_at(value, name)
     return count if isinstance(count, int) and count > 0 else 0

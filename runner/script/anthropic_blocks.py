@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.script.conversation import (
+    ByType,
     Checked,
     Many,
     as_tool,
-    by_type,
     content_of,
     dicts_in,
     null_as,
@@ -40,12 +40,11 @@ from runner.script.conversation import (
 
 #: Fields and blocks that only Anthropic's API has.
 _FIELDS = frozenset(("anthropic_version", "cache_control", "stop_sequences", "system"))
-_BLOCKS = frozenset(("compaction", "document", "image", "redacted_thinking", "thinking", "tool_result", "tool_use"))
+_BLOCKS = frozenset((
+    "compaction", "document", "image", "redacted_thinking", "server_tool_use", "thinking", "tool_result", "tool_use",
+))  # fmt: skip
 # Roles and fields of messages that only OpenAI's API has.
 _OPENAI_ROLES, _OPENAI_FIELDS = ("developer", "function", "tool"), frozenset(("function_call", "tool_calls"))
-_TEXT_BLOCKS = frozenset(
-    ("compaction", "document", "search_result", "text", "thinking", "tool_reference", "tool_result", "tool_use")
-)
 
 
 class CacheControl(Checked):
@@ -159,15 +158,7 @@ class ToolUse(Markable):
         return json.dumps(self.input)
 
 
-Shown: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[ToolReference, Tag("tool_reference")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
-]
+Shown: TypeAlias = Annotated[Text | Image | Document | SearchResult | ToolReference | ServerBlock, ByType(BLOCK_KINDS)]
 
 
 class ToolResult(Markable):
@@ -178,25 +169,9 @@ class ToolResult(Markable):
 
 
 UserBlock: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Compaction, Tag("compaction")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
+    Text | Image | Document | SearchResult | ToolResult | Compaction | ServerBlock, ByType(BLOCK_KINDS)
 ]
-AssistantBlock: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[Compaction, Tag("compaction")]
-    | Annotated[ServerBlock, Tag("foreign")],
-    by_type(BLOCK_KINDS),
-]
-
-
+AssistantBlock: TypeAlias = Annotated[Text | Thinking | ToolUse | Compaction | ServerBlock, ByType(BLOCK_KINDS)]
 SystemTexts: TypeAlias = Annotated[Texts, BeforeValidator(without_billing)]
 
 
@@ -223,7 +198,7 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
     for role, run in groupby(turns, key=lambda turn: turn.role):
         blocks = [block for turn in run for block in turn.content if not isinstance(block, ServerBlock)]
         if role == "assistant":
-            yield reply_of(blocks), _marked_ends(blocks)
+            yield reply_of(blocks), _mark_ends(blocks)
             continue
         for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResult)):
             if is_result:
@@ -231,7 +206,7 @@ def messages_of(turns: Iterable[Turn]) -> Iterator[tuple[dict[str, Any], list[in
             else:
                 shown = list(group)
                 content = content_of(shown)
-                yield {"role": role, "content": content}, _marked_ends(shown) if isinstance(content, str) else []
+                yield {"role": role, "content": content}, _mark_ends(shown) if isinstance(content, str) else []
         if not blocks:
             yield {"role": role, "content": ""}, []
 
@@ -250,7 +225,7 @@ def _tool_message(result: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
 
 
-def _marked_ends(blocks: Iterable[Any]) -> list[int]:
+def _mark_ends(blocks: Iterable[Any]) -> list[int]:
     texts = [block for block in blocks if hasattr(block, "text")]
     ends = accumulate((len(text.text) for text in texts), lambda end, length: end + 1 + length)  # 1: the line's end
     return [end for end, text in zip(ends, texts[:-1], strict=False) if text.cache_control]
@@ -338,7 +313,7 @@ def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:
 def _has_text(block: Mapping[str, Any]) -> bool:
     kind, source = block.get("type", "text"), block.get("source")
     is_file = kind == "document" and isinstance(source, dict) and source.get("type") not in ("text", "content")
-    return kind in _TEXT_BLOCKS and not is_file and block.get("thinking") != ""
+    return kind in BLOCK_KINDS and kind != "image" and not is_file and block.get("thinking") != ""
 
 
 def is_anthropic(body: Mapping[str, Any]) -> bool:

@@ -21,9 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from runner.files import Record
-from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
-from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
+from runner.script.agent_sessions import Known, LogNode, bodies, call_of
+from runner.script.conversation import Opening, as_parts, dicts_in, object_of, value_at
 
+CACHED = "cache_read_input_tokens"
 SYNTHETIC = "<synthetic>"  # the model of replies that Claude Code wrote itself
 
 
@@ -63,11 +64,13 @@ class _Log:
         if not isinstance(uuid, str) or uuid in self._above:
             return
         is_new = self._known.adds(uuid)
-        if is_new:
-            self._count(value, kind)
+        cleared = value_at(value, "microcompactMetadata/compactedToolIds")
+        if is_new and kind == "attachment":
+            self.left_out[f"attachment {value_at(value, 'attachment/type') or ''}".strip()] += 1
+        self.left_out["cleared tool result"] += len(cleared) if is_new and isinstance(cleared, list) else 0
         is_summary = bool(value.get("isCompactSummary"))
         self._above[uuid] = self._placed.get(uuid) or self._parent_of(value, is_summary)
-        preserved = found_in(value, "compactMetadata/preservedMessages compactMetadata/preservedSegment")[1]
+        preserved = value_at(value, "compactMetadata/preservedMessages compactMetadata/preservedSegment")
         if isinstance(preserved, dict):
             self._keep(preserved, (preserved.get("tailUuid"), value.get("logicalParentUuid"), self._last))
         self._last = self._last if value.get("isSidechain") else uuid
@@ -87,12 +90,11 @@ class _Log:
         turn = {"role": kind, "content": list[Any]()}
         new = LogNode(turn, record, self._above[uuid], kind == "assistant", opening, is_copy=not is_new)
         node = self._nodes.setdefault(name, new)
-        node.turn["content"] += _added(node, blocks)
-        model = str(found_in(node.record.value, "message/model")[1] or "")
+        node.turn["content"] += _new_blocks(node, blocks)
+        model = str(value_at(node.record.value, "message/model") or "")
         if node.is_reply and model != SYNTHETIC and not name.startswith(_COPY):
-            counts = ("cache_read_input_tokens", "input_tokens", "cache_creation_input_tokens")
-            cached, *others = (count_in(message, f"usage/{each}") for each in counts)
-            node.call = call_of(name, node.record.value, model, cached + sum(others), cached)
+            about = (node.record.value.get("timestamp", ""), model, message.get("usage"))
+            node.call = call_of(name, *about, f"{CACHED} input_tokens cache_creation_input_tokens", CACHED)
 
     def finished(self) -> dict[str, LogNode]:
         """The nodes by their names, each with the node above it and with the results that the model saw."""
@@ -109,12 +111,6 @@ class _Log:
                 node.above = self._above[node.above]
             node.above = self._names.get(node.above)
         return self._nodes
-
-    def _count(self, value: Mapping[str, Any], kind: Any) -> None:
-        if kind == "attachment":
-            self.left_out[f"attachment {found_in(value, 'attachment/type')[1] or ''}".strip()] += 1
-        cleared = found_in(value, "microcompactMetadata/compactedToolIds")[1]
-        self.left_out["cleared tool result"] += len(cleared) if isinstance(cleared, list) else 0
 
     def _parent_of(self, value: Mapping[str, Any], is_summary: bool) -> str | None:
         parent = value.get("parentUuid")
@@ -179,7 +175,7 @@ class _Log:
 _COPY = "copy of "
 
 
-def _added(node: LogNode, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _new_blocks(node: LogNode, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks that a record adds to a message: those of a record that is written again are in the message."""
     content = node.turn["content"]
     ids = {_id_of(each) for each in content}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from runner.files import Record
 from runner.script.agent_sessions import Known, LogNode, bodies, call_of, count_in
-from runner.script.conversation import Opening, as_parts, dicts_in, found_in, object_of
+from runner.script.conversation import Opening, as_parts, dicts_in, object_of, value_at
 from runner.script.response_items import ITEM_KINDS
 
 OLD_META = {"id", "timestamp", "instructions", "git"}  # the keys of a session of Codex in 2025
@@ -34,7 +34,7 @@ def codex(records: Sequence[Record], known: Known) -> Iterator[Record]:
     log = _Log(records, known)
     for record in records:
         log.add(record)
-    instructions = found_in(log.meta, "base_instructions/text")[1]
+    instructions = value_at(log.meta, "base_instructions/text")
     about = {"instructions": instructions} if isinstance(instructions, str) and instructions else {}
     about["user"] = str(log.meta.get("id") or records[0].default_id)
     yield from bodies(log.nodes, "input", log.left_out, **about)
@@ -74,7 +74,7 @@ class _Log:
         if kind == "turn_context":
             self._model = str(payload.get("model", ""))
         # What writes a summary is a request, too; but the log has no prompt of it.
-        elif kind == "response_item" and not found_in(record.value, "metadata/compaction_output")[1]:
+        elif kind == "response_item" and not value_at(record.value, "metadata/compaction_output"):
             self._append(payload, record, is_said=True)
         elif kind == "compacted":
             summary = [{"type": "message", "role": "user", "content": str(payload.get("message", ""))}]
@@ -86,9 +86,9 @@ class _Log:
             self._end, self._opening, self._asked = self._questions[-turns:][0], Opening.EDIT, None
             del self._questions[-turns:]
         elif event == "token_count" and self._asked and self._asked.call and not self._asked.call.prompt_tokens:
-            prompt = count_in(payload, "info/last_token_usage/input_tokens")
-            cached = count_in(payload, "info/last_token_usage/cached_input_tokens") if prompt else 0
-            self._asked.call = self._asked.call._replace(prompt_tokens=prompt or None, cached_tokens=cached)
+            usage, call = value_at(payload, "info/last_token_usage"), self._asked.call
+            figures = (usage, "input_tokens", "cached_input_tokens")
+            self._asked.call = call_of(call.reply_id, call.time, call.model, *figures)
 
     def _append(self, item: dict[str, Any], record: Record, *, is_said: bool) -> None:
         """Add an item to the history; one that a compaction repeats is not said."""
@@ -98,8 +98,10 @@ class _Log:
         row = f"{digest.hex()} {self._times[digest]}"
         is_copy = any(f"{session} {row}" in self._known.rows for session in self._older)
         self._known.rows.add(f"{self._session} {row}")
-        is_reply, before = _is_of_reply(item), self.nodes.get(above or "")
-        if (kind := str(item.get("type", "message"))) not in ITEM_KINDS:
+        kind, before = str(item.get("type", "message")), self.nodes.get(above or "")
+        is_reply = item.get("role") == "assistant" if item.get("type") == "message" else kind.endswith("_call")
+        is_reply = is_reply or kind == "reasoning"
+        if kind not in ITEM_KINDS:
             self.left_out[kind] += not is_copy
             self._asked = None if is_reply else self._asked
             return
@@ -110,7 +112,8 @@ class _Log:
             # Ids of calls are of one session only.
             place = f"{item['call_id']} {row}" if "call_id" in item else f"{record.where} {name}"
             reply_id = item.get("id") or item.get("encrypted_content") or place
-            node.call = None if is_copy else call_of(str(reply_id), record.value, self._model)
+            time = record.value.get("timestamp", "")
+            node.call = None if is_copy else call_of(str(reply_id), time, self._model)
         if is_said and item.get("role") == "user" and not _is_context(item):
             self._questions.append(self._before_context())
         self._end = _End(name, digest)
@@ -136,8 +139,3 @@ def _is_context(item: dict[str, Any]) -> bool:
         return True
     texts = [str(part.get("text", "")) for part in dicts_in(as_parts(item.get("content")))]
     return item.get("role") == "user" and any(text.lstrip().lower().startswith(CONTEXT) for text in texts)
-
-
-def _is_of_reply(item: dict[str, Any]) -> bool:
-    kind = str(item.get("type"))
-    return item.get("role") == "assistant" if kind == "message" else kind == "reasoning" or kind.endswith("_call")

@@ -1,7 +1,7 @@
 """A recorded conversation in OpenAI's chat form, the checks that data is one, and what makes messages of data.
 
-The server and the readers share what turns bodies of APIs into messages of OpenAI's chat API as it is now, which chat
-templates take. `anthropic_blocks.py` and `response_items.py` say what the parts of a message are in the other APIs.
+The server and the readers share the functions that make chat messages, as templates take them, of bodies of APIs.
+`anthropic_blocks.py` and `response_items.py` have the parts of a message in the other APIs.
 
 Invariants of a `Conversation` that a reader returns:
 
@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 from runner.files import InputError, expect
 from runner.text import shortened
@@ -142,14 +143,21 @@ def null_as(value: Any) -> BeforeValidator:
     return BeforeValidator(lambda given: value if given is None else given)
 
 
-def by_type(kinds: Collection[str], default: str | None = None, known: Collection[str] = ()) -> Discriminator:
-    """Tell parts apart by their type. A type that is neither of `kinds` nor `known` elsewhere is foreign."""
+@dataclass(frozen=True)
+class ByType:
+    """In `Annotated[A | B, ByType(kinds)]`: tell the members apart by `type`. A type not in `kinds` is foreign."""
 
-    def kind_of(part: Any) -> str:
-        kind = part.get("type", default) if isinstance(part, dict) else getattr(part, "type", None)
-        return str(kind) if kind in kinds or kind in known else "foreign"
+    kinds: Collection[str]
+    default: str | None = None
 
-    return Discriminator(kind_of)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def kind_of(part: Any) -> str:
+            kind = part.get("type", self.default) if isinstance(part, dict) else getattr(part, "type", None)
+            return str(kind) if kind in self.kinds else "foreign"
+
+        types = {member: get_args(member.model_fields["type"].annotation) or ("foreign",) for member in get_args(union)}
+        members = (Annotated[member, Tag(kind)] for member, kinds in types.items() for kind in kinds)
+        return handler.generate_schema(Annotated[Union[tuple(members)], Discriminator(kind_of)])  # noqa: UP007
 
 
 def dicts_in(values: Any) -> list[dict[str, Any]]:
@@ -211,14 +219,14 @@ def in_present_form(message: Any) -> Any:
     given = {**message, "role": "tool"} if message.get("role") == "function" else {**message}
     if given.get("function_call") and not given.get("tool_calls"):
         given["tool_calls"] = [as_tool(given.pop("function_call"))]
-    if isinstance(given.get("content"), list):
-        given["content"] = [*map(_refusal_as_text, given["content"])]
+    if isinstance(parts := given.get("content"), list):
+        given["content"] = [
+            {"type": "text", "text": part["refusal"]}
+            if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
+            else part
+            for part in parts
+        ]
     return given
-
-
-def _refusal_as_text(part: Any) -> Any:
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
-    return {"type": "text", "text": part["refusal"]} if is_refusal else part
 
 
 def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
@@ -287,8 +295,8 @@ def object_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def found_in(value: Any, names: str) -> tuple[str, Any]:
-    """The first of some values that is there, and its name; None: none of them is."""
+def named_value(value: Any, names: str) -> tuple[str, Any]:
+    """The first of some values that is there, and its name; None: none of them is. `a/b` is a path of keys."""
     for name in names.split():
         found = value
         for key in name.split("/"):
@@ -296,6 +304,10 @@ def found_in(value: Any, names: str) -> tuple[str, Any]:
         if found is not None:
             return name, found
     return names.split()[0], None
+
+
+def value_at(value: Any, names: str) -> Any:
+    return named_value(value, names)[1]
 
 
 def has_name(function: Any) -> bool:

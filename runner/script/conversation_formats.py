@@ -23,6 +23,7 @@ from radixcache.observe.trace import FORMAT
 from runner.files import TOOL_FILES, InputError, Record, expect, read_json
 from runner.script import anthropic_blocks, response_items
 from runner.script.agent_sessions import Known
+from runner.script.chat_sessions import gemini_cli, is_qwen_code, opencode, pi, qwen_code
 from runner.script.claude_code_sessions import claude_code
 from runner.script.codex_sessions import OLD_META, codex, old_codex
 from runner.script.conversation import (
@@ -33,21 +34,19 @@ from runner.script.conversation import (
     checked_tools,
     dicts_in,
     first_finding,
-    found_in,
     has_name,
     in_present_form,
     json_of,
+    named_value,
     object_of,
     paths,
     reasoning_arguments,
     require_unicode,
     turn_start,
+    value_at,
     with_text,
     without_billing,
 )
-from runner.script.gemini_sessions import gemini_cli, is_qwen_code, qwen_code
-from runner.script.opencode_sessions import opencode
-from runner.script.pi_sessions import pi
 from runner.text import printable, shortened, shown
 
 _ROLES = {**dict(zip(ROLES, ROLES, strict=True)), "function": "tool"}
@@ -64,7 +63,6 @@ _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 #: Keys of a body of an API that this reader knows beside those of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[Record], Iterable[dict[str, Any]]]
-OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 #: Public traces that have no text, by their keys or columns.
 _LENGTHS_ALONE = {
     "BurstGPT's table": {"Timestamp", "Request tokens", "Response tokens"},
@@ -123,7 +121,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value and joining_form([value]) is None
 
 
-def expanded(value: Any) -> list[Any]:
+def conversations_in(value: Any) -> list[Any]:
     """The conversations in one JSON value: InterCode has many in one object, by number."""
     if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
         return list(value.values())
@@ -225,7 +223,7 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     require_unicode(system, f"{where}: system")
     has_system = isinstance(system, str) and system and (not given or given[0]["role"] != "system")
     beginning = [{"role": "system", "content": system}] if has_system else []
-    parents = {name: found_in(turn, form.parent)[1] for name, turn in named.items()} if form.parent else {}
+    parents = {name: value_at(turn, form.parent) for name, turn in named.items()} if form.parent else {}
     count = 0
     for path, shared in paths(parents, where) if form.parent else [([*named], 0)]:
         chain = [messages[name] for name in path if name in messages]
@@ -263,7 +261,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         turn = dict(zip(names, ("user", turn), strict=True))
     expect(isinstance(turn, dict), f"{where} is", turn, f"an object with {' and '.join(names)}")
     turn = in_present_form(turn)
-    (role_name, speaker), (content_name, content) = found_in(turn, form.role), found_in(turn, form.content)
+    (role_name, speaker), (content_name, content) = named_value(turn, form.role), named_value(turn, form.content)
     if form.parent and speaker is None and content is None:
         return None, left_out
     named = speaker.lower() if isinstance(speaker, str) else ""
@@ -276,7 +274,14 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
         return None, left_out
     is_object = bool(form.parent) and isinstance(content, dict)
     if isinstance(content, list) or is_object:
-        content = _text_of(content if isinstance(content, list) else [content], where, left_out)
+        parts = content if isinstance(content, list) else [content]
+        shown = with_text(parts, lambda part: part.get("type") == "text" or isinstance(part.get("text"), str), left_out)
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in shown]
+        for index, text in enumerate(texts):
+            expect(
+                isinstance(text, str), f"{where}: content part {index} is", shown[index], "a part with a type and text"
+            )
+        content = "".join(texts)
     if form.parent and not content and (role != "user" or is_object or not left_out):
         return None, left_out
     if isinstance(turn.get("audio"), dict):
@@ -290,7 +295,7 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
             left_out[key] += 1
         elif not message["reasoning_content"]:
             message["reasoning_content"] = turn[key]
-    call, callee = None, found_in(turn, form.callee)[1] if form.callee else None
+    call, callee = None, value_at(turn, form.callee) if form.callee else None
     if named in _CALLERS and has_name(said := object_of(content)):
         call = {"name": said["name"], "arguments": said.get("arguments", {})}
     elif role == "assistant" and isinstance(callee, str) and callee != "all":
@@ -314,22 +319,12 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
     return message, left_out
 
 
-def _text_of(parts: list[Any], where: str, left_out: Counter[str]) -> str:
-    """The texts of a message's parts; the other parts are counted by type."""
-    shown = with_text(parts, lambda part: part.get("type") == "text" or isinstance(part.get("text"), str), left_out)
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in shown]
-    for index, text in enumerate(texts):
-        wanted = "a part with a type and text"
-        expect(isinstance(text, str), f"{where}: content part {index} is", shown[index], wanted)
-    return "".join(texts)
-
-
 def _name(record: Record, patterns: str) -> str:
     """An id or a user as text, which may be a number in the record; '': there is none."""
     known = {**record.value, "file": printable(record.path.stem)}
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
-        parts = {key: found_in(known, key)[1] for key in re.findall(r"{(.+?)}", pattern)}
+        parts = {key: value_at(known, key) for key in re.findall(r"{(.+?)}", pattern)}
         # What stands deeper in a record is of another program, which may have anything there.
         if any(part is None or ("/" in key and not _is_name(part)) for key, part in parts.items()):
             continue
@@ -346,13 +341,13 @@ def _is_name(value: Any) -> bool:
 
 def _tools_value(record: dict[str, Any], where: str) -> Any:
     """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
-    value, functions = (
+    tools, functions = (
         json_of(None if record.get(name) == "" else record.get(name)) for name in ("tools", "functions")
     )
-    if value is None and functions is not None:
-        expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
-        return [*map(as_tool, functions)]
-    return value
+    if tools is not None or functions is None:
+        return tools
+    expect(isinstance(functions, list), f"{where}: functions is", functions, "a list of function definitions")
+    return [*map(as_tool, functions)]
 
 
 # What no row can say
@@ -384,14 +379,14 @@ def _read_logged(record: Record) -> Iterator[dict[str, Any]]:
     Counted as left out: further replies, and a response without one.
     """
     value, where = record.value, record.where
-    _, given = found_in(value, "body/body request/body params/body body request params")
+    given = value_at(value, "body/body request/body params/body body request params")
     body = object_of(given)
     expect(bool(body), f"{where}: the body is", given, "that of an API")
-    url = str(found_in(value, "request/url url")[1])
+    url = str(value_at(value, "request/url url"))
     expect(not url.endswith(("/embeddings", "/moderations")), f"{where}: url is", url, "a chat")
     named = {key: value[key] for key in ("id", "custom_id", "user") if isinstance(value.get(key), str)}
     name = named.pop("custom_id", None)
-    given = found_in(value, "response/body response result/message result error")[1]
+    given = value_at(value, "response/body response result/message result error")
     response = object_of(given)
     choices, output, content = map(response.get, ("choices", "output", "content"))
     items, messages = response_items.as_items(body.get("input")), body.get("messages")
@@ -429,7 +424,7 @@ def _read_langfuse(record: Record) -> Iterator[dict[str, Any]]:
         said = said[0] if isinstance(said, list) and said else said
         reply = {"role": "assistant", "content": said} if isinstance(said, str) else said
         response = {"response": {"choices": [{"message": reply}]}} if isinstance(reply, dict) else {}
-        user = found_in({**value, **each}, "sessionId session_id userId user_id traceId trace_id")[1]
+        user = value_at({**value, **each}, "sessionId session_id userId user_id traceId trace_id")
         yield {"id": each.get("id"), "user": user, "body": {"model": each.get("model"), **body}, **response}
 
 
@@ -456,11 +451,10 @@ def _is_webui(record: dict[str, Any]) -> bool:
 
 
 def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
-    chat = record.value["chat"]
-    nodes = found_in(chat, "history/messages")[1]
-    about = {"id": record.value.get("id")}
+    chat, about = record.value["chat"], {"id": record.value.get("id"), "user": record.value.get("user_id")}
+    nodes = value_at(chat, "history/messages")
     if not isinstance(nodes, dict):
-        yield {**about, "messages": chat.get("messages"), "user": record.value.get("user_id")}
+        yield {**about, "messages": chat.get("messages")}
         return
     mapping = {}
     for name, node in nodes.items():
@@ -468,7 +462,7 @@ def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
         images = [each for each in dicts_in(given.get("files")) if each.get("type") == "image"]
         turn = {"role": given.get("role"), "text": given.get("content"), "images": images}
         mapping[name] = {**turn, "parent": given.get("parentId")}
-    yield {**about, "mapping": mapping, "user": record.value.get("user_id")}
+    yield {**about, "mapping": mapping}
 
 
 def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
@@ -580,9 +574,7 @@ FORMS: tuple[Form, ...] = (
     Form("ShareGPT", _SPOKEN, "conversations", **_SPEECH),
     Form("LMSYS-Chat-1M, WildChat", "turns with `role` and `content`", "conversation", **_ROW),
     Form("ChatGPT's export", "a tree; each of its paths is a conversation", "mapping", **_NODES),
-    Form(
-        "Open WebUI's export", _WEBUI, "chat", tells=lambda record: isinstance(record["chat"], dict), read=_read_webui
-    ),
+    Form("Open WebUI's export", _WEBUI, "chat", tells=_is_webui, read=_read_webui),
     Form("OpenAssistant's trees", _TREE, "message_tree_id prompt", read=_read_oasst_tree),
     Form("OpenAssistant's rows", "a message of a tree", "message_id role text", join=_join_oasst_rows),
     Form("tau-bench", _TAU, "traj", id=_TASK, user="info/task/user_id", has_tools_beside=True),

@@ -31,8 +31,7 @@ from runner.files import (
 from runner.script.agent_sessions import Known
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import (
-    OUTPUT_KEYS,
-    expanded,
+    conversations_in,
     form_of,
     is_message,
     joining_form,
@@ -44,6 +43,7 @@ from runner.text import plural, printable, shortened
 
 MOST_UNPACKED_BYTES = 2 << 30  # a packed file may unpack to a thousand times its bytes
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".traj")
+OUTPUT_KEYS = {"error", "response", "result"}  # of an output of a batch
 NAMED_KINDS = 12  # kinds of parts that a note names
 MOST_HEADER_CHARS = 1000  # of a table's first line
 PROBED_RECORDS = 100  # at the start of a file, whose conversations may be several records each
@@ -104,7 +104,7 @@ def read_conversations(*paths: str | PathLike[str], skip_bad: bool = False) -> R
     every = (_records(path, path.stem if stems[path.stem] == 1 else str(path), skip_bad, known) for path in found)
     for record in _with_outputs(chain.from_iterable(every)):
         try:
-            read = [_asked_once(each, asked) for each in _parsed(record, sources)]
+            read = [*_conversations_of(record, sources, asked)]
             conversations += [new for each in read if (new := _without(replies, each)) is not None]
         except InputError as error:
             errors.append(error.with_traceback(None))  # its frames hold the record
@@ -157,8 +157,11 @@ def _with_outputs(records: Iterable[Record]) -> Iterator[Record]:
         yield lone._replace(value=InputError(f"{lone.where}: {lacking}"))
 
 
-def _parsed(record: Record, sources: dict[str, str]) -> list[Conversation]:
-    """The conversations of a record, if their ids were not seen before."""
+def _conversations_of(record: Record, sources: dict[str, str], asked: set[bytes]) -> Iterator[Conversation]:
+    """The conversations of a record, if their ids were not seen before.
+
+    A request of a log asks for the replies that no earlier request has asked for, and for the last one.
+    """
     if isinstance(record.value, InputError):
         raise record.value
     try:
@@ -167,24 +170,20 @@ def _parsed(record: Record, sources: dict[str, str]) -> list[Conversation]:
         raise InputError(f"{record.where}: nested too deeply; wanted a conversation.") from None
     for each in conversations:
         note_id(each.conversation_id, record.where, sources)
-    return conversations
-
-
-def _asked_once(conversation: Conversation, asked: set[bytes]) -> Conversation:
-    """A request of a log asks for the replies that no earlier request has asked for, and for the last one."""
-    if not conversation.is_request:
-        return conversation
-    messages = conversation.messages
-    *earlier, last = beginnings(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
-    known = [length for length, digest in enumerate(earlier) if digest in asked]
-    asked.add(last)
-    return replace(conversation, asked_messages=max([conversation.asked_messages, *known]))
+    for each in conversations:
+        if each.is_request:
+            messages = each.messages
+            *earlier, last = beginnings(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+            known = [length for length, digest in enumerate(earlier) if digest in asked]
+            asked.add(last)
+            each = replace(each, asked_messages=max([each.asked_messages, *known]))
+        yield each
 
 
 def _without(replies: set[str], conversation: Conversation) -> Conversation | None:
-    """A conversation without the replies that earlier ones had: agents copy a session that goes on into a new file.
+    """A conversation without calls whose replies are in `replies`; None: no call is left. Adds the replies to the set.
 
-    None: no reply is left. The replies are added to `replies`.
+    Agents copy a session into a new file when they continue it.
     """
     if not conversation.calls:
         return conversation
@@ -202,7 +201,7 @@ def _records(path: Path, label: str, skip_bad: bool, known: Known) -> Iterator[R
     except InputError as error:
         yield Record(_UnreadableError(str(error)), path, 1)
         return
-    values = (record._replace(value=value) for record in records for value in expanded(record.value))
+    values = (record._replace(value=value) for record in records for value in conversations_in(record.value))
     found = (each._replace(default_id=f"{printable(label)}#{at}") for at, each in enumerate(values))
     first = list(islice(found, PROBED_RECORDS))
     form = joining_form(each.value for each in first)
@@ -238,12 +237,10 @@ def _split(text: str, path: Path) -> Iterable[Record]:
     if is_jsonl(text, start, path):
         # Not splitlines: JSON text may have U+2028 and other ends of line that end no record.
         return (found for line, each in enumerate(text.split("\n"), 1) for found in line_records(each, path, line))
-    records = document_records(text, start, path)
-    return _conversations_of_array(list(records)) if text[start] == "[" else records
-
-
-def _conversations_of_array(records: list[Record]) -> list[Record]:
-    """A JSON array is a list of conversations, or the messages of a single one."""
+    if text[start] != "[":
+        return document_records(text, path)
+    # An array is a list of conversations, or the messages of a single one.
+    records = [*document_records(text, path)]
     if not any(is_message(record.value) for record in records):
         return records
     errors = [record for record in records if isinstance(record.value, InputError)]

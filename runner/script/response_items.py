@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.script.conversation import (
+    ByType,
     Checked,
     Many,
     as_tool,
-    by_type,
     content_of,
     null_as,
     or_text,
@@ -131,14 +131,7 @@ class ForeignTool(Foreign):
 
 
 Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[CustomToolCall, Tag("custom_tool_call")]
-    | Annotated[CallOutput, Tag("custom_tool_call_output")]
-    | Annotated[Foreign, Tag("foreign")],
-    by_type(ITEM_KINDS, "message"),
+    MessageItem | ReasoningItem | FunctionCall | CallOutput | CustomToolCall | Foreign, ByType(ITEM_KINDS, "message")
 ]
 
 
@@ -205,23 +198,10 @@ class NamespaceTool(Checked):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    tools: Many[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[CustomTool, Tag("custom")]
-            | Annotated[ForeignTool, Tag("foreign")],
-            by_type(_TOOL_KINDS[:2]),
-        ]
-    ]
+    tools: Many[Annotated[FunctionTool | CustomTool | ForeignTool, ByType(("function", "custom"))]]
 
 
-Tool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[ForeignTool, Tag("foreign")],
-    by_type(_TOOL_KINDS),
-]
+Tool: TypeAlias = Annotated[FunctionTool | CustomTool | NamespaceTool | ForeignTool, ByType(_TOOL_KINDS)]
 
 
 class OwnTool(NamedTuple):
@@ -253,9 +233,14 @@ class ResponseChat(Checked):
     def messages(self, past: Sequence[Item] = ()) -> list[dict[str, Any]]:
         """As `messages_of`, with the instructions before the items of `past` and of this body."""
         names = {(own.namespace, own.tool.name): name for name, own in self.own_tools().items()}
-        turns = [_with_flat_name(item, names) for item in (*past, *self.input)]
+        turns: list[Item] = []
         if self.instructions:
-            turns.insert(0, MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
+            turns.append(MessageItem(role="system", content=[TextPart(type="text", text=self.instructions)]))
+        for item in (*past, *self.input):
+            if isinstance(item, FunctionCall | CustomToolCall) and item.namespace:
+                name = names.get((item.namespace, item.name), flat_name(item.namespace, item.name))
+                item = item.model_copy(update={"name": name})
+            turns.append(item)
         return [*messages_of(turns)]
 
     def functions(self) -> list[dict[str, Any]]:
@@ -279,14 +264,6 @@ class ResponseChat(Checked):
         """The tools and items that only OpenAI's servers have."""
         inner = [each for tool in self.tools if isinstance(tool, NamespaceTool) for each in tool.tools]
         return [str(part) for part in (*self.tools, *inner, *self.input) if isinstance(part, Foreign)]
-
-
-def _with_flat_name(item: Item, names: Mapping[tuple[str | None, str], str]) -> Item:
-    """An item with the name that its tool has in the prompt."""
-    if not isinstance(item, FunctionCall | CustomToolCall) or not item.namespace:
-        return item
-    name = names.get((item.namespace, item.name), flat_name(item.namespace, item.name))
-    return item.model_copy(update={"name": name})
 
 
 def chat_of_log(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,27 +77,27 @@ class GeneratedReplies:
 
     def record(self, request: ScheduledRequest, text: str) -> None:
         *_, end = beginnings(request.messages)
-        self._texts[_extended(end, request.recorded_reply or {})] = text
+        self._texts[_digest_with(end, request.recorded_reply or {})] = text
 
-    def messages(self, request: ScheduledRequest) -> tuple[dict[str, Any], ...]:
-        """The request's messages with generated replies in place of recorded ones. ValueError: a reply is missing."""
+    def messages(self, request: ScheduledRequest, placeholder: str | None = None) -> tuple[dict[str, Any], ...]:
+        """The request's messages with generated replies in place of recorded ones.
+
+        A reply that was neither recorded nor generated is the placeholder. ValueError: there is no placeholder.
+        """
         messages, slots = request.messages, set(request.reply_slots)
-        digests = list(beginnings(messages))
         filled: list[dict[str, Any]] = []
-        for position, message in enumerate(messages):
-            if position not in slots:
-                filled.append(message)
-                continue
-            recorded = message if message["role"] == "assistant" else None
-            text = self._texts.get(_extended(digests[position], recorded or {}))
-            if text is None and recorded is None:
-                where = f"conversation {request.conversation.conversation_id!r}"
-                raise ValueError(
-                    f"{where}: the reply before message {position} was neither recorded nor generated. Replay the turns"
-                    " in order, with generated replies."
-                )
-            filled.append(message if text is None else {"role": "assistant", "content": text})
-            if recorded is None:
+        for position, (message, digest) in enumerate(zip(messages, beginnings(messages), strict=False)):
+            is_recorded = message["role"] == "assistant"
+            text = self._texts.get(_digest_with(digest, message if is_recorded else {})) if position in slots else None
+            if position in slots and text is None and not is_recorded:
+                if placeholder is None:
+                    where = f"conversation {request.conversation.conversation_id!r}"
+                    missing = f"the reply before message {position} was neither recorded nor generated"
+                    raise ValueError(f"{where}: {missing}. Replay the turns in order, with generated replies.")
+                text = placeholder
+            if text is not None:
+                filled.append({"role": "assistant", "content": text})
+            if text is None or not is_recorded:
                 filled.append(message)
         return tuple(filled)
 
@@ -160,9 +160,9 @@ def _reply_ends(conversation: Conversation) -> Iterator[int]:
 
 def beginnings(messages: Sequence[Mapping[str, Any]], digest: bytes = b"") -> Iterator[bytes]:
     """Yield the digests of `messages[:0]`, which is given, of `messages[:1]`, ... and of all messages."""
-    return accumulate(messages, _extended, initial=digest)
+    return accumulate(messages, _digest_with, initial=digest)
 
 
-def _extended(digest: bytes, message: Any) -> bytes:
+def _digest_with(digest: bytes, message: Any) -> bytes:
     text = json.dumps(message, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(digest + text.encode(), digest_size=16).digest()

@@ -12,7 +12,6 @@ Invariants:
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -27,6 +26,7 @@ from runner.models.load import LoadedModel, ModelOutline
 from runner.script.conversation import Conversation
 from runner.script.schedule import GeneratedReplies, ScheduledRequest
 
+SHORTEN = "Shorten the prompt, or leave such requests out with --skip-bad."
 AWAITED_REPLY = "..."  # stands for a reply that is not generated yet
 # A generated token that is half a character becomes several tokens when its text is tokenized again.
 REENCODED_TOKENS = 4
@@ -79,15 +79,23 @@ class Script:
         self._replies = GeneratedReplies()
         self._rendered: list[RenderedRequest] = []
         self._waiting: set[int] = set()  # indices of requests with placeholders
+        self._longest_token_chars = 0  # 0: not known
         self.longest_tokens = 0
         for request in requests:
             try:
-                rendered, is_waiting = self._prepare(request)
+                messages: Messages = request.messages
+                if not request.conversation.replies_recorded:
+                    messages = self._replies.messages(request, AWAITED_REPLY)
+                awaited = len(messages) - len(request.messages)
+                if awaited and recorded:
+                    error = "earlier replies were not recorded. Generate them: leave --recorded out."
+                    raise ScriptError(f"{request.where}: {error}")
+                rendered = self._render(request, messages, awaited_tokens=awaited * max_tokens)
             except ScriptError:
                 if not skip_bad:
                     raise
                 continue
-            if is_waiting:
+            if awaited:
                 self._waiting.add(len(self._rendered))
             self._rendered.append(rendered)
         self.requests = tuple(each.scheduled for each in self._rendered)
@@ -109,26 +117,10 @@ class Script:
             self._waiting.remove(index)
         return self._rendered[index]
 
-    @property
-    def expected_prompts(self) -> list[NDArray[np.int32]]:
-        """The tokens of every prompt, with placeholders for replies to come."""
-        return [each.prompt.tokens for each in self._rendered]
-
     def record_reply(self, index: int, text: str) -> None:
         """Store a generated reply for the prompts with a placeholder for it."""
         if self._waiting:
             self._replies.record(self.requests[index], text)
-
-    def _prepare(self, request: ScheduledRequest) -> tuple[RenderedRequest, bool]:
-        """Render a request, with placeholders for replies to come; returns whether there are any."""
-        filled = list(request.messages)
-        awaited = [slot for slot in request.reply_slots if filled[slot]["role"] != "assistant"]
-        if awaited and self._recorded:
-            error = "earlier replies were not recorded. Generate them: leave --recorded out."
-            raise ScriptError(f"{request.where}: {error}")
-        for slot in reversed(awaited):
-            filled.insert(slot, {"role": "assistant", "content": AWAITED_REPLY})
-        return self._render(request, filled, awaited_tokens=len(awaited) * self._max_tokens), bool(awaited)
 
     def _render(self, request: ScheduledRequest, messages: Messages, awaited_tokens: int = 0) -> RenderedRequest:
         self._require_length(request, messages)
@@ -140,9 +132,13 @@ class Script:
         except ValueError as error:
             raise ScriptError(f"{request.where}: {error}") from error
         reply_tokens = max(len(reply), 1) if self._recorded else self._max_tokens
-        self._require_fit(request, len(tokens) + awaited_tokens, reply_tokens)
+        prompt_tokens, limit = len(tokens) + awaited_tokens, self._loaded.context_length
+        if limit is not None and prompt_tokens + reply_tokens > limit:
+            raise ScriptError(
+                f"{request.where}: {prompt_tokens:,} prompt tokens and {reply_tokens:,} for the reply do not fit the "
+                f"model's context of {limit:,} tokens. {SHORTEN}"
+            )
         longest = len(tokens) + REENCODED_TOKENS * awaited_tokens + reply_tokens
-        limit = self._loaded.context_length
         self.longest_tokens = max(self.longest_tokens, longest if limit is None else min(longest, limit))
         prompt = Prompt(tokens, marks, system_end, messages[-1]["role"] == "user", reply_tokens)
         return RenderedRequest(request, prompt, reply)
@@ -164,23 +160,12 @@ class Script:
         if limit is None:
             return
         length_chars = sum(len(content.strip()) for each in messages if isinstance(content := each.get("content"), str))
+        self._longest_token_chars = self._longest_token_chars or max(map(len, self._loaded.tokenizer.get_vocab()))
         least_tokens = length_chars // self._longest_token_chars
         if least_tokens > limit:
             raise ScriptError(
                 f"{request.where}: {length_chars:,} characters are at least {least_tokens:,} tokens; the context of "
-                f"the model has {limit:,}. Shorten the prompt, or leave such requests out with --skip-bad."
-            )
-
-    @cached_property
-    def _longest_token_chars(self) -> int:
-        return max(map(len, self._loaded.tokenizer.get_vocab()))
-
-    def _require_fit(self, request: ScheduledRequest, prompt_tokens: int, reply_tokens: int) -> None:
-        limit = self._loaded.context_length
-        if limit is not None and prompt_tokens + reply_tokens > limit:
-            raise ScriptError(
-                f"{request.where}: {prompt_tokens:,} prompt tokens and {reply_tokens:,} for the reply do not fit the "
-                f"model's context of {limit:,} tokens. Shorten the prompt, or leave such requests out with --skip-bad."
+                f"the model has {limit:,}. {SHORTEN}"
             )
 
 
@@ -202,17 +187,17 @@ def recorded_reply(tokenizer: Any, request: ScheduledRequest, prompt: NDArray[np
         # Tokenizing takes long, so what the rendering leaves out is looked up in its text first.
         text = later.rendering.replace(BREAK, "") if isinstance(later.rendering, str) else "".join(said)
         is_rewritten = common_rendering(last.rendering, later.rendering) < len(last.rendering)
-        if is_rewritten and all(each in text for each in said) and len(found := _spelled(later, request.end, prompt)):
+        if is_rewritten and all(each in text for each in said) and len(found := _spelling(later, request.end, prompt)):
             text = token_text(found.tolist(), tokenizer)
             if all(each in text for each in said):
                 return found
-    if len(spelled := _spelled(last, request.end, prompt)):
+    if len(spelled := _spelling(last, request.end, prompt)):
         return spelled
     # The template opens a reply in another way than it renders an earlier one, so the next turn differs here anyway.
     return np.array(tokenizer.encode(reply.get("content") or "", add_special_tokens=False), np.int32)
 
 
-def _spelled(chat: RenderedChat, index: int, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+def _spelling(chat: RenderedChat, index: int, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
     """The tokens of the message behind a prompt in a longer chat; empty: the chat goes on from another prompt."""
     goes_on = len(prompt) == common_length(chat.tokens, prompt)
     return chat.tokens[len(prompt) : chat.end(index + 1)] if goes_on else np.empty(0, np.int32)

@@ -47,7 +47,7 @@ from runner.serve.request import (
     Request,
     RequestRecord,
     body_schema,
-    checked,
+    check_body,
 )
 from runner.serve.responses import ResponseMemory, ResponsesBody
 from runner.serve.service import beside_loop, read_json, to_json
@@ -100,8 +100,8 @@ def page_state(
         "waiting": watched.waiting,
         "disk": stores_words(watched.store_stats(), sum(stats.brought_tokens for _, (_, stats) in held)),
         "points": [point._asdict() for point in watch.points()],
-        "refused": [each._replace(reason=cut(each.reason) if show_text else "")._asdict() for each in watch.refused()],
-        "requests": [_row(time_s, record, show_text) for time_s, record in watch.ended()],
+        "refused": [each._replace(reason=cut(each.reason) if show_text else "")._asdict() for each in watch.refusals()],
+        "requests": [_row(time_s, record, show_text) for time_s, record in watch.last_requests()],
         "tree": _tree(models[index], *held[index][1], watched.running, seen) if models and show_tree else None,
     }
 
@@ -120,7 +120,7 @@ def _store_words(tier: str, stats: StoreStats) -> list[str]:
         f"{bytes_words(stats.evicted_bytes)} evicted. To be written: {bytes_words(stats.waiting_bytes)}.",
     ]
     files = {
-        "damaged and set aside": stats.damaged_files,
+        "damaged and removed": stats.damaged_files,
         "gone when they were to be read": stats.vanished_files,
         "could not be read": stats.read_errors,
     }
@@ -148,7 +148,7 @@ def _tree(name: str, cache: PrefixCache, stats: CacheStats, running: int, seen: 
     return {**words, **tree_data(view, SHOWN_NODES)}
 
 
-def explained(time_s: float, record: RequestRecord) -> dict[str, Any]:
+def explanation_of(time_s: float, record: RequestRecord) -> dict[str, Any]:
     """What a request found when it came, as JSON values; with texts if the cache shows them."""
     found = record.explanation
     gaps = [] if found is None else found.gaps
@@ -195,19 +195,20 @@ class PromptBody(Checked):
         """Return the Request of this body; with tokens, its prompt is empty. ApiError: a field is wrong."""
         if sum(given is not None for given in (self.tokens, self.prompt, self.messages)) != 1:
             raise ApiError(400, "wanted one of tokens, prompt and messages.")
-        body = {name: value for name, value in self if value is not None}  # model_dump would copy all messages
+        body = dict(self)  # model_dump would copy all messages
         if self.messages is not None:
             return ChatBody.read(body, options).request(self.namespace)
-        return CompletionBody.read({"prompt": "", **body}, options).request(self.namespace)
+        return CompletionBody.read({**body, "prompt": self.prompt or ""}, options).request(self.namespace)
 
 
-def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
+def request_to_explain(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
     """The Request of any API's body, and its tokens if that is what it has. ApiError: a field is wrong."""
-    namespace = body.pop("namespace", "")
-    if not isinstance(namespace, str):
+    namespace = body.pop("namespace", None)
+    if not isinstance(namespace, str | None):
         raise ApiError(400, "wanted a string.", param="namespace")
+    namespace = namespace or ""
     if "input" in body:
-        return ResponsesBody.read(body).request(options, namespace), []
+        return check_body(ResponsesBody, body).request(options, namespace), []
     if is_ollama(body):
         return ollama_request(body, options, namespace), []
     if "messages" in body and is_anthropic(body):
@@ -217,7 +218,7 @@ def explained_request(body: dict[str, Any], options: ServeOptions) -> tuple[Requ
         body["prompt"] = prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         body["tokens"] = body.pop("prompt")
-    asked = checked(PromptBody, {**body, "namespace": namespace})
+    asked = check_body(PromptBody, {**body, "namespace": namespace})
     return asked.request(options), asked.tokens or []
 
 
@@ -282,7 +283,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
     @router.post("/cache/warm", openapi_extra=body_schema(WarmBody, "/cache/warm"))
     async def warm(http_request: HttpRequest) -> Response:
         def asked(given: dict[str, Any]) -> tuple[WarmBody, Request]:
-            body = checked(WarmBody, given)
+            body = check_body(WarmBody, given)
             return body, body.request(options)
 
         body, request = await read_json(http_request, asked)
@@ -305,7 +306,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
 
     @router.post(RECLAIM, openapi_extra=body_schema(ReclaimBody, RECLAIM))
     async def reclaim(http_request: HttpRequest) -> Response:
-        body = await read_json(http_request, functools.partial(checked, ReclaimBody))
+        body = await read_json(http_request, functools.partial(check_body, ReclaimBody))
         return await evicted("reclaim", lambda models, caches: _reclaim(caches, body.target_bytes, body.namespace))
 
     @router.delete("/cache")
@@ -340,9 +341,9 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
     @router.post(EXPLAIN, openapi_extra=body_schema(PromptBody, EXPLAIN))
     async def explain(http_request: HttpRequest) -> Response:
         owner = str(getattr(getattr(http_request.state, "tenant", None), "name", ""))
-        body = memory.joined(await read_json(http_request, lambda given: given), owner)
+        body = memory.join(await read_json(http_request, lambda given: given), owner)
         length = len(await http_request.body())
-        request, tokens = await beside_loop(length, lambda: explained_request(body, options))
+        request, tokens = await beside_loop(length, lambda: request_to_explain(body, options))
         made: RenderedPrompt | None = None
         if not tokens:
             asked = scheduler.call(lambda models: models.loaded(request.names).rendering(request))
@@ -356,7 +357,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
             prompt = RenderedPrompt(tokens, (), "") if tokens else made or loaded.prompt(request)
             found = loaded.cache.explain(prompt.tokens, request.namespace, keys=prompt.keys)
             last = watch.last_with(prompt.keys or prompt.tokens, request.namespace)
-            came = explained(*last) if last else None
+            came = explanation_of(*last) if last else None
 
             part = None if found.fork is None else loaded.fork_part(request, prompt, found.fork.start)
             about = {**asdict(found), "cost": found.cost, "report": str(found), "as_it_came": came}
@@ -375,13 +376,13 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
         """
         id = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", id)
         caches = dict(scheduler.caches())
-        for time_s, record in watch.ended():
+        for time_s, record in watch.last_requests():
             if id and record.id.startswith(id):
                 path: Sequence[int] = ()
                 if record.keys is not None and record.names in caches:
                     with suppress(CacheClosedError, ValueError):  # keys of images are no tokens
                         path = caches[record.names].explain(record.keys, record.namespace, keys=record.keys).path
-                return to_json({**explained(time_s, record), "path_now": path})
+                return to_json({**explanation_of(time_s, record), "path_now": path})
         raise ApiError(404, f"no request {cut(id)!r} among the last {LISTED_REQUESTS}.", param="id")
 
     return router

@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -28,6 +28,7 @@ from runner.script.anthropic_blocks import AnthropicChat, CacheControl, Turn, fo
 from runner.script.conversation import Checked, Many, as_tool
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
+from runner.serve.reply_reader import read_arguments
 from runner.serve.request import (
     MAX_MESSAGES,
     ApiError,
@@ -39,15 +40,16 @@ from runner.serve.request import (
     Temperature,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
+    Draft,
+    Events,
     ServedReply,
     Service,
     namespace_of,
-    read_arguments,
     read_json,
     server_sent_event,
     to_json,
@@ -87,7 +89,7 @@ class AnthropicPromptBody(AnthropicChat):
     def read(cls, body: Mapping[str, Any]) -> Self:
         if foreign := foreign_tools(body.get("tools")):
             logger.warning(LEFT_OUT, shortened(", ".join(foreign), 200))
-        return checked(cls, {name: value for name, value in body.items() if value is not None})
+        return check_body(cls, body)
 
     def request(self, options: ServeOptions, namespace: str) -> Request:
         if foreign := left_out(self.messages):
@@ -129,36 +131,28 @@ class MessagesBody(AnthropicPromptBody):
 
 
 Body = TypeVar("Body", bound=AnthropicPromptBody)
-MessageEvents: TypeAlias = Iterator[dict[str, Any]]
 
 
-class MessageDraft:
-    """Writes one reply. At most one block is open, and it is the last one.
+class MessageDraft(Draft):
+    """Writes one reply.
 
     First message_start, when the cached tokens are known, and pings until then; `_add` gives content_block_start,
     _delta and _stop; `_end` message_delta and message_stop.
     """
 
     def __init__(self, reply: ServedReply, model: str) -> None:
-        self._reply = reply
-        self._content: list[dict[str, Any]] = []
-        self._is_open = False
-        self._blank = ""
+        content: list[dict[str, Any]] = []
         self._stop_word: str | None = None
         self.message: dict[str, Any] = {
             "id": f"msg_{reply.id}",
             "type": "message",
             "role": "assistant",
             "model": model,
-            "content": self._content,
+            "content": content,
             "stop_reason": None,
             "stop_sequence": None,
         }
-
-    async def whole(self) -> dict[str, Any]:
-        async for _ in self._events():
-            pass
-        return self.message
+        super().__init__(reply, self.message, content, "thinking", "text")
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events. A failure is the last of them."""
@@ -179,21 +173,12 @@ class MessageDraft:
         for event in self._end():
             yield event
 
-    def _add(self, part: Token) -> MessageEvents:
+    def _add(self, part: Token) -> Events:
         if part.id is not None:
             self._stop_word = part.stop_word
-        if part.reasoning:
-            yield from self._write("thinking", part.reasoning)
-        # White space alone is no block: models write it between reasoning, calls and text.
-        text, self._blank = self._blank + part.text, ""
-        if text.strip() or (text and self._is_writing("text")):
-            yield from self._write("text", text)
-        else:
-            self._blank = text
-        for call in part.tool_calls:
-            yield from self._call(call)
+        yield from super()._add(part)
 
-    def _end(self) -> MessageEvents:
+    def _end(self) -> Events:
         record = self._reply.record
         assert record is not None
         if self._stop_word is not None:
@@ -208,37 +193,34 @@ class MessageDraft:
         yield from self._close()
         yield from ({"type": "message_delta", "delta": why, "usage": usage}, {"type": "message_stop"})
 
-    def _is_writing(self, kind: str) -> bool:
-        return self._is_open and self._content[-1]["type"] == kind
-
-    def _write(self, kind: str, text: str) -> MessageEvents:
+    def _write(self, kind: str, text: str) -> Events:
         if not self._is_writing(kind):
             yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._content[-1][kind] += text
+        self._blocks[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: dict[str, Any]) -> MessageEvents:
+    def _call(self, call: dict[str, Any]) -> Events:
         function = call["function"]
         arguments, is_whole = read_arguments(function["arguments"])
         written = json.dumps(arguments) if is_whole else function["arguments"]
         yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
-        self._content[-1]["input"] = arguments
+        self._blocks[-1]["input"] = arguments
         yield self._delta({"type": "input_json_delta", "partial_json": written})
         yield from self._close()
 
-    def _open(self, block: dict[str, Any]) -> MessageEvents:
+    def _open(self, block: dict[str, Any]) -> Events:
         yield from self._close()
         self._is_open, self._blank = True, ""
-        self._content.append(block)
-        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": {**block}}
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
 
     def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
-    def _close(self) -> MessageEvents:
+    def _close(self) -> Events:
         if self._is_open:
             self._is_open = False
-            yield {"type": "content_block_stop", "index": len(self._content) - 1}
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
@@ -254,20 +236,22 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[s
 def anthropic_routes(service: Service, options: ServeOptions) -> APIRouter:
     router = APIRouter()
 
-    def checked(kind: type[Body], request: HttpRequest, given: dict[str, Any]) -> tuple[Body, Request]:
+    def read_body(kind: type[Body], request: HttpRequest, given: dict[str, Any]) -> tuple[Body, Request]:
         body = kind.read(given)
         return body, body.request(options, namespace_of(request, given))
 
     @router.post(MESSAGES, openapi_extra=body_schema(MessagesBody, MESSAGES, stream=EVENTS))
     async def messages(request: HttpRequest) -> Response:
-        body, asked = await read_json(request, lambda given: checked(MessagesBody, request, given))
-        return await service.answer(
-            request, asked, lambda reply: MessageDraft(reply, echoed(body.model)), stream=body.stream
-        )
+        body, asked = await read_json(request, lambda given: read_body(MessagesBody, request, given))
+
+        def writer(replies: Sequence[ServedReply]) -> MessageDraft:
+            return MessageDraft(replies[0], short_name(body.model))
+
+        return await service.answer(request, [asked], writer, stream=body.stream)
 
     @router.post(COUNT_TOKENS, openapi_extra=body_schema(AnthropicPromptBody, COUNT_TOKENS))
     async def count_tokens(request: HttpRequest) -> Response:
-        _, asked = await read_json(request, lambda given: checked(AnthropicPromptBody, request, given))
+        _, asked = await read_json(request, lambda given: read_body(AnthropicPromptBody, request, given))
         tokens = await while_connected(request, service.backend.count_tokens(asked))
         return to_json({"input_tokens": tokens})
 

@@ -163,7 +163,7 @@ class Guide:
                 self._phase = "over"
 
     def _follow_calls(self, calls: Grammar) -> None:
-        """Begin the grammar of calls behind the mark of a call, and end it behind the mark of its end."""
+        """Begin the grammar of calls behind the opening mark of a call, and end it behind the closing mark."""
         marks = self._marks
         if self._phase == "free" and marks.call_start_text in self._tail:
             self._tail = self._tail.partition(marks.call_start_text)[2]
@@ -268,7 +268,7 @@ class Grammars:
         if constraint.schema is not None and not is_required:
             text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
-        may_think = not is_thinking and not _is_thought(prompt.tokens, tokenizer)
+        may_think = not is_thinking and not _has_thought(prompt.tokens, tokenizer)
         may_think &= not request.has_plain_calls(tokenizer)  # its marks could be part of a text in a call
         whole, within = (calls, None) if is_required else (text, calls)
         return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
@@ -299,7 +299,7 @@ def new_matcher(grammar: str, marks: Marks) -> llguidance.LLMatcher:
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """Why a matcher that has consumed nothing is of no use; empty: it can be used."""
+    """Why a new matcher cannot be used; empty: it can."""
     if error := matcher.get_error():
         return error
     first = matcher.deep_copy()
@@ -308,8 +308,8 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
     return "no reply satisfies it" if "NoExtension" in error else error
 
 
-def _is_thought(tokens: list[int], tokenizer: Any) -> bool:
-    """Whether a prompt ends with reasoning that is over, empty as a rule: the template has switched it off."""
+def _has_thought(tokens: list[int], tokenizer: Any) -> bool:
+    """Whether a prompt ends with closed reasoning, most often empty: the template has switched reasoning off."""
     if not tokenizer.has_thinking:
         return True
     start, end = tokenizer.rfind_think_start(tokens), tokenizer.rfind_think_end(tokens)

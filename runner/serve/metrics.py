@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -100,21 +102,17 @@ class PrefillSpeed:
     """The time of prefill as a straight line over its tokens: the slope of the least squares over all requests."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._mean_tokens = self._mean_s = self._tokens_squared = self._tokens_by_s = 0.0
+        self._sums: NDArray[np.float64] = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens times seconds
 
     def add(self, tokens: int, elapsed_s: float) -> None:
-        self._count += 1
-        off = tokens - self._mean_tokens
-        self._mean_tokens += off / self._count
-        self._mean_s += (elapsed_s - self._mean_s) / self._count
-        self._tokens_squared += off * (tokens - self._mean_tokens)
-        self._tokens_by_s += off * (elapsed_s - self._mean_s)
+        self._sums += (1, tokens, elapsed_s, tokens * tokens, tokens * elapsed_s)
 
     @property
     def s_per_token(self) -> float:
         """Seconds that one token more takes; 0: not known yet."""
-        return max(0.0, self._tokens_by_s / self._tokens_squared) if self._tokens_squared else 0.0
+        count, tokens, elapsed_s, squared, product = self._sums.tolist()
+        spread = count * squared - tokens * tokens
+        return max(0.0, (count * product - tokens * elapsed_s) / spread) if spread else 0.0
 
 
 class Watch(Collector):
@@ -203,16 +201,18 @@ class Watch(Collector):
         finally:
             self._cause = "pressure"
 
-    def ended(self) -> list[tuple[float, RequestRecord]]:
+    def last_requests(self) -> list[tuple[float, RequestRecord]]:
         with self._lock:
             return list(reversed(self._ended))
 
     def last_with(self, keys: Sequence[int], namespace: str) -> tuple[float, RequestRecord] | None:
         """The last request that had this prompt, and when it ended; None: it is not among those listed."""
-        found = ((at, each) for at, each in self.ended() if each.namespace == namespace and each.keys is not None)
+        found = (
+            (at, each) for at, each in self.last_requests() if each.namespace == namespace and each.keys is not None
+        )
         return next(((at, each) for at, each in found if each.keys.tolist() == [*keys]), None)
 
-    def refused(self) -> list[RefusedRequest]:
+    def refusals(self) -> list[RefusedRequest]:
         """The last refused requests, newest first."""
         with self._lock:
             return list(reversed(self._refused))

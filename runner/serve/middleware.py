@@ -88,7 +88,7 @@ class Keyring:
             self._add(where, key, Tenant(name, is_admin=True))
 
     def holder(self, presented: Iterable[str]) -> Tenant | None:
-        """Who holds one of these keys. Takes the same time for all keys of one length."""
+        """The tenant with one of these keys. Takes the same time for all keys of one length."""
         found = None
         for candidate in presented:
             for key, tenant in self._holders.items():
@@ -152,7 +152,8 @@ class Access:
             path, headers = scope["path"], Headers(scope=scope)
             tenant = self._keyring.holder(_keys(headers))
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
-            CLIENT.set(_client_of(scope, tenant))
+            # The client whose turn a request takes: its key's name, or its address.
+            CLIENT.set(tenant.name if tenant else (scope.get("client") or ("",))[0])
             self._require_known_host(scope, headers, has_key=tenant is not None)
             if "*" not in self._allowed_origins:
                 self._require_known_page(scope["method"], headers)
@@ -179,7 +180,7 @@ class Access:
             raise ApiError(403, f"Host is {cut(host)!r}; over the loopback interface wanted {wanted}.")
 
     def _require_known_page(self, method: str, headers: Headers) -> None:
-        """Refuse what a browser sends for a page of another origin without asking first: it asks for other bodies."""
+        """Refuse what a browser sends for a page of another origin without a preflight. JSON bodies need one."""
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD") or urlsplit(origin).netloc == headers.get("host"):
             return
@@ -209,11 +210,6 @@ class Access:
             raise ApiError(
                 403, "this route answers only this machine; start the server with --admin-key-file for others."
             )
-
-
-def _client_of(scope: Scope, tenant: Tenant | None) -> str:
-    """The client whose turn a request takes: its key's name, or its address."""
-    return tenant.name if tenant else (scope.get("client") or ("",))[0]
 
 
 def _keys(headers: Headers) -> list[str]:
@@ -418,7 +414,7 @@ def error_response(scope: Scope, error: ApiError, headers: Mapping[str, str] | N
     """Write an error in the form of the API whose route was called."""
     route = scope["path"].removeprefix("/v1")
     error.rename("messages", CONVERSATIONS.get(route, "messages"))
-    scope.setdefault("state", {})["refused"] = error.explained()  # for the log, see Frame
+    scope.setdefault("state", {})["refused"] = error.full_message()  # for the log, see Frame
     is_anthropic, is_ollama = (scope["path"].startswith(each) for each in ("/v1/messages", "/api/"))
     form = error.in_anthropic_form if is_anthropic else error.in_ollama_form if is_ollama else error.in_openai_form
     response = to_json(form(), error.status)

@@ -17,8 +17,8 @@ from mlx_lm.tool_parsers import gemma4
 
 get_system_fingerprint = server.get_system_fingerprint
 maybe_set_recommended_wired_limit = utils.maybe_set_recommended_wired_limit
-make_sampler = server._make_sampler  # (args, tokenizer): `args.sampling` may be a Request, which has all fields
-make_logits_processors = server._make_logits_processors  # (args): `args.logits` may be a Request, too
+make_sampler = server._make_sampler  # (args, tokenizer): `args.sampling` may be a Sampling
+make_logits_processors = server._make_logits_processors  # (args): `args.logits` may be a Sampling, too
 byte_decoder = tokenizer_utils._byte_decoder  # (): the byte that each character of a byte-level token stands for
 parse_size = utils._parse_size  # (text): bytes; KeyError or ArithmeticError if it is no size
 #: (messages): the parts of their contents that are images. image_url (part): its address, or a data URL.

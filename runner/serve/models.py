@@ -177,13 +177,7 @@ class Models:
             is_new = cached is None
             cached = self._cached[key] = cached or self._new_cache(key, loaded, draft, fingerprint)
             self.current = ServedModel(
-                key,
-                loaded,
-                draft,
-                cached.cache,
-                self._options,
-                is_parallel=cached.is_parallel,
-                renderer=self._renderer,
+                key, loaded, draft, cached.cache, self._options, is_parallel=cached.is_parallel, renderer=self._renderer
             )
             if is_new and self._options.kv_bits is not None:
                 self._require_quantizable(self.current)
@@ -231,7 +225,7 @@ class Models:
         """
         key, current = self._options.key_of(asked.names), self.current
         if current is None or current.key.model != key.model:
-            return self._renderer.submit(asked.client, self._outlined_prompt, asked, key.model)
+            return self._renderer.submit(asked.client, self._prompt_of_outline, asked, key.model)
         rendering = current.rendering(asked, contexts=COUNTED_CONTEXTS)
         if rendering is None:
             rendering = Future()
@@ -256,18 +250,14 @@ class Models:
 
         return self._renderer.submit(asked.client, tokens)
 
-    def _outlined_prompt(self, asked: Request, name: str) -> RenderedPrompt:
+    def _prompt_of_outline(self, asked: Request, name: str) -> RenderedPrompt:
         try:
-            outline = self.outlined(name)
+            outline = outline_of(name, self._options)
         except ModelError as error:
             raise self.refusal(ModelNames(name), error) from error
         args, special_tokens = self._options.chat_template_args, self._options.special_tokens_in_text
         most_tokens = COUNTED_CONTEXTS * (outline.context_length or UNBOUNDED_TOKENS)
         return prompt_of(asked, outline.tokenizer, args, special_tokens=special_tokens, most_tokens=most_tokens)
-
-    def outlined(self, name: str) -> ModelOutline:
-        """A model without its weights. ModelError: there is no such model."""
-        return outline_of(name, self._options)
 
     def close(self) -> None:
         self._renderer.close()

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -38,17 +38,9 @@ from runner.engine.token import Token
 from runner.models.load import ModelError, ModelOutline, parameter_count, stored_folder
 from runner.script.conversation import Checked, Many, null_as, tool_call
 from runner.serve.models import outline_of
-from runner.serve.openai import (
-    ChatBody,
-    CompletionBody,
-    Penalty,
-    RepetitionPenalty,
-    StopWords,
-    joined,
-    nameable_models,
-    written_logprobs,
-)
+from runner.serve.openai import ChatBody, CompletionBody, StopWords, join_parts, nameable_models, written_logprobs
 from runner.serve.options import ServeOptions
+from runner.serve.reply_reader import read_arguments
 from runner.serve.request import (
     DEFAULT,
     MAX_MESSAGES,
@@ -56,22 +48,16 @@ from runner.serve.request import (
     ApiError,
     Constraint,
     ModelNames,
+    Penalty,
+    RepetitionPenalty,
     Request,
     Share,
     Temperature,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
-from runner.serve.service import (
-    IDLE_S,
-    ServedReply,
-    Service,
-    namespace_of,
-    read_arguments,
-    read_json,
-    to_json,
-)
+from runner.serve.service import IDLE_S, ServedReply, Service, namespace_of, read_json, to_json
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 LINES = "application/x-ndjson"
@@ -86,7 +72,7 @@ OWN_FIELDS = frozenset(("context", "format", "keep_alive", "options", "raw", "te
 OWN_MESSAGE_FIELDS = frozenset(("images", "thinking", "tool_name"))
 
 
-def _refused(why: str) -> AfterValidator:
+def _refuse_value(why: str) -> AfterValidator:
     """Refuse any value but an empty one."""
 
     def require_empty(value: Any) -> Any:
@@ -108,7 +94,7 @@ def _known_format(format: Any) -> Any:
 
 
 Images = Annotated[
-    list[Any] | None, _refused("images are not taken here; /v1/chat/completions and /v1/messages take them")
+    list[Any] | None, _refuse_value("images are not taken here; /v1/chat/completions and /v1/messages take them")
 ]
 #: Many clients write numbers with a point.
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
@@ -210,10 +196,6 @@ class OllamaBody(Checked):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
-        return checked(cls, {name: value for name, value in body.items() if value is not None})
-
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
         if isinstance(self.format, dict):
@@ -267,10 +249,10 @@ class GenerateBody(OllamaBody):
     system: str = ""
     raw: bool = False
     images: Images = None
-    suffix: Annotated[str, _refused("this server fills no gap in a text")] = ""
-    template: Annotated[str, _refused("the model has its own chat template; with raw, a prompt needs none")] = ""
+    suffix: Annotated[str, _refuse_value("this server fills no gap in a text")] = ""
+    template: Annotated[str, _refuse_value("the model has its own chat template; with raw, a prompt needs none")] = ""
     context: Annotated[
-        list[int] | None, _refused("no reply of this server has one; /api/chat takes the messages before")
+        list[int] | None, _refuse_value("no reply of this server has one; /api/chat takes the messages before")
     ] = None
 
     @property
@@ -305,7 +287,7 @@ def is_ollama(body: Mapping[str, Any]) -> bool:
 def ollama_request(body: Mapping[str, Any], options: ServeOptions, namespace: str) -> Request:
     """The Request of a body of either kind. ApiError: a field is wrong."""
     kind: type[OllamaChatBody | GenerateBody] = OllamaChatBody if "messages" in body else GenerateBody
-    return kind.read(body).request(options, namespace)
+    return check_body(kind, body).request(options, namespace)
 
 
 def own_name(name: str, options: ServeOptions) -> str:
@@ -359,7 +341,7 @@ class OllamaReply:
             yield _line(error.in_ollama_form())
 
     def _object(self, *parts: Token) -> dict[str, Any]:
-        part = joined(parts)
+        part = join_parts(parts)
         said: dict[str, Any] = {"role": "assistant", "content": part.text} if self._is_chat else {"response": part.text}
         if part.reasoning:
             said["thinking"] = part.reasoning
@@ -508,27 +490,27 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         return shown[key]
 
     async def answer(http_request: HttpRequest, kind: type[OllamaChatBody | GenerateBody]) -> Response:
-        def checked(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
-            body = kind.read(given)
+        def read_body(given: dict[str, Any]) -> tuple[OllamaChatBody | GenerateBody, Request]:
+            body = check_body(kind, given)
             if not body.is_load:
                 return body, body.request(options, namespace_of(http_request, given))
             # The shortest request makes the server load the model, and leaves nothing in the cache.
             namespace = namespace_of(http_request, {"cache_prompt": False})
             return body, Request(ModelNames(own_name(body.model, options)), 1, prompt=[0], namespace=namespace)
 
-        body, asked = await read_json(http_request, checked)
+        body, asked = await read_json(http_request, read_body)
 
         def writer(replies: Sequence[ServedReply]) -> OllamaReply:
             return OllamaReply(
                 replies[0],
-                echoed(body.model),
+                short_name(body.model),
                 is_chat=kind is OllamaChatBody,
                 has_logprobs=body.logprobs or body.top_logprobs > 0,
                 is_load=body.is_load,
             )
 
         is_streamed = body.stream and not body.is_load
-        return await service.answer_all(http_request, [asked], writer, stream=is_streamed, media_type=LINES)
+        return await service.answer(http_request, [asked], writer, stream=is_streamed, media_type=LINES)
 
     @router.post(CHAT, openapi_extra=body_schema(OllamaChatBody, CHAT, stream=LINES))
     async def ollama_chat(request: HttpRequest) -> Response:
@@ -540,7 +522,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.post(SHOW, openapi_extra=body_schema(ShowBody, SHOW))
     async def show_model(request: HttpRequest) -> Response:
-        body = await read_json(request, partial(checked, ShowBody))
+        body = await read_json(request, partial(check_body, ShowBody))
         return to_json(await asyncio.to_thread(show, own_name(body.model or body.name, options)))
 
     # The next two read files, so they run on a thread.

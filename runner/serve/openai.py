@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
@@ -50,30 +50,27 @@ from runner.serve.request import (
     Name,
     PrefillProgress,
     Request,
-    Share,
+    Sampling,
     StopWord,
-    Temperature,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
     ServedReply,
     Service,
+    merge_replies,
     namespace_of,
     read_json,
     server_sent_event,
     to_json,
-    together,
 )
 from runner.serve.volatile import MOVES, behind_tools
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES, MAX_REPLIES = 8, 64  # for a prompt, as `n`; of a request with several prompts
-LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
-LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0: JSON has no infinities
 #: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
 MODEL_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
@@ -86,25 +83,19 @@ NOT_OF_TEMPLATES = frozenset((
 ))  # fmt: skip
 
 
-def _repetition_penalty(penalty: float) -> float:
-    if 0 < penalty < LEAST_REPETITION_PENALTY:
-        raise ValueError(f"wanted 0, which is none, or at least {LEAST_REPETITION_PENALTY}")
-    return penalty
-
-
 def _template_args(arguments: dict[str, Any]) -> dict[str, Any]:
     if refused := sorted(NOT_OF_TEMPLATES.intersection(arguments)):
         raise ValueError(f"{refused[0]} cannot be set by a request")
     return arguments
 
 
-def _named(function: dict[str, Any]) -> dict[str, Any]:
+def _require_name(function: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise ValueError("should be an object with a name")
     return function
 
 
-def _counted(logprobs: Any) -> Any:
+def _require_count(logprobs: Any) -> Any:
     if not isinstance(logprobs, int) or not 0 <= logprobs <= 20:
         raise ValueError("wanted true, false, or 0 to 20 likeliest tokens")
     return logprobs
@@ -129,15 +120,9 @@ def _words(stop: Any) -> Any:
     return [stop] * bool(stop) if isinstance(stop, str) else stop
 
 
-RepetitionPenalty = Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)]
 StopWords = Annotated[
     Many[StopWord], Field(max_length=64), BeforeValidator(_words, json_schema_input_type=str | list[StopWord])
 ]
-Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
-#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
-Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
-TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
-
 
 IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
@@ -152,37 +137,19 @@ MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}, "content
 TOOL = {"type": "object", "properties": {"function": NAMED}, "required": ["function"]}
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 Tool = Annotated[dict[str, Any], WithJsonSchema(TOOL)]
-Function = Annotated[dict[str, Any], AfterValidator(_named), WithJsonSchema(NAMED)]
+Function = Annotated[dict[str, Any], AfterValidator(_require_name), WithJsonSchema(NAMED)]
 
 
-class OpenAIBody(Checked):
-    """What both bodies have in common. Fields that a Request has too keep their names there."""
+class OpenAIBody(Sampling):
+    """What both bodies have in common."""
 
     model: Name = DEFAULT
     adapters: Name | None = None
     draft_model: Name | None = DEFAULT
-    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    min_tokens: Count = 0
-    temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
-    top_p: Share = 1.0
-    top_k: Count = 0
-    min_p: Share = 0.0
-    xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    repetition_penalty: RepetitionPenalty = 0.0
-    repetition_context_size: Count = 20
-    presence_penalty: Penalty = 0.0
-    presence_context_size: Count = 20
-    frequency_penalty: Penalty = 0.0
-    frequency_context_size: Count = 20
-    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: StopWords = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
@@ -192,28 +159,22 @@ class OpenAIBody(Checked):
         names = ("num_draft_tokens", "max_tokens", "top_p", "top_k", "min_p")
         defaults = {"temperature": options.temp, **{name: getattr(options, name) for name in names}}
         defaults["move_volatile"] = options.move_volatile or MOVES.get()
-        # A null draft model means none; any other null means the default.
-        given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
-        return checked(cls, {**defaults, **given})
+        return check_body(cls, body, defaults)
 
     def request(self, namespace: str) -> Request:
         """Return the Request of this body. ApiError: a message or a tool is wrong."""
         most = self.max_completion_tokens or self.max_tokens
         _require(most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens, {most}")
-        same = {field.name: getattr(self, field.name) for field in fields(Request) if hasattr(self, field.name)}
-        own = {
-            "names": ModelNames(self.model, self.adapters, self.draft_model),
-            "max_tokens": most,
-            "stop_words": self.stop,
-            "namespace": namespace,
-        }
-        return Request(**{**same, **own})
+        names = ModelNames(self.model, self.adapters, self.draft_model)
+        sampling = Sampling.model_construct(**{name: getattr(self, name) for name in Sampling.model_fields})
+        return Request(names, most, sampling=sampling, stop_words=self.stop, namespace=namespace)
 
     def requests(self, namespace: str) -> list[Request]:
         """Return a Request for each choice: `n` for each prompt. They differ in their seeds."""
         first = self.request(namespace)
         seeds = [None if self.seed is None else (self.seed + index) % (1 << 64) for index in range(self.n)]
-        return [replace(first, prompt=prompt, seed=seed) for prompt in self.prompts for seed in seeds]
+        samplings = [first.sampling.model_copy(update={"seed": seed}) for seed in seeds]
+        return [replace(first, prompt=prompt, sampling=each) for prompt in self.prompts for each in samplings]
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -224,7 +185,7 @@ class CompletionBody(OpenAIBody):
     """The body of POST /v1/completions. An integer as `logprobs` means `top_logprobs`, in the form of this route."""
 
     prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(PROMPTS)]
-    logprobs: Annotated[Any, AfterValidator(_counted), WithJsonSchema(COUNTED)] = False
+    logprobs: Annotated[Any, AfterValidator(_require_count), WithJsonSchema(COUNTED)] = False
     best_of: Count | None = None
     echo: bool = False
     suffix: Literal[""] = ""
@@ -235,10 +196,11 @@ class CompletionBody(OpenAIBody):
         _require(
             not self.echo or self.logprobs is not True, "echo", "false with logprobs true; give logprobs as a number"
         )
-        request = replace(super().request(namespace), prompt=self.prompt[0])
-        if self.has_counted_logprobs:
-            return replace(request, logprobs=True, top_logprobs=int(self.logprobs))
-        return request
+        request = replace(super().request(namespace), prompt=self.prompt[0], echo=self.echo)
+        if not self.has_counted_logprobs:
+            return request
+        counted = {"logprobs": True, "top_logprobs": int(self.logprobs)}
+        return replace(request, sampling=request.sampling.model_copy(update=counted))
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -336,13 +298,15 @@ class ChatBody(OpenAIBody):
         messages = [*_without_billing(self.messages)]
         if self.move_volatile:
             messages, marked_texts = behind_tools(messages, marked_texts)
-        request = replace(super().request(namespace), messages=messages, marked_texts=marked_texts)
         reasoning = self.model_dump(include={"reasoning_effort", "enable_thinking", "thinking"})
         arguments = {**reasoning_arguments(reasoning), **self.chat_template_kwargs}
         constraint = self._constraint(format_field)
         _require(not self.min_tokens or constraint is None, "min_tokens", "0 where a format or a call is enforced")
         return replace(
-            request,
+            super().request(namespace),
+            messages=messages,
+            marked_texts=marked_texts,
+            role_mapping=self.role_mapping,
             tools=self.tools or None,
             chat_template_kwargs=arguments or None,
             constraint=constraint,
@@ -444,7 +408,7 @@ class ReplyChoice:
     tokens: list[Token] = field(default_factory=list)
 
     def whole(self, parts: Sequence[Token]) -> dict[str, Any]:
-        said = joined(parts)
+        said = join_parts(parts)
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         choice |= self._logprobs([*self.reply.echoed, *parts])
         if self.form.is_chat:
@@ -529,7 +493,7 @@ class OpenAIReply:
 
     async def whole(self) -> dict[str, Any]:
         said: list[list[Token]] = [[] for _ in self._replies]
-        async for index, part in together(self._replies):
+        async for index, part in merge_replies(self._replies):
             if isinstance(part, Token):
                 said[index].append(part)
         choices = [choice.whole(parts) for choice, parts in zip(self._choices, said, strict=True)]
@@ -538,7 +502,7 @@ class OpenAIReply:
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
         try:
-            async for index, part in together(self._replies):
+            async for index, part in merge_replies(self._replies):
                 if isinstance(part, PrefillProgress):
                     yield f": keepalive {part.done_tokens}/{part.prompt_tokens}\n\n"
                 elif choice := self._choices[index].chunk(part):
@@ -586,7 +550,7 @@ class OpenAIReply:
         return usage
 
 
-def joined(parts: Sequence[Token]) -> Token:
+def join_parts(parts: Sequence[Token]) -> Token:
     """What the parts of a reply say together."""
     text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
     return Token(text, reasoning=reasoning, tool_calls=tuple(call for each in parts for call in each.tool_calls))
@@ -659,12 +623,12 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             body = kind.read(given, options)
             requests = body.requests(namespace_of(http_request, given))
             form = ReplyForm(
-                echoed(body.model),
+                short_name(body.model),
                 fingerprint,
                 created_s,
                 is_chat=requests[0].prompt is None,
                 n=body.n,
-                has_logprobs=requests[0].has_logprobs,
+                has_logprobs=requests[0].sampling.has_logprobs,
                 has_counted_logprobs=isinstance(body, CompletionBody) and body.has_counted_logprobs,
                 include_usage=body.stream_options.get("include_usage", False),
                 has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
@@ -673,9 +637,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
             return form, requests, body.stream
 
         form, requests, stream = await read_json(http_request, asked)
-        return await service.answer_all(
-            http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream
-        )
+        return await service.answer(http_request, requests, lambda replies: OpenAIReply(replies, form), stream=stream)
 
     @router.post(CHAT, openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))
     @router.post(CHAT.removeprefix("/v1"), openapi_extra=body_schema(ChatBody, CHAT, stream=EVENTS))
@@ -686,20 +648,20 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
     async def completions(request: HttpRequest) -> Response:
         return await answer(request, CompletionBody)
 
-    def described(name: str) -> dict[str, Any]:
+    def describe(name: str) -> dict[str, Any]:
         spec = options.model if options.model and options.means_served(name) else name
         return model_object(name, started_s, options.context or local_context_length(spec))
 
     # The next two are no coroutines, so they run on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return list_models([described(name) for name in nameable()])
+        return list_models([describe(name) for name in nameable()])
 
     @router.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         if name not in nameable() and not options.means_served(name):
             raise ApiError(404, f"model {name!r:.200} is not served here.", param="model", code=NO_MODEL)
-        return described(name)
+        return describe(name)
 
     @router.get("/health")
     async def health() -> Response:

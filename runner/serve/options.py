@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from policies import make_policy
-from runner.routing.routers import make_router
+from runner.routing import make_router
 from runner.serve.request import DEFAULT, NO_MODEL, ApiError, ModelNames
 
 
@@ -188,11 +188,11 @@ def is_specification(name: str, *, looks_for_files: bool = True) -> bool:
 
 def one_spelling(name: str, own: str | None) -> str:
     """The same name for all spellings of a model: `own` if that is one of them."""
-    found = resolved(name)
-    return own if own is not None and found == resolved(own) else found
+    found = real_spelling(name)
+    return own if own is not None and found == real_spelling(own) else found
 
 
-def resolved(name: str) -> str:
+def real_spelling(name: str) -> str:
     """A folder's real path, tiny:llama for tiny, any other name as it is."""
     if name == "tiny" or name.startswith("tiny:"):
         return f"tiny:{name.partition(':')[2] or 'llama'}"

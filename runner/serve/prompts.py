@@ -143,12 +143,7 @@ def prompt_of(
 
 
 def _chat_prompt(
-    request: Request,
-    tokenizer: Any,
-    template: ChatTemplate,
-    processor: Any,
-    with_marks: bool,
-    most_tokens: int | None,
+    request: Request, tokenizer: Any, template: ChatTemplate, processor: Any, with_marks: bool, most_tokens: int | None
 ) -> RenderedPrompt:
     require_images(request.messages, processor)
     messages = with_text(request.messages, processor)

@@ -26,17 +26,72 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from radixcache.errors import CacheFullError, RequestTooLargeError
 from runner.engine.token import Completion, DoneReason, Token
-from runner.script.conversation import first_finding
+from runner.script.conversation import Checked, first_finding
 
 MAX_ECHO_CHARS = 200  # of a model's name in replies: each chunk of a stream repeats it
 NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
 #: The client of the HTTP request at hand: the name of its key, or its address.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
+
+
+MAX_MESSAGES = 10_000  # templates take time for each
+MAX_TOOLS = 4096
+LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
+LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
+
+
+def _repetition_penalty(penalty: float) -> float:
+    if 0 < penalty < LEAST_REPETITION_PENALTY:
+        raise ValueError(f"wanted 0, which is none, or at least {LEAST_REPETITION_PENALTY}")
+    return penalty
+
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=10_000)]
+RepetitionPenalty = Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition_penalty)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit for each time that a token occurred
+#: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
+Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+#: Of a model, a pin, a namespace: as long as a path may be. Names stay in the records of requests.
+Name = Annotated[str, Field(max_length=4096)]
+StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Sampling(Checked):
+    """How tokens are chosen: fields of a Request and of the bodies that OpenAI's API has. mlx-lm reads them by name."""
+
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
+    min_tokens: Count = 0
+    temperature: Annotated[Temperature, AfterValidator(lambda each: each if each >= LEAST_TEMPERATURE else 0.0)] = 0.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    min_p: Share = 0.0
+    xtc_probability: Share = 0.0
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    repetition_penalty: RepetitionPenalty = 0.0
+    repetition_context_size: Count = 20
+    presence_penalty: Penalty = 0.0
+    presence_context_size: Count = 20
+    frequency_penalty: Penalty = 0.0
+    frequency_context_size: Count = 20
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
+    #: None: all such requests draw from one random stream.
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the reply's tokens come with their log-probabilities."""
+        return self.logprobs or self.top_logprobs > 0
 
 
 @dataclass(frozen=True)
@@ -75,13 +130,9 @@ class Request:
         prompt: of a text completion, as text or token ids; None: a chat.
         echo: whether the prompt's text is wanted with the reply.
         max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
-        min_tokens: the reply does not end before so many tokens.
         messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
         marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
         chat_template_kwargs: arguments of the chat template, over those of the server.
-        temperature to xtc_threshold: for mlx_lm.sample_utils.make_sampler.
-        logit_bias to frequency_context_size: for mlx_lm.sample_utils.make_logits_processors.
-        seed: None: all such requests draw from one random stream.
         constraint: None: the reply may be anything.
         prediction: text that the client expects as the reply; "": none.
         client: whose request it is; clients take turns.
@@ -96,25 +147,8 @@ class Request:
     role_mapping: Mapping[str, str] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     marked_texts: Sequence[tuple[int, int]] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float = 0.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
+    sampling: Sampling = field(default_factory=Sampling)
     stop_words: Sequence[str] = ()
-    min_tokens: int = 0
-    num_draft_tokens: int = 3
-    logprobs: bool = False
-    top_logprobs: int = -1
-    seed: int | None = None
     namespace: str = ""
     constraint: Constraint | None = None
     prediction: str = ""
@@ -123,12 +157,7 @@ class Request:
     @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's own tokens are wanted, too."""
-        return self.echo and self.has_logprobs
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the reply's tokens come with their log-probabilities."""
-        return self.logprobs or self.top_logprobs > 0
+        return self.echo and self.sampling.has_logprobs
 
     @property
     def is_kept(self) -> bool:
@@ -143,11 +172,11 @@ class Request:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """How many tokens of a prompt are evaluated or restored. The first one comes when the prompt is tokenized.
+    """How many tokens of a prompt are evaluated or restored. The first event comes when the prompt is tokenized.
 
     Attributes:
-        reader: of the first one: the ReplyReader.
-        echo: of the first one: the prompt's text, if the request wants it.
+        reader: the ReplyReader; only the first event has it.
+        echo: the prompt's text, if the request wants it; only the first event has it.
         echoed: the prompt's tokens, if the request wants their log-probabilities; the first token has none.
     """
 
@@ -364,16 +393,16 @@ class ApiError(Exception):
 
     def in_openai_form(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.explained(), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.full_message(), "type": kind, "param": self.param, "code": self.code}}
 
     def in_anthropic_form(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.explained()}}
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message or self.full_message()}}
 
     def in_ollama_form(self) -> dict[str, Any]:
-        return {"error": self.explained()}
+        return {"error": self.full_message()}
 
-    def explained(self) -> str:
+    def full_message(self) -> str:
         """The message, with the name of the wrong field."""
         has_name = not self.param or re.search(rf"(?<!\w){re.escape(self.param)}(?!\w)", self.message)
         return self.message if has_name else f"{self.param}: {self.message}"
@@ -392,31 +421,21 @@ TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
-MAX_MESSAGES = 10_000  # templates take time for each
-MAX_TOOLS = 4096
 
-
-def echoed(name: Any) -> Any:
+def short_name(name: Any) -> Any:
     """A model's name from a request, as replies repeat it."""
     return name if not isinstance(name, str) or len(name) <= MAX_ECHO_CHARS else f"{name[:MAX_ECHO_CHARS]}..."
 
 
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Temperature = Annotated[float, Field(ge=0, le=10_000)]
-#: Of a model, a pin, a namespace: as long as a path may be. Names stay in the records of requests.
-Name = Annotated[str, Field(max_length=4096)]
-StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
 Body = TypeVar("Body", bound=BaseModel)
+NULLABLE = ("draft_model",)  # fields in which null has a meaning: no draft model
 
 
-def checked(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Check all fields of a body. ApiError: one is missing or wrong."""
+def check_body(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Body:
+    """Check all fields of a body. `null` means the same as no field. ApiError: a field is missing or wrong."""
+    given = {name: value for name, value in fields.items() if value is not None or name in NULLABLE}
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate({**(defaults or {}), **given})
     except ValidationError as error:
         raise ApiError.of_validation(error.errors()) from error
 

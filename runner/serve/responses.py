@@ -15,10 +15,10 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Query
 from fastapi import Request as HttpRequest
@@ -41,11 +41,13 @@ from runner.serve.request import (
     Temperature,
     Tokens,
     body_schema,
-    checked,
-    echoed,
+    check_body,
+    short_name,
 )
 from runner.serve.service import (
     EVENTS,
+    Draft,
+    Events,
     ServedReply,
     Service,
     beside_loop,
@@ -134,10 +136,6 @@ class ResponsesBody(ResponseChat):
     conversation: None = None
     prompt: None = None
 
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Self:
-        return checked(cls, {name: value for name, value in body.items() if value is not None})
-
     def request(self, options: ServeOptions, namespace: str, past: Sequence[Item] = ()) -> Request:
         """The Request for a reply to the items of `past` and of this body. ApiError: a field is wrong."""
         if foreign := sorted(set(self.foreign())):
@@ -194,7 +192,7 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": echoed(given("model", DEFAULT)),
+        "model": short_name(given("model", DEFAULT)),
         "output": [],
         "usage": None,
         "reasoning": {"effort": None, "summary": None, **given("reasoning", {})},
@@ -205,12 +203,11 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
     }
 
 
-Events: TypeAlias = Iterator[dict[str, Any]]
 Owner: TypeAlias = tuple[str, str]  # the name of a key, and a namespace
 
 
-class ResponseDraft:
-    """Writes one reply. At most one item is open, and it is the last one of the output.
+class ResponseDraft(Draft):
+    """Writes one reply, whose blocks are the items of the output.
 
     First created and in_progress; for each item output_item.added, its deltas, output_item.done; then completed,
     incomplete or failed. Events hold parts of the response itself, so write each before the next one is asked for.
@@ -226,17 +223,9 @@ class ResponseDraft:
         is_sealed: bool = False,
         on_end: Callable[[dict[str, Any]], None] = lambda response: None,
     ) -> None:
-        self.response = response
-        self._reply, self._tools, self._is_sealed, self._on_end = reply, tools, is_sealed, on_end
-        self._output: list[dict[str, Any]] = response["output"]
-        self._is_open = False
-        self._blank = ""
+        super().__init__(reply, response, response["output"], "reasoning", "message")
+        self.response, self._tools, self._is_sealed, self._on_end = response, tools, is_sealed, on_end
         self._event_count = self._reasoning_tokens = self._silent_tokens = 0
-
-    async def whole(self) -> dict[str, Any]:
-        async for _ in self._events():
-            pass
-        return self.response
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events, with comments during prefill. A failure is the last of them."""
@@ -274,25 +263,13 @@ class ResponseDraft:
             yield event
 
     def _add(self, part: Token) -> Events:
-        self._count_reasoning(part)
-        if part.reasoning:
-            yield from self._write("reasoning", part.reasoning)
-        # White space alone is no item: models write it between reasoning, calls and text.
-        text, self._blank = self._blank + part.text, ""
-        if text.strip() or (text and self._is_writing("message")):
-            yield from self._write("message", text)
-        else:
-            self._blank = text
-        for call in part.tool_calls:
-            yield from self._call(call)
-
-    def _count_reasoning(self, part: Token) -> None:
         # A token whose text is held back belongs to what comes next.
         self._silent_tokens += part.id is not None
         if part.reasoning:
             self._reasoning_tokens += self._silent_tokens
         if part.reasoning or part.text or part.tool_calls:
             self._silent_tokens = 0
+        yield from super()._add(part)
 
     def _end(self) -> Events:
         record = self._reply.record
@@ -314,9 +291,6 @@ class ResponseDraft:
         self._on_end(self.response)
         yield self._event(status, response=self.response)
 
-    def _is_writing(self, kind: str) -> bool:
-        return self._is_open and self._output[-1]["type"] == kind
-
     def _write(self, kind: str, text: str) -> Events:
         if not self._is_writing(kind):
             yield from self._close()
@@ -326,9 +300,9 @@ class ResponseDraft:
             else:
                 part = {"type": "reasoning_text", "text": ""}
                 yield from self._open("rs", {"type": kind, "summary": [], "content": []})
-            self._output[-1]["content"].append(part)
+            self._blocks[-1]["content"].append(part)
             yield self._item_event("content_part.added", content_index=0, part=part)
-        part = self._output[-1]["content"][0]
+        part = self._blocks[-1]["content"][0]
         part["text"] += text
         yield self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **_logprobs(part))
 
@@ -345,7 +319,7 @@ class ResponseDraft:
         else:
             kind, field, value = "function_call_arguments", "arguments", function["arguments"]
             yield from self._open("fc", {"type": "function_call", **item, "arguments": ""})
-        self._output[-1][field] = value
+        self._blocks[-1][field] = value
         yield self._item_event(f"{kind}.delta", delta=value)
         yield self._item_event(f"{kind}.done", **{field: value})
         if self._reply.finish_reason is None:  # else _end closes it
@@ -353,14 +327,14 @@ class ResponseDraft:
 
     def _open(self, prefix: str, item: dict[str, Any]) -> Events:
         self._is_open, self._blank = True, ""
-        id = f"{prefix}_{self._reply.id}_{len(self._output)}"
-        self._output.append({"id": id, "status": "in_progress", **item})
-        yield self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        id = f"{prefix}_{self._reply.id}_{len(self._blocks)}"
+        self._blocks.append({"id": id, "status": "in_progress", **item})
+        yield self._event("output_item.added", output_index=len(self._blocks) - 1, item=self._blocks[-1])
 
     def _close(self, status: str = "completed") -> Events:
         if not self._is_open:
             return
-        self._is_open, item = False, self._output[-1]
+        self._is_open, item = False, self._blocks[-1]
         if "content" in item:
             part = item["content"][0]
             text = {"text": part["text"], **_logprobs(part)}
@@ -369,10 +343,10 @@ class ResponseDraft:
             if item["type"] == "reasoning" and self._is_sealed:
                 item["encrypted_content"] = SEAL + part["text"]
         item["status"] = status
-        yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
+        yield self._event("output_item.done", output_index=len(self._blocks) - 1, item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        at = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        at = {"item_id": self._blocks[-1]["id"], "output_index": len(self._blocks) - 1}
         return self._event(kind, **at, **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -485,12 +459,12 @@ class ResponseMemory:
         self._bytes -= self.find(owner, id).length_bytes
         del self._conversations[owner, id]
 
-    def joined(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
+    def join(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
         """A body with the whole conversation of its `namespace` as its input, whatever the key.
 
         ApiError: a part of it is not here. `owner`: the name of a key.
         """
-        id, namespace = body.get("previous_response_id"), body.get("namespace", "")
+        id, namespace = body.get("previous_response_id"), body.get("namespace") or ""
         if id is None or not isinstance(namespace, str):  # what is wrong with it is said later
             return body
         if not isinstance(id, str):
@@ -499,10 +473,10 @@ class ResponseMemory:
         found = (each for each, its in self._conversations if its == id and each[1] == namespace)
         wall = next(found, (owner, namespace))
         past = [item for piece in self.get(wall, id) for item in json.loads(piece)]
-        own = self.resolved(wall, as_items(body.get("input")), lambda more_bytes: None)
+        own = self.resolve(wall, as_items(body.get("input")), lambda more_bytes: None)
         return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
 
-    def resolved(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
+    def resolve(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
         """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
 
         An `item_reference` names an item. So does reasoning without text, as LangChain sends it back; it stays as it is
@@ -517,7 +491,7 @@ class ResponseMemory:
             hold(len(piece))
             return {item["id"]: item for item in json.loads(piece) if "id" in item}
 
-        def resolve(item: Any) -> Any:
+        def stored(item: Any) -> Any:
             kind = item.get("type") if isinstance(item, dict) else None
             is_empty = kind == "reasoning" and not any(map(item.get, ("content", "summary", "encrypted_content")))
             if kind != "item_reference" and not is_empty:
@@ -530,10 +504,10 @@ class ResponseMemory:
                 raise ApiError(404, message, param="input", code="item_not_found")
             return found or item
 
-        return [resolve(item) for item in items] if isinstance(items, list) else items
+        return [stored(item) for item in items] if isinstance(items, list) else items
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """What a body asks for, and the conversation that it goes on with."""
 
     given: dict[str, Any]
@@ -552,21 +526,21 @@ def _owner(request: HttpRequest, given: Mapping[str, Any]) -> Owner:
     return str(getattr(getattr(request.state, "tenant", None), "name", "")), shared_namespace_of(request, given)
 
 
-async def _asked(request: HttpRequest, options: ServeOptions, memory: ResponseMemory) -> _Asked:
+async def _read_question(request: HttpRequest, options: ServeOptions, memory: ResponseMemory) -> _Question:
     given = await read_json(request, lambda body: body)
     owner = _owner(request, given)
-    given["input"] = memory.resolved(owner, given.get("input"), partial(_hold, request))
+    given["input"] = memory.resolve(owner, given.get("input"), partial(_hold, request))
     before = given.get("previous_response_id")
     past = memory.get(owner, before) if isinstance(before, str) else ()
     past_bytes = sum(map(len, past))
     _hold(request, past_bytes)
 
-    def checked() -> tuple[ResponsesBody, Request]:
-        body = ResponsesBody.read(given)
+    def make() -> tuple[ResponsesBody, Request]:
+        body = check_body(ResponsesBody, given)
         items = [item for piece in past for item in json.loads(piece)]
         return body, body.request(options, namespace_of(request, given), _ITEMS.validate_python(items))
 
-    return _Asked(given, owner, past, *await beside_loop(past_bytes + len(await request.body()), checked))
+    return _Question(given, owner, past, *await beside_loop(past_bytes + len(await request.body()), make))
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
@@ -587,7 +561,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
     @router.post(RESPONSES, openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     @router.post(RESPONSES.removeprefix("/v1"), openapi_extra=body_schema(ResponsesBody, RESPONSES, stream=EVENTS))
     async def responses(request: HttpRequest) -> Response:
-        asked = await _asked(request, options, memory)
+        asked = await _read_question(request, options, memory)
         clears = memory.clears(asked.owner)
 
         def remember(response: dict[str, Any]) -> None:
@@ -597,20 +571,20 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
                 about = json.dumps({**response, "output": []}).encode()
                 memory.put(asked.owner, response["id"], (*asked.past, fresh), about, len(output))
 
-        def writer(reply: ServedReply) -> ResponseDraft:
+        def writer(replies: Sequence[ServedReply]) -> ResponseDraft:
             return ResponseDraft(
-                reply,
-                begun_response(reply.id, asked.given, options),
+                replies[0],
+                begun_response(replies[0].id, asked.given, options),
                 tools=asked.body.own_tools(),
                 is_sealed="reasoning.encrypted_content" in asked.body.include,
                 on_end=remember,
             )
 
-        return await service.answer(request, asked.request, writer, stream=asked.body.stream)
+        return await service.answer(request, [asked.request], writer, stream=asked.body.stream)
 
     @router.post(INPUT_TOKENS, openapi_extra=body_schema(ResponsesBody, INPUT_TOKENS))
     async def input_tokens(request: HttpRequest) -> Response:
-        asked = await _asked(request, options, memory)
+        asked = await _read_question(request, options, memory)
         tokens = await while_connected(request, service.backend.count_tokens(asked.request))
         return to_json({"object": "response.input_tokens", "input_tokens": tokens})
 

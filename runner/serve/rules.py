@@ -3,7 +3,7 @@
     call_rules    rules of calls; CALL_FORMS has the forms
 
 In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON. calls.py reads these forms.
+stands as it is between them, anything else is JSON. reply_reader.py reads these forms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.serve.schemas import (
     kinds_of,
     require_few_multiples,
     require_most,
-    resolved,
+    resolve,
     schema_at,
 )
 
@@ -268,7 +268,7 @@ class _CallRules:
         elif form.values == "json" or kinds <= SCALARS:
             found = [f"{self._json(schema, root)} {self._literal(form.close)}"]
         else:
-            found = [*self._nested(resolved(schema, root), root, kinds)] if form.values == "gemma4" else []
+            found = [*self._nested(resolve(schema, root), root, kinds)] if form.values == "gemma4" else []
         return self._rule(" | ".join(found)) if found else ""
 
     def _json(self, schema: Any, root: Any) -> str:
@@ -283,7 +283,9 @@ class _CallRules:
             if isinstance(text, str):
                 yield self._literal(form.quote + text + after)
                 continue
-            marks = "|".join(map(_as_regex, filter(None, (after.strip(), self._end, *form.marks))))
+            marks = "|".join(
+                re.escape(each).replace("/", r"\/") for each in (after.strip(), self._end, *form.marks) if each
+            )
             parts = ["/(?s:.*)/", f"~/(?s:.*)({marks})(?s:.*)/", *text]
             if not form.quote:
                 parts += [f"~/{pattern}/" for kind, pattern in _READ_AS.items() if kind in kinds]
@@ -311,13 +313,9 @@ class _CallRules:
                 yield self._json({**node, "type": scalars}, root)
 
 
-def _as_regex(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
-
-
 def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: int = 0) -> tuple[Text, ...]:
     """The texts that a schema allows, each once. `known` as in `kinds_of`."""
-    node, found = resolved(schema, root), dict[Text, None]()
+    node, found = resolve(schema, root), dict[Text, None]()
     if (result := known.get(id(node))) is not None or hops > MAX_HOPS:
         return result or ()
     known[id(node)] = ()  # a schema that refers to itself allows no more by that

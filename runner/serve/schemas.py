@@ -1,7 +1,7 @@
 """JSON schemas in the words of llguidance, at a bounded cost. Never imports MLX.
 
     schema_of, arguments_schema, checked_schema   a schema as JSON, for a grammar
-    kinds_of, named_values, resolved              which values a schema allows
+    kinds_of, named_values, resolve              which values a schema allows
 
 llguidance refuses each keyword that it lacks. What says nothing goes, and what can be said otherwise is:
 
@@ -41,7 +41,7 @@ PATTERNS = {
     # email addresses of early versions of zod 4
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-    ),
+    )
 }
 #: Patterns of names in these formats, of which llguidance knows none.
 NAMES = {
@@ -90,7 +90,7 @@ def checked_schema(schema: Any, at: str) -> str:
         require_most(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
     require_few_multiples([schema], at)
     _require_short_chains(schema, at)
-    found = _Restatement(schema, at).checked(schema)
+    found = _Restatement(schema, at).restate(schema)
     return json.dumps({**found, "x-guidance": JSON_STYLE} if isinstance(found, dict) else found)
 
 
@@ -113,7 +113,7 @@ def _multiples(node: Any) -> Iterator[int]:
 
 
 def _require_short_chains(root: Any, at: str) -> None:
-    """Bound how deep schemas stand in one another, references included: llguidance calls itself for each."""
+    """Bound the depth of schemas, references included: llguidance recurses for each level."""
     levels: dict[int, int] = {}  # below a node, by its id; 0 while it is counted, also for itself
 
     def measure(node: Any, depth: int) -> int:
@@ -135,7 +135,7 @@ def _schemas_in(node: Any, root: Any) -> list[dict[str, Any]]:
     found: list[Any] = []
     for key, each in node.items() if isinstance(node, dict) else ():
         if key == "$ref":
-            found.append(resolved(node, root, 1))
+            found.append(resolve(node, root, 1))
         elif key not in VALUES:
             found += each if isinstance(each, list) else each.values() if _is_map(key, each) else [each]
     return [each for each in found if isinstance(each, dict)]
@@ -154,10 +154,10 @@ class _Restatement:
         self._kinds: dict[int, frozenset[str]] = {}  # by the id of a node, like the next
         self._values: dict[int, frozenset[str] | None] = {}
 
-    def checked(self, node: Any) -> Any:
+    def restate(self, node: Any) -> Any:
         """A node in the words of llguidance. ApiError: it may cost more than a schema should."""
         if isinstance(node, list):
-            return [*map(self.checked, node)]
+            return [*map(self.restate, node)]
         if not isinstance(node, dict):
             return node
         if node.get("not") in ({}, True) and node is not self._root:
@@ -168,16 +168,16 @@ class _Restatement:
             longest = max(map(len, _texts(node.get(key))), default=0)
             require_most(longest, MAX_STRING_CHARACTERS, f"{key}, in characters", self._at)
         checked: dict[str, Any] = {}
-        for key, each in self._restated(_with_inclusive_bounds(node)).items():
+        for key, each in self._with_known_keywords(_with_inclusive_bounds(node)).items():
             if _is_map(key, each):
-                checked[key] = {name: self.checked(one) for name, one in each.items()}
+                checked[key] = {name: self.restate(one) for name, one in each.items()}
             elif key == "pattern" and isinstance(each, str):
                 checked[key] = PATTERNS.get(each, each)
             elif key != "x-guidance" and (key != "format" or each in FORMATS):
-                checked[key] = each if key in VALUES else self.checked(each)
+                checked[key] = each if key in VALUES else self.restate(each)
         return checked
 
-    def _restated(self, node: dict[str, Any]) -> dict[str, Any]:
+    def _with_known_keywords(self, node: dict[str, Any]) -> dict[str, Any]:
         """The node without keywords that say nothing, and with other keywords for some that llguidance lacks."""
         changed = {**node}
         if changed.get("uniqueItems") is False:
@@ -196,8 +196,8 @@ class _Restatement:
         return changed
 
     def _evaluates_all(self, node: Any, keyword: str, hops: int = 0) -> bool:
-        """Whether a schema evaluates all properties, or items: it has the keyword, or what holds with it has."""
-        node = resolved(node, self._root)
+        """Whether a schema evaluates all properties or items: it, or a schema of its `allOf`, has the keyword."""
+        node = resolve(node, self._root)
         self._left -= 1
         if keyword in node or hops == MAX_HOPS or self._left < 0:
             return keyword in node
@@ -206,7 +206,7 @@ class _Restatement:
     def _with_names(self, node: dict[str, Any]) -> dict[str, Any]:
         """The node with other keywords in place of `propertyNames`; as it is if they cannot say the same."""
         given, value = node["propertyNames"], node.get("additionalProperties", True)
-        names = {key: each for key, each in resolved(given, self._root).items() if key not in ANNOTATIONS}
+        names = {key: each for key, each in resolve(given, self._root).items() if key not in ANNOTATIONS}
         if given is False or "string" not in kinds_of(given, self._root, self._kinds):
             return node
         rest = {key: each for key, each in node.items() if key != "propertyNames"}
@@ -241,8 +241,8 @@ class _Restatement:
         return [{"allOf": [each, {"required": sorted(keys)}]} if keys else each for each, keys in pairs]
 
     def _leaves(self, branch: Any, hops: int = 0) -> Iterator[Mapping[str, Any]]:
-        """The schemas of which a schema is a choice, each with less than all that holds for it."""
-        node = resolved(branch, self._root)
+        """The branches of a choice, and of choices inside it, without the keywords that stand beside them."""
+        node = resolve(branch, self._root)
         inner = _list(node, "anyOf") or _list(node, "oneOf")
         self._left -= 1
         if not inner or hops == MAX_HOPS or self._left < 0:
@@ -293,7 +293,7 @@ def _forbids(node: Mapping[str, Any], names: Iterable[Any]) -> bool:
 
 
 def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """The node with bounds just inside of exclusive ones, to which llguidance lets some numbers be equal."""
+    """Replace exclusive bounds by bounds just inside them: llguidance lets some numbers equal an exclusive bound."""
     changed = {**node}
     for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
         bound, other = node.get(key), node.get(name)
@@ -315,7 +315,7 @@ def require_most(found: float, most: int, of: str, at: str) -> None:
         raise ApiError(400, f"this schema cannot be enforced: {of}: {found}; at most {most} is enforced.", param=at)
 
 
-def resolved(schema: Any, root: Any, hops: int = MAX_HOPS) -> Mapping[str, Any]:
+def resolve(schema: Any, root: Any, hops: int = MAX_HOPS) -> Mapping[str, Any]:
     """The schema that a schema refers to within `root`, or it itself; empty: any value."""
     for _ in range(hops):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -329,7 +329,7 @@ def resolved(schema: Any, root: Any, hops: int = MAX_HOPS) -> Mapping[str, Any]:
 def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = None, hops: int = 0) -> frozenset[str]:
     """The types of JSON that a schema may allow. `known`: results for nodes of `root`, by their ids."""
     known = {} if known is None else known
-    node, found = resolved(schema, root), frozenset(KINDS.values())
+    node, found = resolve(schema, root), frozenset(KINDS.values())
     if (result := known.get(id(node), found if hops == MAX_HOPS else None)) is not None:
         return result
     known[id(node)] = found  # a schema that refers to itself says no more by that
@@ -350,7 +350,7 @@ def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = N
 
 def all_values(schema: Any, root: Any, known: dict[int, frozenset[str] | None], hops: int = 0) -> frozenset[str] | None:
     """The values of a schema that names each, as JSON; None: it may have others. `known`: as of `kinds_of`."""
-    node = resolved(schema, root)
+    node = resolve(schema, root)
     if id(node) not in known and hops < MAX_HOPS:
         known[id(node)] = None
         named = [node["const"]] if "const" in node else node.get("enum")
@@ -364,7 +364,7 @@ def all_values(schema: Any, root: Any, known: dict[int, frozenset[str] | None], 
 
 def named_values(schema: Any, root: Any, seen: set[int] | None = None, hops: int = 0) -> Iterator[Any]:
     """The values that a schema names one by one; it may allow others."""
-    node, seen = resolved(schema, root), set() if seen is None else seen
+    node, seen = resolve(schema, root), set() if seen is None else seen
     if id(node) in seen or hops == MAX_HOPS:
         return
     seen.add(id(node))

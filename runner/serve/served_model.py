@@ -36,12 +36,12 @@ from runner.engine.generator import PARALLEL_STEP_SIZE, ParallelGenerator
 from runner.engine.token import LikelyToken, Token
 from runner.models.load import LoadedModel
 from runner.serve import mlx_lm_border
-from runner.serve.calls import json_calls, read_calls
 from runner.serve.grammars import Grammars, Guide
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, RenderedPrompt, embedder, part_at, prompt_of
-from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, Request
-from runner.serve.service import FairThreads, ReplyReader
+from runner.serve.reply_reader import ReplyReader, json_calls
+from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, Request, Sampling
+from runner.serve.service import FairThreads
 from runner.serve.template_breaks import TemplateBreaks
 from runner.serve.volatile import behind_tools
 
@@ -54,7 +54,6 @@ RENDERING_S = 0.01  # and for a prompt
 REHEARSED_TOKENS = 3  # a first token, a step, and a step that begins before its token is read
 #: Most tokens of a prompt that get log-probabilities, and most log-probabilities that are computed at a time.
 MAX_SCORED_TOKENS, MAX_SCORES = 8192, 1 << 24
-SEEDS = 1 << 64  # MLX's seeds are numbers below this
 
 
 class ServedModel:
@@ -263,15 +262,15 @@ class ServedModel:
         opened.prompt, opened.is_alone = prompt, not self._is_parallel or has_images or request.scores_prompt
         opened.options = {
             "max_tokens": max_tokens,
-            "min_tokens": request.min_tokens,
+            "min_tokens": request.sampling.min_tokens,
             "sampler": sampler_of(request, tokenizer, self._vocabulary_length),
-            "logits_processors": processors_of(request, self._vocabulary_length),
-            "has_logprobs": request.has_logprobs,
+            "logits_processors": processors_of(request.sampling, self._vocabulary_length),
+            "has_logprobs": request.sampling.has_logprobs,
             "stop_words": request.stop_words,
             "cuts_characters": False,
             "reserve": RESERVE_TOKENS,
             "prediction": prompt.prediction,
-            "num_draft_tokens": request.num_draft_tokens,
+            "num_draft_tokens": request.sampling.num_draft_tokens,
         }
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"
@@ -305,7 +304,8 @@ class ServedModel:
         return ReplyReader(
             machine,
             initial_state,
-            partial(read_calls, parser, prompt.arguments),
+            parser,
+            prompt.arguments,
             call_marks=(tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""),
             has_one_call=request.constraint is not None and request.constraint.is_single,
             drops_breaks=self._breaks.drops_behind_reasoning,
@@ -448,8 +448,9 @@ class ServedModel:
     def _as_event(self, token: Token, request: Request) -> Token:
         """The token without arrays and completion, and with what the request wants to know of it."""
         assert token.id is not None, token
-        top = likeliest(token.logprobs, request.top_logprobs, self.tokenizer) if request.top_logprobs > 0 else ()
-        data = token_bytes(self.tokenizer, token.id) if request.has_logprobs else b""
+        count = request.sampling.top_logprobs
+        top = likeliest(token.logprobs, count, self.tokenizer) if count > 0 else ()
+        data = token_bytes(self.tokenizer, token.id) if request.sampling.has_logprobs else b""
         return token._replace(top_tokens=top, data=data, logprobs=None, completion=None)
 
     def _score_more(self, opened: OpenRequest, steps: Iterator[None]) -> None:
@@ -471,7 +472,7 @@ class ServedModel:
         What the cache has of a prompt is state, and no logits.
         """
         caches = mlx_lm_border.make_prompt_cache(self.model)
-        count, step = opened.request.top_logprobs, max(1, min(512, MAX_SCORES // self._vocabulary_length))
+        count, step = opened.request.sampling.top_logprobs, max(1, min(512, MAX_SCORES // self._vocabulary_length))
         found = [Token("", tokens[0], 0.0, data=token_bytes(self.tokenizer, tokens[0]))]
         for start in range(0, len(tokens) - 1, step):
             chunk = tokens[start : start + step + 1]
@@ -536,38 +537,33 @@ def token_bytes(tokenizer: Any, id: int) -> bytes:
 
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
-    """mlx-lm's sampler; None: greedy. ApiError, ValueError: a field that mlx-lm would refuse at each token."""
-    if request.temperature == 0:
+    """mlx-lm's sampler; None: greedy. ApiError: `top_k` is larger than the vocabulary."""
+    sampling = request.sampling
+    if sampling.temperature == 0:
         return None
-    if request.top_k >= vocabulary_length:
-        raise ApiError(
-            400, f"top_k is {request.top_k}; wanted less than {vocabulary_length}, the size of the vocabulary."
-        )
-    if request.xtc_probability > 0 and not 0 <= request.xtc_threshold <= 0.5:
-        raise ApiError(400, f"xtc_threshold is {request.xtc_threshold}; wanted 0 to 0.5.")
-    sampler: Sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=request), tokenizer)
-    return sampler if request.seed is None else SeededSampler(sampler, request.seed)
+    if sampling.top_k >= vocabulary_length:
+        wanted = f"wanted less than {vocabulary_length}, the size of the vocabulary"
+        raise ApiError(400, f"top_k is {sampling.top_k}; {wanted}.")
+    sampler: Sampler = mlx_lm_border.make_sampler(SimpleNamespace(sampling=sampling), tokenizer)
+    return sampler if sampling.seed is None else SeededSampler(sampler, sampling.seed)
 
 
-def processors_of(request: Request, vocabulary_length: int) -> Sequence[LogitsProcessor]:
-    """mlx-lm's logits processors. ApiError, ValueError: an id is no token, or mlx-lm refuses a penalty."""
-    for token in request.logit_bias or ():
-        if not 0 <= token < vocabulary_length:
+def processors_of(sampling: Sampling, vocabulary_length: int) -> Sequence[LogitsProcessor]:
+    """mlx-lm's logits processors. ApiError: an id of `logit_bias` is no token."""
+    for token in sampling.logit_bias:
+        if token >= vocabulary_length:
             raise ApiError(400, f"logit_bias names token {token}; wanted 0 to {vocabulary_length - 1}.")
-    args = SimpleNamespace(logits=request)
-    processors: Sequence[LogitsProcessor] = mlx_lm_border.make_logits_processors(args)
+    processors: Sequence[LogitsProcessor] = mlx_lm_border.make_logits_processors(SimpleNamespace(logits=sampling))
     return processors
 
 
 class SeededSampler:
-    """Samples as `sampler` does after mx.random.seed(seed), undisturbed by other requests. ValueError: a wrong seed.
+    """Samples as `sampler` does after mx.random.seed(seed), undisturbed by other requests.
 
     MLX has one random state per thread: each call sets the request's own, then restores the other.
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:
-        if not 0 <= seed < SEEDS:
-            raise ValueError(f"seed is {seed}; wanted 0 to 2**64 - 1.")
         self._sampler, self._seed = sampler, seed
 
     def __call__(self, logprobs: mx.array) -> mx.array:

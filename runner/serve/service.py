@@ -2,7 +2,6 @@
 
 await read_json(http_request, make)    what the API makes of the body: it checks the fields and makes the Request
 await service.answer(...)              the whole response, by way of the API's ReplyWriter
-await service.answer_all(...)          the same for several requests, served together
 
 reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
 async for part in reply: ...           PrefillProgress and Token
@@ -16,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
-import re
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from fastapi import Request as HttpRequest
@@ -37,7 +35,6 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from runner.engine.token import FinishReason, Token
-from runner.script.conversation import tool_call
 from runner.serve.request import (
     CLIENT,
     NOT_KEPT,
@@ -48,15 +45,11 @@ from runner.serve.request import (
     Request,
     RequestRecord,
 )
-from runner.text import cut
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 EVENTS = "text/event-stream"
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
-_ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
 IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
 MAX_SALT_CHARS = 200
 TENANT_HEADERS = ("x-apc-tenant", "x-tenant-id")  # of mlx-vlm's server
@@ -78,152 +71,6 @@ class ReplyBackend(Protocol):
 
     async def count_tokens(self, request: Request) -> int:
         """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
-
-
-class ReplyReader:
-    """Splits one reply into text, reasoning and tool calls, as mlx_lm.server does. Holds no array.
-
-    mlx-lm's TextStateMachine strips control sequences, and gives each piece of text a state. The rest
-    follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
-    call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
-    With `drops_breaks`, a text has no line breaks between the reasoning and its first character. With `before_call`,
-    the white space in front of a call becomes what that function says, and white space behind a call goes: see
-    template_breaks.py. Made on the generation thread, used by the loop.
-    """
-
-    def __init__(
-        self,
-        machine: Any,
-        initial_state: str,
-        read_calls: Callable[[str], list[dict[str, Any]]],
-        *,
-        call_marks: tuple[str, str] = ("", ""),
-        has_one_call: bool = False,
-        drops_breaks: bool = False,
-        before_call: Callable[..., str] | None = None,
-    ) -> None:
-        self._machine, self._read_calls, self._call_marks = machine, read_calls, call_marks
-        self._left_calls = 1 if has_one_call else None  # None: any number
-        self._drops_breaks, self._is_behind_reasoning = drops_breaks, False
-        self._before_call, self._has_text, self._is_behind_call = before_call, False, False
-        self._white = self._left_out = ""  # held back; of what came before the last call, what the text lacks
-        self._state = machine.make_state(initial_state)
-        self._current = initial_state
-        self._is_over, self._is_cut = False, True
-        self._text = self._reasoning = self._tool_text = ""
-        self._calls: list[dict[str, Any]] = []
-
-    def add(self, token: Token) -> Token:
-        """The token with what it adds to the reply; nothing while a tool call is written."""
-        self._is_over, self._is_cut = token.finish_reason is not None, token.finish_reason != "stop"
-        # As in mlx_lm.server, a character that a stop token leaves unfinished is no text.
-        is_ended = token.finish_reason == "stop" and token.stop_word is None
-        self._read(token.text.rstrip("\ufffd") if is_ended else token.text)
-        if self._is_over:
-            self._flush()
-        return token._replace(text="") if self._current == "tool" else self._take(token)
-
-    def finish(self) -> Token:
-        """Return text that was held back, and an unclosed tool call; a cut call as far as it came."""
-        if not self._is_over:  # cancelled
-            self._flush()
-        if self._current == "tool" and self._tool_text:
-            self._end_call("")
-        return self._take(Token(""))
-
-    def _read(self, text: str) -> None:
-        self._state, segments = self._machine.split(self._state, text)
-        for current, part in segments:
-            self._collect(current, part)
-
-    def _flush(self) -> None:
-        self._state, held_back, current = self._machine.flush(self._state)
-        self._collect(current, held_back)
-        if not self._is_behind_call:
-            self._text += self._white
-        self._white = ""
-
-    def _collect(self, current: str, text: str) -> None:
-        if current == "reasoning":
-            self._reasoning += text
-            self._is_behind_reasoning = self._drops_breaks
-        elif current == "tool":
-            if self._current != "tool":
-                self._begin_call()
-            self._tool_text += text
-        elif current == "normal":
-            if self._current == "tool":
-                self._end_call(self._call_marks[1])
-            if self._is_behind_reasoning:
-                text = text.lstrip("\n")
-                self._is_behind_reasoning = not text
-            self._add_text(text)
-        self._current = current
-
-    def _add_text(self, text: str) -> None:
-        """Add to the text, and hold white space at its end back: a call may follow."""
-        text = self._white + text
-        kept = text if self._before_call is None else text.rstrip(" \t\r\n")
-        self._text, self._white = self._text + kept, text[len(kept) :]
-        if kept:
-            self._has_text, self._is_behind_call = True, False
-
-    def _begin_call(self) -> None:
-        """Give the white space in front of a call, as far as the template does not write it itself."""
-        white, self._white = self._white, ""
-        if self._before_call is not None:
-            given = "" if self._is_behind_call else self._before_call(white, has_text=self._has_text)
-            self._text, self._left_out = self._text + given, white.removeprefix(given)
-
-    def _take(self, token: Token) -> Token:
-        calls = tuple(self._calls[: self._left_calls])
-        if self._left_calls is not None:
-            self._left_calls -= len(calls)
-        token = token._replace(text=self._text, reasoning=self._reasoning, tool_calls=calls)
-        self._text = self._reasoning = ""
-        self._calls = []
-        return token
-
-    def _end_call(self, end: str) -> None:
-        """Read the call that ends here, by the mark `end` if it has one."""
-        text, self._tool_text = self._tool_text, ""
-        try:
-            self._calls += self._read_calls(text)
-            self._is_behind_call = True
-        except Exception as error:  # Parsers may raise anything at what a model writes.
-            is_cut = self._is_cut and not end
-            if is_cut and (call := cut_call(text)):
-                self._calls.append(call)
-                return
-            self._add_text(self._left_out + self._call_marks[0] + text + end)
-            if not is_cut:
-                why = cut(f"{type(error).__name__}: {error}")
-                logger.warning("a tool call cannot be read, and is text of the reply: %s", why)
-
-
-def cut_call(text: str) -> dict[str, Any] | None:
-    """The call that the beginning of a JSON tool call makes, with arguments as far as they came; None: another form."""
-    with suppress(ValueError):
-        found, call = _ARGUMENTS.search(text), from_json(text.strip(), allow_partial="trailing-strings")
-        if found and isinstance(call, dict) and isinstance(call.get("name"), str):
-            arguments = text[found.end() :].strip()
-            with suppress(ValueError):  # the arguments are whole, and the rest of the call is cut off
-                arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-            return tool_call(str(uuid.uuid4()), call["name"], arguments)
-    return None
-
-
-def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
-    """The arguments of a call as an object, and whether they are whole; cut ones as far as they came.
-
-    A model may write NaN, which JSON lacks, and something else than an object.
-    """
-    is_whole = True
-    try:
-        found = json.loads(text, parse_constant=str)
-    except ValueError:
-        is_whole, found = False, from_json(text or "{}", allow_partial="trailing-strings")
-    return found if isinstance(found, dict) else {"arguments": found}, is_whole
 
 
 class ServedReply:
@@ -283,7 +130,7 @@ class ServedReply:
             self.cancel()
 
 
-async def together(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
+async def merge_replies(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
     """The parts of several replies as they come, each with the index of its reply. ApiError: one failed."""
     if len(replies) == 1:
         async for part in replies[0]:
@@ -312,6 +159,52 @@ class ReplyWriter(Protocol):
 
     def events(self) -> AsyncIterator[str]:
         """Server-sent events, or lines; a failure is one of them."""
+
+
+Events: TypeAlias = Iterator[dict[str, Any]]
+
+
+class Draft(ABC):
+    """Writes one reply as a list of blocks, of reasoning, text and calls. Only the last block may be open.
+
+    White space alone is no block: models write it between reasoning, calls and text.
+    """
+
+    def __init__(
+        self, reply: ServedReply, result: dict[str, Any], blocks: list[dict[str, Any]], reasoning: str, text: str
+    ) -> None:
+        self._reply, self._result, self._blocks, self._reasoning, self._text = reply, result, blocks, reasoning, text
+        self._is_open = False
+        self._blank = ""
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._events():
+            pass
+        return self._result
+
+    @abstractmethod
+    def _events(self) -> AsyncIterator[dict[str, Any] | PrefillProgress]: ...
+
+    def _add(self, part: Token) -> Events:
+        if part.reasoning:
+            yield from self._write(self._reasoning, part.reasoning)
+        text, self._blank = self._blank + part.text, ""
+        if text.strip() or (text and self._is_writing(self._text)):
+            yield from self._write(self._text, text)
+        else:
+            self._blank = text
+        for call in part.tool_calls:
+            yield from self._call(call)
+
+    def _is_writing(self, kind: str) -> bool:
+        return self._is_open and self._blocks[-1]["type"] == kind
+
+    @abstractmethod
+    def _write(self, kind: str, text: str) -> Events:
+        """Add to the text of the open block if it is of this kind, else open one."""
+
+    @abstractmethod
+    def _call(self, call: dict[str, Any]) -> Events: ...
 
 
 class _Mailbox:
@@ -343,12 +236,6 @@ class Service:
         self._mailbox: _Mailbox | None = None
 
     async def answer(
-        self, http_request: HttpRequest, request: Request, writer: Callable[[ServedReply], ReplyWriter], *, stream: bool
-    ) -> Response:
-        """Return the response to a request, in one piece or as a stream of events. ApiError: it cannot be served."""
-        return await self.answer_all(http_request, [request], lambda replies: writer(replies[0]), stream=stream)
-
-    async def answer_all(
         self,
         http_request: HttpRequest,
         requests: Sequence[Request],
@@ -357,7 +244,10 @@ class Service:
         stream: bool,
         media_type: str = EVENTS,
     ) -> Response:
-        """Return the response to several requests, which are served together. Raises as `answer`."""
+        """Return the response to requests that are served together, in one piece or as a stream of events.
+
+        ApiError: a request cannot be served.
+        """
         replies = await while_connected(http_request, self._ask_all(requests))
         if stream:
             return ReplyStream(replies, writer(replies).events(), media_type)
@@ -415,7 +305,7 @@ async def read_json(request: HttpRequest, make: Callable[[dict[str, Any]], T]) -
     ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair; or as `make`.
     """
     raw = await request.body()
-    return await beside_loop(len(raw), lambda: make(_parsed(raw)))
+    return await beside_loop(len(raw), lambda: make(_parse(raw)))
 
 
 async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
@@ -425,7 +315,7 @@ async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(READERS.submit(CLIENT.get(), work))
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> dict[str, Any]:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

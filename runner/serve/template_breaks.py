@@ -67,7 +67,7 @@ class TemplateBreaks:
 
 
 def _ends(tokenizer: Any, template_args: Mapping[str, Any], text: str) -> Iterator[tuple[str, str]]:
-    """What the prompt has between a text and a call, and the end of the text that gives it; the shortest comes last."""
+    """For each end of a text: the white space that the prompt has before a call, and that end. The shortest is last."""
     template = ChatTemplate(tokenizer, [_TOOL], dict(template_args))
     for end in reversed(_ENDS):
         with suppress(Exception):  # Templates are foreign code.

@@ -1,6 +1,6 @@
 """Advice on a trace: the most that a prefix cache saves, the bytes for it, and the best policy.
 
-`advice_of` needs only the LRU curve; `best_policy` compares policies by what simulations found. Shares are of prompt
+`Advice` needs only the LRU curve; `best_policy` compares policies by what simulations found. Shares are of prompt
 tokens.
 
   AD1  An unknown figure is None, and the text names what it needs: a model for bytes, a speed for seconds.
@@ -17,6 +17,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from statistics import fmean, stdev
 from typing import Any
@@ -26,8 +27,8 @@ from rich.table import Table
 from radixcache.paging.rates import SURE
 from radixcache.stores.sized_store import HEAD_BYTES
 from runner.simulate.curve import CURVE_COUNTS, Curve, curve_rows
-from runner.simulate.rows import Column, DiskPlan, SimulationRow, cells
-from runner.text import GIB, MIB, figures_table, plural
+from runner.simulate.rows import DiskPlan, SimulationRow
+from runner.text import GIB, MIB, Column, cells, figures_table, plural
 from runner.traces.trace import Trace, TurnInference
 
 #: How many samples there are, block references per sample, and prompts that a sample's cache has room for at least.
@@ -183,15 +184,39 @@ class BestPolicy:
 
 @dataclass(frozen=True)
 class Advice:
-    """Figures about a trace. `budgets` are ascending in capacity; `own` is the user's."""
+    """Figures about a trace under LRU. The user's budget is in bytes, which need `token_bytes`, or in blocks.
+
+    The curve does not count `checkpoint_bytes`, the windows and recurrent state of a checkpoint.
+    """
 
     trace: Trace
     curve: Curve
-    block_bytes: int | None
-    budgets: tuple[Budget, ...]
-    own: Budget | None
-    checkpoint_bytes: int
-    prefill_tokens_per_s: float | None
+    token_bytes: int | None = None
+    checkpoint_bytes: int = 0
+    budget_bytes: float | None = None
+    budget_blocks: int | None = None
+    prefill_tokens_per_s: float | None = None
+
+    @property
+    def block_bytes(self) -> int | None:
+        return self.token_bytes * self.trace.block_tokens if self.token_bytes else None
+
+    @cached_property
+    def budgets(self) -> list[Budget]:
+        """The budgets that have a name, ascending in capacity."""
+        named = [("the knee", self.curve.knee_blocks())]
+        named += [(SHARE_NAME.format(share), self.curve.capacity_for(share)) for share in SHARES]
+        named += [("everything", self.curve.capacity_for(1.0))]
+        return sorted((self._budget(name, blocks) for name, blocks in named), key=lambda each: each.capacity_blocks)
+
+    @cached_property
+    def own(self) -> Budget | None:
+        """The user's budget."""
+        blocks = self.budget_blocks
+        if self.budget_bytes is not None:
+            assert self.block_bytes is not None, "a budget in bytes needs token_bytes"
+            blocks = int(self.budget_bytes // self.block_bytes)
+        return None if blocks is None else self._budget("your budget", blocks)
 
     @property
     def all_budgets(self) -> list[Budget]:
@@ -209,40 +234,12 @@ class Advice:
         everything = self.curve.capacity_for(1.0) * (self.block_bytes + HEAD_BYTES)
         return min(DISK_FACTOR * self.own.capacity_bytes, everything)
 
-
-def advice_of(
-    trace: Trace,
-    curve: Curve,
-    *,
-    token_bytes: int | None = None,
-    checkpoint_bytes: int = 0,
-    budget_bytes: float | None = None,
-    budget_blocks: int | None = None,
-    prefill_tokens_per_s: float | None = None,
-) -> Advice:
-    """Work out the advice. The user's budget is in bytes, which need `token_bytes`, or in blocks.
-
-    The curve does not count `checkpoint_bytes`, the windows and recurrent state of a checkpoint.
-    """
-    block_bytes = token_bytes * trace.block_tokens if token_bytes else None
-    if budget_bytes is not None:
-        if block_bytes is None:
-            raise ValueError("budget_bytes needs token_bytes; give both.")
-        budget_blocks = int(budget_bytes // block_bytes)
-
-    def budget(name: str, capacity_blocks: int) -> Budget:
-        ratio = curve.token_hit_ratio_at(capacity_blocks)
-        nbytes = None if block_bytes is None else capacity_blocks * block_bytes
-        saved_s = None if prefill_tokens_per_s is None else ratio * curve.prompt_tokens / prefill_tokens_per_s
+    def _budget(self, name: str, capacity_blocks: int) -> Budget:
+        curve, ratio = self.curve, self.curve.token_hit_ratio_at(capacity_blocks)
+        nbytes = None if self.block_bytes is None else capacity_blocks * self.block_bytes
+        saved_s = None if self.prefill_tokens_per_s is None else ratio * curve.prompt_tokens / self.prefill_tokens_per_s
         rate = None if saved_s is None or not nbytes else saved_s / (nbytes / GIB)
         return Budget(name, capacity_blocks, nbytes, curve.block_hit_ratio_at(capacity_blocks), ratio, saved_s, rate)
-
-    named = [("the knee", curve.knee_blocks())]
-    named += [(SHARE_NAME.format(share), curve.capacity_for(share)) for share in SHARES]
-    named += [("everything", curve.capacity_for(1.0))]
-    budgets = sorted((budget(name, blocks) for name, blocks in named), key=lambda each: each.capacity_blocks)
-    own = None if budget_blocks is None else budget("your budget", budget_blocks)
-    return Advice(trace, curve, block_bytes, tuple(budgets), own, checkpoint_bytes, prefill_tokens_per_s)
 
 
 def best_policy(token_hit_ratios: Mapping[str, float], capacity_blocks: int) -> BestPolicy:

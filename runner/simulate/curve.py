@@ -122,7 +122,7 @@ def references_of(trace: Trace) -> References:
     tokens = np.full(len(keys), trace.block_tokens, np.int64)
     prompts = np.fromiter((request.tokens for request in trace.requests), np.int64, len(lengths))
     tokens[ends - 1] = prompts - (lengths - 1) * trace.block_tokens
-    return References(_numbered(keys), tokens, np.repeat(ends - lengths, lengths), np.repeat(ends, lengths))
+    return References(_number_by_first_use(keys), tokens, np.repeat(ends - lengths, lengths), np.repeat(ends, lengths))
 
 
 def needed_blocks(references: References) -> Ints:
@@ -192,7 +192,7 @@ def _count_above(values: Ints, lengths: Ints, bounds: Ints) -> Ints:
     return counts
 
 
-def _numbered(keys: Ints) -> Ints:
+def _number_by_first_use(keys: Ints) -> Ints:
     _, first_index, inverse = np.unique(keys, return_index=True, return_inverse=True)
     rank = np.empty(len(first_index), np.int64)
     rank[np.argsort(first_index, kind="stable")] = np.arange(len(first_index))

@@ -28,8 +28,7 @@ from runner.files import InputError
 from runner.script.conversation import Conversation, json_of
 from runner.script.schedule import requests_of
 from runner.script.script import recorded_reply
-from runner.simulate.rows import Column, cells
-from runner.text import figures_table
+from runner.text import Column, cells, figures_table
 
 #: What --speculate of the server can be, with the sources of each.
 SPECULATE = {"tree": ("tree", "prompt"), "prompt": ("prompt",)}
@@ -49,7 +48,7 @@ class DraftRow:
     Attributes:
         replies: recorded replies with two tokens or more.
         tokens: reply tokens behind the first.
-        passes: forward passes that said them; without drafting, one for each token.
+        passes: forward passes for these tokens; without drafting, one for each token.
         sources: what became of each source's proposals.
     """
 
@@ -108,7 +107,7 @@ class DraftCount:
         self._index = SuffixIndex(SUFFIX_INDEX_BYTES)
 
     def add(self, prompt: TokenIds, reply: Sequence[int]) -> None:
-        """Say a reply, with drafts from what was said before it, and remember the request."""
+        """Count a reply that is drafted from earlier requests, and remember this one."""
         made: dict[str, Source] = {"tree": TreeSource(self._index), "prompt": PromptSource(prompt, len(reply))}
         drafting = Drafting([made[name] for name in SPECULATE[self.row.speculate]], self._pace, prompt.tolist())
         row = self.row
@@ -135,7 +134,7 @@ class DraftCount:
 
 
 def passes_of(reply: Sequence[int], drafting: Drafting) -> int:
-    """Say a reply whose first token is there already; returns the forward passes that the rest takes."""
+    """Return the forward passes that the tokens of a reply behind the first take."""
     drafting.said(reply[:1])
     at, passes = min(1, len(reply)), 0
     while at < len(reply):

@@ -1,8 +1,6 @@
-"""Grid: simulations that differ in policy, capacity, router or trace, in one process, several, or on a Ray cluster.
+"""Run many simulations, in this process, in several, or on a Ray cluster.
 
-    SimulationJob      a policy at a capacity
-    ReplicaJob         a router before a number of replicas
-
+A job is a SimulationJob, a policy at a capacity, or a ReplicaJob, a router before a number of replicas.
 A worker gets the traces once, since they are large. Rows come in the order of the jobs and are the same everywhere,
 except for `seconds`. If a job fails or the user interrupts, the finished rows come before the exception.
 """
@@ -15,14 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from typing import Any, Protocol, TypeVar
 
-from runner.models.footprint import ModelBytes
-from runner.simulate.replicas import Setup, simulate_replicas
-from runner.simulate.rows import DiskPlan, ReplicaRow, ResultRow, SimulationRow, Speeds
-from runner.simulate.simulator import BlockSizes, OnProgress, simulate
+from runner.simulate.rows import ResultRow
+from runner.simulate.simulator import OnProgress
 from runner.traces.trace import Trace
 
 #: Seconds between two looks at the progress of other processes.
@@ -33,55 +28,13 @@ R_co = TypeVar("R_co", bound=ResultRow, covariant=True)
 
 
 class AnyJob(Protocol[R_co]):
-    """One simulation of a grid, on the trace with this index."""
+    """One simulation, on the trace with this index."""
 
     @property
     def trace(self) -> int: ...
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None) -> R_co:
         """Run it. PolicyError: a policy of the user failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationJob:
-    """A policy at a capacity in blocks of span state, or in bytes; without a model, blocks are counted."""
-
-    trace: int
-    policy: str
-    capacity_blocks: int | None
-    budget_bytes: int | None
-    model: ModelBytes | None
-    disk: DiskPlan | None = None
-
-    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> SimulationRow:
-        return simulate(trace, self.policy, *self.budget(trace), on_progress, self.disk)
-
-    def budget(self, trace: Trace) -> tuple[int, BlockSizes]:
-        sizes = BlockSizes.of(self.model, trace.block_tokens)
-        if self.capacity_blocks is not None:
-            return self.capacity_blocks * sizes.span_bytes, sizes
-        assert self.budget_bytes is not None, self
-        return self.budget_bytes, sizes
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaJob:
-    """A router before a number of replicas; `each` is one replica's cache, and its disk is the tier behind all."""
-
-    each: SimulationJob
-    router: str
-    replicas: int
-    speeds: Speeds
-    seed: int = 0
-
-    @property
-    def trace(self) -> int:
-        return self.each.trace
-
-    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> ReplicaRow:
-        cache = (self.each.policy, *self.each.budget(trace))
-        setup = Setup(self.router, self.replicas, *cache, self.speeds, self.each.disk, self.seed)
-        return simulate_replicas(trace, setup, on_progress)
 
 
 def run_locally(

@@ -22,25 +22,53 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixcache.sized_cache import stored_keys
-from runner.routing.dispatcher import BLOCK_TOKENS, Dispatcher
-from runner.routing.routers import FIRST, Ask, Coefficients, Router, RoutingRates, make_router
-from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds, TierUse, infinite_token_ratio
-from runner.simulate.simulator import BlockSizes, Machine, OnProgress, Simulation, row_fields, with_progress
+from runner.routing import BLOCK_TOKENS, FIRST, Ask, Coefficients, Dispatcher, Router, RoutingRates, make_router
+from runner.simulate.rows import ReplicaRow, Speeds, TierUse, infinite_token_ratio
+from runner.simulate.simulator import Machine, OnProgress, Simulation, SimulationJob, row_fields, with_progress
 from runner.traces.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """Replicas with a cache each, the router before them with its seed, and the tier behind them."""
+class ReplicaJob:
+    """A router before a number of replicas; `each` is one replica's cache, and its disk is the tier behind all."""
 
+    each: SimulationJob
     router: str
     replicas: int
-    policy: str
-    budget_bytes: int
-    sizes: BlockSizes
     speeds: Speeds
-    shared: DiskPlan | None = None
     seed: int = 0
+
+    @property
+    def trace(self) -> int:
+        return self.each.trace
+
+    def run(self, trace: Trace, on_progress: OnProgress | None = None, router: Router | None = None) -> ReplicaRow:
+        """Run the simulation. `router` is used instead of the job's, under the job's name."""
+        began = time.perf_counter()
+        run = Replicas(trace, self, router)
+        run.run(on_progress)
+        waits_s = [run.served[index].first_s - each.time_ms / 1e3 for index, each in enumerate(trace.requests)]
+        p50, p95, p99 = (float(each) for each in np.percentile(waits_s, (50, 95, 99)))
+        busy_s = np.array([replica.busy_s for replica in run.replicas])
+        whole_s = max(each.end_s for each in run.served.values()) - trace.requests[0].time_ms / 1e3
+        infinite = infinite_token_ratio(trace)
+        caches = [each.simulation for each in run.replicas]
+        fields = row_fields(caches, self.each.policy, time.perf_counter() - began)
+        return ReplicaRow(
+            **fields,
+            router=self.router,
+            replicas=self.replicas,
+            infinite_token_hit_ratio=infinite,
+            share_of_infinite=fields["token_hit_ratio"] / infinite if infinite else 1.0,
+            matched_tokens=run.matched_tokens,
+            ttft_s_p50=p50,
+            ttft_s_p95=p95,
+            ttft_s_p99=p99,
+            busy=float(busy_s.mean()) / whole_s if whole_s else 0.0,
+            load_p95=float(np.percentile(busy_s, 95) / busy_s.mean()) if busy_s.any() else 1.0,
+            load_max=float(busy_s.max() / busy_s.mean()) if busy_s.any() else 1.0,
+            shared=run.shared_use(),
+        )
 
 
 @dataclass(slots=True)
@@ -68,18 +96,18 @@ class SimulatedReplica:
 class Replicas:
     """A trace on its way through a router. By a request's number, `served` has its times and `went` its replica."""
 
-    def __init__(self, trace: Trace, setup: Setup, router: Router | None = None) -> None:
-        self.trace, self._speeds = trace, setup.speeds
-        self.machine = None if setup.shared is None else Machine(setup.shared, trace.block_tokens)
-        cache = (trace, setup.policy, setup.budget_bytes, setup.sizes, self.machine)
-        self.replicas = [SimulatedReplica(f"{index:04}", Simulation(*cache)) for index in range(setup.replicas)]
+    def __init__(self, trace: Trace, job: ReplicaJob, router: Router | None = None) -> None:
+        self.trace, self._speeds, each = trace, job.speeds, job.each
+        self.machine = None if each.disk is None else Machine(each.disk, trace.block_tokens)
+        cache = (trace, each.policy, *each.budget(trace), self.machine)
+        self.replicas = [SimulatedReplica(f"{index:04}", Simulation(*cache)) for index in range(job.replicas)]
         self._by_name = {replica.name: replica for replica in self.replicas}
         # Blocks of the trace per digest: a digest covers as many tokens as a deployed one, or a longer block.
         self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
         # The router knows the speeds, and nothing yet of the length of replies.
-        first = Coefficients(1 / setup.speeds.prefill_tokens_per_s, 1 / setup.speeds.decode_tokens_per_s, FIRST[-1])
+        first = Coefficients(1 / job.speeds.prefill_tokens_per_s, 1 / job.speeds.decode_tokens_per_s, FIRST[-1])
         self.dispatcher = Dispatcher(
-            router or make_router(setup.router, setup.seed),
+            router or make_router(job.router, job.seed),
             self._by_name,
             rates=RoutingRates(first),
             block_tokens=self._stride * trace.block_tokens,
@@ -160,33 +188,3 @@ class Replicas:
             return None
         hit_tokens = sum(replica.simulation.disk_hit_tokens for replica in self.replicas)
         return TierUse(*self.machine.use(hit_tokens, self.trace.prompt_tokens))
-
-
-def simulate_replicas(
-    trace: Trace, setup: Setup, on_progress: OnProgress | None = None, router: Router | None = None
-) -> ReplicaRow:
-    """Run one simulation. `router` is used instead of the setup's, under the setup's name."""
-    began = time.perf_counter()
-    run = Replicas(trace, setup, router)
-    run.run(on_progress)
-    waits_s = [run.served[index].first_s - each.time_ms / 1e3 for index, each in enumerate(trace.requests)]
-    p50, p95, p99 = (float(each) for each in np.percentile(waits_s, (50, 95, 99)))
-    busy_s = np.array([replica.busy_s for replica in run.replicas])
-    whole_s = max(each.end_s for each in run.served.values()) - trace.requests[0].time_ms / 1e3
-    infinite = infinite_token_ratio(trace)
-    fields = row_fields([each.simulation for each in run.replicas], setup.policy, time.perf_counter() - began)
-    return ReplicaRow(
-        **fields,
-        router=setup.router,
-        replicas=setup.replicas,
-        infinite_token_hit_ratio=infinite,
-        share_of_infinite=fields["token_hit_ratio"] / infinite if infinite else 1.0,
-        matched_tokens=run.matched_tokens,
-        ttft_s_p50=p50,
-        ttft_s_p95=p95,
-        ttft_s_p99=p99,
-        busy=float(busy_s.mean()) / whole_s if whole_s else 0.0,
-        load_p95=float(np.percentile(busy_s, 95) / busy_s.mean()) if busy_s.any() else 1.0,
-        load_max=float(busy_s.max() / busy_s.mean()) if busy_s.any() else 1.0,
-        shared=run.shared_use(),
-    )

@@ -1,25 +1,20 @@
 """Results of simulations: rows, their columns, tables, footnotes and pictures. This file never imports MLX.
 
-A row is one simulation; its fields are its JSON. A `Column` shows a field to people; `cells` makes
-text from any columns and rows.
+A row is one simulation; its fields are its JSON. A `Column` shows a field to people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from radixcache.stores.block_store import WriteOn
-from runner.text import GIB, figures_table, new_figure, picture_bytes, plural
+from runner.text import GIB, Column, cells, figures_table, new_figure, picture_bytes, plural
 from runner.traces.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Speeds(NamedTuple):
@@ -134,47 +129,6 @@ def infinite_token_ratio(trace: Trace) -> float:
     return hit_tokens / trace.prompt_tokens if trace.requests else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """How one figure of a row is shown, divided by `unit`; an optional column goes if no row has a value.
-
-    `value` is the path of a field, as "disk.read_bytes", or a function; `form` is a format specification or a function.
-    """
-
-    title: str
-    value: str | Callable[[Any], Any]
-    form: str | Callable[[Any], str] = ""
-    unit: int = 1
-    is_optional: bool = False
-
-    def of(self, row: Any) -> Any:
-        if not isinstance(self.value, str):
-            return self.value(row)
-        for name in self.value.split("."):
-            row = None if row is None else getattr(row, name)
-        return row
-
-    def cell(self, value: Any) -> str:
-        if value is None:
-            return "-"
-        if not isinstance(self.form, str):
-            return self.form(value)
-        if value != value:
-            return "unknown"
-        return format(value if self.unit == 1 else value / self.unit, self.form)
-
-
-def cells(columns: Iterable[Column], rows: Iterable[Any]) -> list[list[str]]:
-    """The columns as text, each with its title first, without optional columns that have no value."""
-    rows = list(rows)
-    found = [(column, [column.of(row) for row in rows]) for column in columns]
-    return [
-        [column.title, *map(column.cell, values)]
-        for column, values in found
-        if not column.is_optional or any(value is not None for value in values)
-    ]
-
-
 def _tier_columns(field: str, origin: str) -> tuple[Column, ...]:
     return (
         Column(f"from {origin}", f"{field}.token_hit_ratio", ".4f", is_optional=True),
@@ -214,10 +168,6 @@ REPLICA_COLUMNS = (
     Column("load p95", "load_p95", ".2f"),
     Column("load max", "load_max", ".2f"),
 )
-
-
-def rows_table(columns: Sequence[Column], rows: Sequence[ResultRow]) -> Table:
-    return figures_table(cells(columns, rows), names=("policy", "router"))
 
 
 POLICY_COUNTS = (
@@ -320,13 +270,16 @@ SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
 def policies_report(trace: Trace, rows: Sequence[SimulationRow]) -> SimulationReport:
-    shown = [*([rows_table(POLICY_COLUMNS, rows)] if rows else []), *policy_notes([trace], rows)]
-    return shown, _document(trace, rows, POLICY_COUNTS, infinite_block_hit_ratio={trace.name: infinite_ratio(trace)})
+    document = _document(trace, rows, POLICY_COUNTS, infinite_block_hit_ratio={trace.name: infinite_ratio(trace)})
+    return _shown(POLICY_COLUMNS, rows, policy_notes([trace], rows)), document
 
 
 def replicas_report(trace: Trace, rows: Sequence[ReplicaRow], speeds: Speeds) -> SimulationReport:
-    shown = [*([rows_table(REPLICA_COLUMNS, rows)] if rows else []), *replica_notes(trace, rows, speeds)]
-    return shown, _document(trace, rows, REPLICA_COUNTS)
+    return _shown(REPLICA_COLUMNS, rows, replica_notes(trace, rows, speeds)), _document(trace, rows, REPLICA_COUNTS)
+
+
+def _shown(columns: Sequence[Column], rows: Sequence[ResultRow], notes: Sequence[str]) -> list[Any]:
+    return [*([figures_table(cells(columns, rows), names=("policy", "router"))] if rows else []), *notes]
 
 
 def _document(trace: Trace, rows: Sequence[ResultRow], counts: str, **more: Any) -> dict[str, Any]:
@@ -334,7 +287,7 @@ def _document(trace: Trace, rows: Sequence[ResultRow], counts: str, **more: Any)
     return {"rows": [asdict(row) for row in rows], **more, **shown}
 
 
-PANEL_INCHES = (9.0, 5.0)
+FIGURE_INCHES = (9.0, 5.0)
 OFFLINE_LINES = {"belady": "-", "belady-bypass": "--"}
 #: A marker for each policy.
 MARKERS = "osD^v<>pPX*hdH8+x1|"
@@ -345,20 +298,11 @@ MOST_TICKS = 8
 RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
 
 
-def policies_picture(rows: Sequence[SimulationRow], infinite: Mapping[str, float], file_format: str = "png") -> bytes:
-    """Block hit ratio over capacity, a panel per trace; dotted: a cache without limit. Equal policies share a line."""
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = new_figure(PANEL_INCHES[0], PANEL_INCHES[1] * len(traces))
-    panels = figure.subplots(len(traces), 1, squeeze=False)
-    styles = line_styles(dict.fromkeys(row.policy for row in rows))
-    for axes, trace in zip(panels[:, 0], traces, strict=True):
-        _draw_panel(axes, [row for row in rows if row.trace == trace], infinite.get(trace), styles)
-    return picture_bytes(figure, file_format)
-
-
-def _draw_panel(
-    axes: Axes, rows: Sequence[SimulationRow], infinite: float | None, styles: Mapping[str, dict[str, Any]]
-) -> None:
+def policies_picture(rows: Sequence[SimulationRow], infinite: float, file_format: str) -> bytes:
+    """Block hit ratio over capacity; dotted: a cache without limit. Policies with equal ratios share a line."""
+    figure = new_figure(*FIGURE_INCHES)
+    axes = figure.subplots()
+    styles = _line_styles(dict.fromkeys(row.policy for row in rows))
     lines: dict[tuple[tuple[float, str], ...], list[str]] = {}
     for policy in dict.fromkeys(row.policy for row in rows):
         points = sorted((_capacity(row), f"{row.block_hit_ratio:.4f}") for row in rows if row.policy == policy)
@@ -368,8 +312,7 @@ def _draw_panel(
         styled = next((policy for policy in policies if policy in OFFLINE_LINES), policies[0])
         ratios = [float(ratio) for _, ratio in line]
         axes.plot([capacity for capacity, _ in line], ratios, label=" = ".join(policies), **styles[styled])
-    if infinite is not None:
-        axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
+    axes.axhline(infinite, linestyle=":", color="black", label="infinite cache")
     disk = rows[0].disk
     beside = "" if disk is None else f", with a disk of {disk.plan.budget_bytes / GIB:,.2f} GiB"
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
@@ -385,6 +328,7 @@ def _draw_panel(
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    return picture_bytes(figure, file_format)
 
 
 def _capacity(row: ResultRow) -> float:
@@ -392,7 +336,7 @@ def _capacity(row: ResultRow) -> float:
     return (row.capacity_blocks or 0) if row.capacity_bytes is None else row.capacity_bytes / GIB
 
 
-def line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
     """How each policy is drawn: the bounds in black, the others by colour and marker."""
     styles: dict[str, dict[str, Any]] = {}
     for policy in policies:

@@ -32,7 +32,7 @@ from radixcache.paging.tier import Disk
 from radixcache.sized_cache import last_key, serve_spans, sized_cache
 from radixcache.stores.block import BLOCK_TOKENS, Identity
 from radixcache.stores.sized_store import SizedStore
-from runner.models.footprint import ModelBytes
+from runner.models import ModelBytes
 from runner.script.schedule import ScheduledRequest
 from runner.script.script import ScriptError, recorded_reply
 from runner.simulate.rows import DiskPlan, DiskUse, SimulationRow
@@ -97,7 +97,7 @@ class Future:
         self._following.reverse()
 
     def arrive(self, index: int) -> None:
-        """Request `index` comes now: its keys wait for the request after it that uses them."""
+        """Request `index` arrives: the next use of its keys is now in a later request."""
         self._next.update(zip(self._requests[index].keys.tolist(), self._following[index], strict=True))
 
     def next_use(self, entry: Entry) -> float:
@@ -303,6 +303,28 @@ def simulate(
     return SimulationRow(**fields, has_checkpoints=simulation.layout.has_points, disk=simulation.disk_use())
 
 
+@dataclass(frozen=True, slots=True)
+class SimulationJob:
+    """A policy at a capacity in blocks of span state, or in bytes; without a model, blocks are counted."""
+
+    trace: int
+    policy: str
+    capacity_blocks: int | None = None
+    budget_bytes: int | None = None
+    model: ModelBytes | None = None
+    disk: DiskPlan | None = None
+
+    def run(self, trace: Trace, on_progress: OnProgress | None = None) -> SimulationRow:
+        return simulate(trace, self.policy, *self.budget(trace), on_progress, self.disk)
+
+    def budget(self, trace: Trace) -> tuple[int, BlockSizes]:
+        sizes = BlockSizes.of(self.model, trace.block_tokens)
+        if self.capacity_blocks is not None:
+            return self.capacity_blocks * sizes.span_bytes, sizes
+        assert self.budget_bytes is not None, self
+        return self.budget_bytes, sizes
+
+
 def grow_tree(
     requests: Sequence[ScheduledRequest],
     tokenizer: Any,
@@ -324,7 +346,7 @@ def grow_tree(
         if on_progress is not None:
             on_progress(index)
         try:
-            tokens, marks = _rendered(tokenizer, request, with_marks=layout.has_points)
+            tokens, marks = _render(tokenizer, request, with_marks=layout.has_points)
             reply = recorded_reply(tokenizer, request, tokens)
         except ValueError as error:
             skipped.append(f"{request.where}: {error}")
@@ -339,7 +361,7 @@ def grow_tree(
     return cache, skipped
 
 
-def _rendered(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
+def _render(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
     """Tokens, and marks for layers that resume only at checkpoints."""
     tools, arguments = request.conversation.tools, request.conversation.arguments
     if with_marks:

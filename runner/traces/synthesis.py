@@ -17,21 +17,15 @@ import heapq
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
 
-from runner.traces.trace import Keys, Pace, Trace, TraceRequest
+from runner.traces.trace import Pace, Trace, TraceRequest
 
 #: Standard deviation of the logarithm of each length.
 SIGMA = {"system_tokens": 1.0, "user_tokens": 1.2, "reply_tokens": 0.8, "tool_result_tokens": 1.2}
-#: The range of each parameter; 1 or more without an entry.
-RANGES = {
-    **dict.fromkeys(("zipf", "tool_calls"), (0, math.inf)),
-    **dict.fromkeys(("agent_share", "branching"), (0, 1)),
-    **dict.fromkeys(SIGMA, (1, 1e9)),
-}
 
 
 @dataclass(frozen=True)
@@ -63,15 +57,12 @@ class Synth(Pace):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        shares, at_least_0 = ("agent_share", "branching"), ("agent_share", "branching", "tool_calls", "zipf")
         for name, value in vars(self).items():
-            low, high = RANGES.get(name, (1, math.inf))
+            low, high = 0 if name in at_least_0 else 1, 1 if name in shares else 1e9 if name in SIGMA else math.inf
             if not hasattr(Pace, name) and not (low <= value <= high and value < math.inf):
                 wanted = f"{low} or more" if high == math.inf else f"{low} to {high:g}"
                 raise ValueError(f"{name} is {value:g}; wanted {wanted}.")
-
-    def length(self, name: str, draw: random.Random) -> int:
-        median: float = getattr(self, name)
-        return max(1, round(median * draw.lognormvariate(0.0, SIGMA[name])))
 
 
 def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trace:
@@ -80,69 +71,39 @@ def synthesize(parameters: Synth, *, seed: int = 0, name: str = "synth") -> Trac
     return Trace(name, parameters.block_tokens, requests, True, f"synth, seed {seed}")
 
 
-class _Text:
-    """A growing prompt as block keys. The block before a block and the pieces of text in it identify the block."""
-
-    def __init__(self, numbers: dict[object, int], block_tokens: int) -> None:
-        self._numbers = numbers
-        self._block_tokens = block_tokens
-        self._keys: list[int] = []
-        self._tail: tuple[tuple[int, int, int], ...] = ()
-        self.tokens = 0
-
-    def copy(self) -> _Text:
-        other = _Text(self._numbers, self._block_tokens)
-        other._keys, other._tail, other.tokens = self._keys.copy(), self._tail, self.tokens
-        return other
-
-    def append(self, piece: int, length: int) -> None:
-        offset = 0
-        while offset < length:
-            taken = min(length - offset, self._block_tokens - self.tokens % self._block_tokens)
-            self._tail = (*self._tail, (piece, offset, offset + taken))
-            self.tokens += taken
-            offset += taken
-            if self.tokens % self._block_tokens == 0:
-                self._keys.append(self._number())
-                self._tail = ()
-
-    def keys(self) -> Keys:
-        return np.array([*self._keys, self._number()] if self._tail else self._keys, np.int64)
-
-    def _number(self) -> int:
-        block = (self._keys[-1] if self._keys else -1, self._tail)
-        return self._numbers.setdefault(block, len(self._numbers))
-
-
-@dataclass(frozen=True)
-class _Application:
-    piece: int
-    system_tokens: int
-    is_agent: bool
-
-
 @dataclass
 class _Conversation:
-    """One user's conversation: the prompt of the next request, and the text and the turn before each user message."""
+    """One user's conversation, with the prompt of the next request.
+
+    `keys` are the prompt's full blocks, `tail` is what stands behind them: pieces of text, each with a start and an
+    end. `beginnings` has the conversation in front of each of the user's messages.
+    """
 
     name: str
-    application: _Application
-    text: _Text
+    is_agent: bool
     turns_left: int
+    keys: list[int] = field(default_factory=list)
+    tail: tuple[tuple[int, int, int], ...] = ()
+    tokens: int = 0
     turn: int = 0
     calls_left: int = 0
-    beginnings: list[tuple[_Text, int]] = field(default_factory=list)
+    beginnings: list[_Conversation] = field(default_factory=list)
 
 
 class _Traffic:
-    """All conversations on one time axis, as (time, order, conversation); None: the next conversation begins."""
+    """All conversations on one time axis, as (time, order, conversation); None: the next conversation begins.
+
+    The block before a block and the pieces of text in it identify the block.
+    """
 
     def __init__(self, parameters: Synth, draw: random.Random) -> None:
         self._parameters, self._draw = parameters, draw
         self._numbers: dict[object, int] = {}
-        self._pieces = count()
-        self._order = count()
-        self._applications = [self._application() for _ in range(parameters.applications)]
+        self._pieces, self._order = count(), count()
+        self._applications = [
+            (next(self._pieces), self._length("system_tokens"), draw.random() < parameters.agent_share)
+            for _ in range(parameters.applications)
+        ]
         self._weights = [rank**-parameters.zipf for rank in range(1, parameters.applications + 1)]
         self._agenda: list[tuple[float, int, _Conversation | None]] = []
 
@@ -155,7 +116,7 @@ class _Traffic:
                 self._plan(at_s + self._parameters.session_gap_s(self._draw), None)
                 conversation = self._begin()
                 self._ask(conversation)
-            if conversation.text.tokens > self._parameters.context_tokens:
+            if conversation.tokens > self._parameters.context_tokens:
                 failed += 1
                 if made == 0 and failed == 1000:
                     raise ValueError(
@@ -167,24 +128,18 @@ class _Traffic:
             made += 1
 
     def _request(self, conversation: _Conversation, at_s: float) -> TraceRequest:
-        text, parameters = conversation.text, self._parameters
-        output_tokens = parameters.length("reply_tokens", self._draw)
-        request = TraceRequest(
-            text.keys(),
-            text.tokens,
-            output_tokens,
-            round(1e3 * at_s),
-            conversation.name,
-            conversation.turn,
-            "agent" if conversation.application.is_agent else "chat",
-        )
-        self._say(text, output_tokens)
+        output_tokens, kind = self._length("reply_tokens"), "agent" if conversation.is_agent else "chat"
+        last = [self._number(conversation)] if conversation.tail else []
+        keys, time_ms = np.array([*conversation.keys, *last], np.int64), round(1e3 * at_s)
+        about = (conversation.name, conversation.turn, kind)
+        request = TraceRequest(keys, conversation.tokens, output_tokens, time_ms, *about)
+        self._say(conversation, output_tokens)
         is_tool = conversation.calls_left > 0
         gap_s = self._parameters.request_gap_s(self._draw, output_tokens, is_tool=is_tool)
         if is_tool:
             conversation.calls_left -= 1
             conversation.turn += 1
-            self._say(text, parameters.length("tool_result_tokens", self._draw))
+            self._say(conversation, self._length("tool_result_tokens"))
         elif conversation.turns_left > 0:
             self._ask(conversation)
         else:
@@ -193,39 +148,52 @@ class _Traffic:
         return request
 
     def _begin(self) -> _Conversation:
-        (application,) = self._draw.choices(self._applications, self._weights)
-        text = _Text(self._numbers, self._parameters.block_tokens)
-        text.append(application.piece, self._clipped(application.system_tokens))
-        return _Conversation(
-            f"s{next(self._pieces)}", application, text, 1 + self._geometric(self._parameters.turns - 1)
-        )
+        ((piece, system_tokens, is_agent),) = self._draw.choices(self._applications, self._weights)
+        name = f"s{next(self._pieces)}"
+        conversation = _Conversation(name, is_agent, 1 + self._geometric(self._parameters.turns - 1))
+        self._say(conversation, system_tokens, piece)
+        return conversation
 
     def _ask(self, conversation: _Conversation) -> None:
-        if conversation.beginnings and self._draw.random() < self._parameters.branching:
-            chosen = self._draw.randrange(len(conversation.beginnings))
-            text, conversation.turn = conversation.beginnings[chosen]
-            conversation.text = text.copy()
-            del conversation.beginnings[chosen:]
-        conversation.beginnings.append((conversation.text.copy(), conversation.turn))
+        beginnings = conversation.beginnings
+        if beginnings and self._draw.random() < self._parameters.branching:
+            chosen = self._draw.randrange(len(beginnings))
+            before = beginnings[chosen]
+            conversation.keys, conversation.tail = before.keys, before.tail
+            conversation.tokens, conversation.turn = before.tokens, before.turn
+            del beginnings[chosen:]
+        beginnings.append(replace(conversation, keys=conversation.keys.copy()))
         conversation.turns_left -= 1
         conversation.turn += 1
-        self._say(conversation.text, self._parameters.length("user_tokens", self._draw))
-        if conversation.application.is_agent:
+        self._say(conversation, self._length("user_tokens"))
+        if conversation.is_agent:
             conversation.calls_left = self._geometric(self._parameters.tool_calls)
 
-    def _say(self, text: _Text, length: int) -> None:
-        text.append(next(self._pieces), self._clipped(length))
+    def _say(self, conversation: _Conversation, length: int, piece: int | None = None) -> None:
+        """Append a piece of text to the prompt: a new one, or one that others have, too."""
+        piece, offset = next(self._pieces) if piece is None else piece, 0
+        length = min(length, self._parameters.context_tokens + 1)  # enough to end the conversation
+        while offset < length:
+            room = self._parameters.block_tokens - conversation.tokens % self._parameters.block_tokens
+            end = min(length, offset + room)
+            conversation.tail = (*conversation.tail, (piece, offset, end))
+            conversation.tokens += end - offset
+            if end - offset == room:
+                conversation.keys.append(self._number(conversation))
+                conversation.tail = ()
+            offset = end
 
-    def _clipped(self, length: int) -> int:
-        """A piece's length, at most one token more than the context."""
-        return min(length, self._parameters.context_tokens + 1)
+    def _number(self, conversation: _Conversation) -> int:
+        """The key of the tail of a prompt."""
+        block = (conversation.keys[-1] if conversation.keys else -1, conversation.tail)
+        return self._numbers.setdefault(block, len(self._numbers))
 
     def _plan(self, at_s: float, conversation: _Conversation | None) -> None:
         heapq.heappush(self._agenda, (at_s, next(self._order), conversation))
 
-    def _application(self) -> _Application:
-        length = self._parameters.length("system_tokens", self._draw)
-        return _Application(next(self._pieces), length, self._draw.random() < self._parameters.agent_share)
+    def _length(self, name: str) -> int:
+        median: float = getattr(self._parameters, name)
+        return max(1, round(median * self._draw.lognormvariate(0.0, SIGMA[name])))
 
     def _geometric(self, mean: float) -> int:
         """A number 0, 1, 2 ... with this mean."""

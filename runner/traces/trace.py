@@ -26,20 +26,17 @@ import random
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.files import InputError, Record, expect, read_records
-from runner.text import shown
+from runner.files import InputError, expect
 
 Keys = npt.NDArray[np.int64]
 MOST_BRANCHES = 3
 MOST_EXACT = 1 << 53  # larger whole numbers are not exact as floats
 MOST_TIME = 10**13  # milliseconds since 1970 are less
-MOST_BLOCK_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +125,9 @@ class TurnInference:
         """The number of a request's conversation, and its turn from 1. Call it once per request, in order."""
         full = request.tokens // self._block_tokens
         keys = request.keys[:full].tolist()
-        depth, end = self._continued(keys)
+        # The longest earlier prompt that this one begins with, and its length in blocks.
+        ends = ((index + 1, self._ends.get(keys[index])) for index in reversed(range(len(keys))))
+        depth, end = next(((at, end) for at, end in ends if end and end.branches < MOST_BRANCHES), (0, None))
         conversation, turn = (self._conversations, 1) if end is None else (end.conversation, end.turn + 1)
         self._conversations += end is None
         if keys:
@@ -139,14 +138,6 @@ class TurnInference:
                 self._ends[keys[-1]] = _End(conversation, turn)
             self._seen.update(keys)
         return conversation, turn
-
-    def _continued(self, keys: list[int]) -> tuple[int, _End | None]:
-        """The longest earlier prompt that this one begins with, and its length in blocks."""
-        for index in reversed(range(len(keys))):
-            end = self._ends.get(keys[index])
-            if end is not None and end.branches < MOST_BRANCHES:
-                return index + 1, end
-        return 0, None
 
 
 def infer_turns(trace: Trace) -> Trace:
@@ -253,15 +244,6 @@ class Reading:
             if not self.skip_bad:
                 raise
             self.skipped.append(str(error))
-
-
-def read_objects(path: Path) -> Iterator[Record]:
-    """The object of every line of a JSONL file that is not blank, one at a time; or those of an array."""
-    for record in read_records(path, "a trace"):
-        if not isinstance(record.value, dict | InputError):
-            error = InputError(f"{record.where}: found {shown(record.value)}; wanted an object.")
-            record = record._replace(value=error)
-        yield record
 
 
 class Fields(NamedTuple):

@@ -10,7 +10,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -20,19 +20,11 @@ from typing import Any
 import numpy as np
 
 from radixcache.observe.trace import CLOCKS, DIGEST_BYTES, FORMAT, VERSION, Clock, TraceWriter, block_digests
-from runner.files import BLANK, MOST_RECORD_BYTES, InputError, Record, document_records, expect, note_id, read_text
+from runner.files import InputError, Record, document_records, expect, note_id, read_objects, read_text
 from runner.text import plural, printable, shortened, shown
-from runner.traces.trace import (
-    MOST_BLOCK_TOKENS,
-    MOST_EXACT,
-    Fields,
-    KeyTable,
-    Reading,
-    Trace,
-    TraceRequest,
-    join_traces,
-    read_objects,
-)
+from runner.traces.trace import MOST_EXACT, Fields, KeyTable, Reading, Trace, TraceRequest, join_traces
+
+MOST_BLOCK_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +41,7 @@ class TraceForm:
 
     name: str
     told_by: tuple[str, ...]
-    read: Callable[[TraceForm, Sequence[Path], Reading], list[Trace]]
+    read: Callable[[TraceForm, Sequence[Path], Reading], Iterable[Trace]]
     block_tokens: int = 0
     time_unit: str = ""
     are_prefix_ids: bool = True
@@ -96,11 +88,6 @@ def _block_ids(
 
 def _is_compact_header(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == FORMAT
-
-
-def read_compact(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
-    return [_compact_trace(path, reading) for path in paths]
 
 
 def compact_bytes(trace: Trace) -> bytes:
@@ -188,28 +175,29 @@ def _hashed_blocks(fields: Fields) -> list[bytes]:
     return [content[start : start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
 
 
-def _part_behind(header: Fields, parts: Sequence[_Part]) -> _Part:
-    """The part that a header begins behind others. InputError: the header is wrong."""
-    version, clock = header.record.get("version"), header.record.get("clock")
-    expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
-    block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
-    before = parts[0].block_tokens if parts else block_tokens
-    expect(block_tokens == before, f"{header.where}: block_tokens is", block_tokens, f"{before}, as before")
-    expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
-    return _Part(block_tokens, str(clock), str(header.record.get("salt_id")), header.record.get("plain") is True)
+def read_compact(_: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
+    """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
+    for path in paths:
+        parts = _parts(path, reading)
+        requests: list[TraceRequest] = []
+        for part in parts:  # its times continue from the end of the part before it
+            own = sorted(part.requests, key=lambda request: request.time_ms)
+            earlier_ms = requests[-1].time_ms if requests else 0
+            requests += [replace(each, time_ms=each.time_ms + earlier_ms - own[0].time_ms) for each in own]
+        is_synthetic = any(part.clock != "ms" for part in parts)
+        yield Trace(path.stem, parts[0].block_tokens if parts else 1, requests, is_synthetic, str(path))
 
 
-def _compact_trace(path: Path, reading: Reading) -> Trace:
+def _parts(path: Path, reading: Reading) -> list[_Part]:
     table, parts = KeyTable(), list[_Part]()
     part: _Part | None = None  # a header must come first
     end = Record({"format": FORMAT}, path, 0)
-    for record, following in pairwise(chain(read_objects(path), [end])):
+    for record, following in pairwise(chain(read_objects(path, "a trace"), [end])):
         with reading.skipping():
             fields = Fields(record.value, record.where)
             if _is_compact_header(record.value):
                 part = None  # even a bad header ends the part before it
-                part = _part_behind(fields, parts)
-                parts.append(part)
+                parts.append(part := _part_of(fields, parts))
             elif _is_compact_header(following.value) and isinstance(record.value, InputError):
                 reading.skipped.append(f"{fields.where}: an incomplete line, as the writer was stopped here; skipped.")
             elif isinstance(record.value, InputError):
@@ -222,19 +210,18 @@ def _compact_trace(path: Path, reading: Reading) -> Trace:
                 raise InputError(f"{fields.where}: request {number} is there twice; {wanted}.")
             else:
                 part.add(number, fields, table)
-    block_tokens = parts[0].block_tokens if parts else 1
-    is_synthetic = any(each.clock != "ms" for each in parts)
-    return Trace(path.stem, block_tokens, _joined(parts), is_synthetic, str(path))
+    return parts
 
 
-def _joined(parts: Sequence[_Part]) -> list[TraceRequest]:
-    """The requests of each part by arrival. The times of a part continue from the end of the part before it."""
-    joined: list[TraceRequest] = []
-    for part in parts:
-        requests = sorted(part.requests, key=lambda request: request.time_ms)
-        earlier_ms = joined[-1].time_ms if joined else 0
-        joined += [replace(each, time_ms=each.time_ms + earlier_ms - requests[0].time_ms) for each in requests]
-    return joined
+def _part_of(header: Fields, before: Sequence[_Part]) -> _Part:
+    """The part that a header begins. InputError: the header is wrong."""
+    version, clock = header.record.get("version"), header.record.get("clock")
+    expect(version == VERSION, f"{header.where}: version is", version, f"{VERSION}")
+    block_tokens = header.whole_number("block_tokens", at_least=1, at_most=MOST_BLOCK_TOKENS)
+    wanted = before[0].block_tokens if before else block_tokens
+    expect(block_tokens == wanted, f"{header.where}: block_tokens is", block_tokens, f"{wanted}, as before")
+    expect(clock in CLOCKS, f"{header.where}: clock is", clock, f"one of {', '.join(CLOCKS)}")
+    return _Part(block_tokens, str(clock), str(header.record.get("salt_id")), header.record.get("plain") is True)
 
 
 # Rows: {"timestamp": t, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
@@ -248,9 +235,9 @@ UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
 _ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 
-def read_rows(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_rows(form: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
     """A trace per file, hashed by blocks of the form's length or of `reading.block_tokens`."""
-    return [_RowReader(form, path, reading).trace() for path in paths]
+    return (_RowReader(form, path, reading).trace() for path in paths)
 
 
 def mooncake_bytes(trace: Trace) -> bytes:
@@ -297,7 +284,7 @@ class _RowReader:
         self._rows_without_output = 0
 
     def trace(self) -> Trace:
-        for record in read_objects(self._path):
+        for record in read_objects(self._path, "a trace"):
             with self._reading.skipping():
                 if isinstance(record.value, InputError):
                     raise record.value
@@ -400,91 +387,76 @@ class _RowReader:
 _MOST_DEPTH = 16
 
 
-def read_coding_agent(form: TraceForm, paths: Sequence[Path], reading: Reading) -> list[Trace]:
+def read_coding_agent(_: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
     """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
     draw = random.Random(reading.seed)
     sessions: list[Trace] = []
     sources: dict[str, str] = {}
-    start_s = 0.0
+    start_s, rate = 0.0, reading.pace.sessions_per_hour
     for path in paths:
         with reading.skipping():
-            session = _Session(path, reading)
-            if sessions and session.block_tokens != sessions[0].block_tokens:
-                found, wanted = session.block_tokens, sessions[0].block_tokens
-                raise InputError(f"{session.where}: block_size is {found}; wanted {wanted}, as before.")
-            note_id(session.name, session.where, sources)
-            requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in session.requests()]
-            sessions.append(Trace(path.stem, session.block_tokens, requests, True, str(path)))
+            text = read_text(path, "a session")
+            documents = [*document_records(text, path)]
+            for each in documents:
+                if isinstance(each.value, InputError):
+                    raise each.value
+            document, where = documents[0].value, documents[0].where
+            is_one = isinstance(document, dict) and len(documents) == 1
+            expect(is_one, f"{where}: found", document, "one object with block_size and requests")
+            fields = Fields(document, where)
+            block_tokens = fields.whole_number("block_size", at_least=1, at_most=MOST_BLOCK_TOKENS)
+            name, records = printable(str(document.get("id") or path)), fields.value("requests", list, "a list")
+            found = re.search(r'"requests"\s*:\s*(?=\[)', text)
+            lines = [each.line for each in document_records(text, path, found.end())] if found else []
+            if sessions and block_tokens != sessions[0].block_tokens:
+                wanted = f"{sessions[0].block_tokens}, as before"
+                raise InputError(f"{where}: block_size is {block_tokens}; wanted {wanted}.")
+            note_id(name, where, sources)
+            places = [f"{path}:{line}" for line in lines[: len(records)]]
+            places += [str(path)] * (len(records) - len(places))
+            session = _Session(reading, KeyTable(), block_tokens)
+            requests = sorted(session.requests(records, places, name), key=lambda request: request.time_ms)
+            requests = [replace(each, time_ms=each.time_ms + round(1e3 * start_s)) for each in requests]
+            sessions.append(Trace(path.stem, block_tokens, requests, True, str(path)))
             start_s += reading.pace.session_gap_s(draw)
-    rate = reading.pace.sessions_per_hour
-    return [replace(join_traces(sessions), name=paths[0].stem, sessions_per_hour=rate)] if sessions else []
+    if sessions:
+        yield replace(join_traces(sessions), name=paths[0].stem, sessions_per_hour=rate)
 
 
-@dataclass(frozen=True, slots=True)
-class _Agent:
-    """The requests of the main agent (depth 0) or of a sub-agent, with a clock of their own."""
-
-    session: str
-    start_s: float
-    records: list[Any]
-    where: str
-    depth: int = 0
-
-
+@dataclass(frozen=True)
 class _Session:
-    def __init__(self, path: Path, reading: Reading) -> None:
-        self._reading = reading
-        self._table = KeyTable()
-        text = read_text(path, "a session", MOST_RECORD_BYTES)
-        first, *more = document_records(text, len(text) - len(text.lstrip(BLANK)), path)
-        document, self.where = first.value, first.where
-        for each in (first, *more):
-            if isinstance(each.value, InputError):
-                raise each.value
-        is_one = isinstance(document, dict) and not more
-        expect(is_one, f"{self.where}: found", document, "one object with block_size and requests")
-        fields = Fields(document, self.where)
-        self.block_tokens = fields.whole_number("block_size", at_least=1, at_most=MOST_BLOCK_TOKENS)
-        self.name = printable(str(document.get("id") or path))
-        self._main = _Agent(self.name, 0.0, fields.value("requests", list, "a list"), str(path))
-        found = re.search(r'"requests"\s*:\s*(?=\[)', text)
-        self._lines = [each.line for each in document_records(text, found.end(), path)] if found else []
+    """A file of a session, whose blocks share one table."""
 
-    def requests(self) -> list[TraceRequest]:
-        """All requests, those of sub-agents included, by time from the session's start."""
-        return sorted(self._requests_of(self._main), key=lambda request: request.time_ms)
+    reading: Reading
+    table: KeyTable
+    block_tokens: int
 
-    def _requests_of(self, agent: _Agent) -> Iterator[TraceRequest]:
+    def requests(
+        self, records: list[Any], places: Sequence[str], name: str, start_s: float = 0.0, depth: int = 0
+    ) -> Iterator[TraceRequest]:
+        """The requests of the main agent (depth 0) or of a sub-agent that starts then, with those of its sub-agents."""
         turn = 0
-        for index, record in enumerate(agent.records):
-            line = f":{self._lines[index]}" if agent is self._main and index < len(self._lines) else ""
-            where = f"{agent.where}{line}: requests[{index}]"
-            with self._reading.skipping():
+        for index, (record, place) in enumerate(zip(records, places, strict=True)):
+            where = f"{place}: requests[{index}]"
+            with self.reading.skipping():
                 expect(isinstance(record, dict), f"{where} is", record, "an object")
                 fields = Fields(record, where)
                 if record.get("type") == "subagent":
-                    yield from self._requests_of(self._subagent(fields, agent))
-                else:
-                    yield self._request(fields, agent, turn + 1)
-                    turn += 1
-
-    def _subagent(self, fields: Fields, agent: _Agent) -> _Agent:
-        if agent.depth == _MOST_DEPTH:
-            raise InputError(f"{fields.where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
-        records = fields.value("requests", list, "a list")
-        duration_s = fields.whole_number("duration_ms") / 1e3 if "duration_ms" in fields.record else 0.0
-        start_s = agent.start_s + max(0.0, fields.duration("t", "seconds") - duration_s)
-        name = printable(f"{agent.session}/{fields.record.get('agent_id', fields.where)}")
-        return _Agent(name, start_s, records, fields.where, agent.depth + 1)
-
-    def _request(self, fields: Fields, agent: _Agent, turn: int) -> TraceRequest:
-        time_s = agent.start_s + fields.duration("t", "seconds")
-        tokens = fields.whole_number("in", at_least=1)
-        output_tokens = fields.whole_number("out")
-        ids = _block_ids(self._table, fields, "in", tokens, self.block_tokens)
-        keys = self._table.keys(ids, unhashed_tail=len(ids) * self.block_tokens < tokens)
-        kind = "subagent" if agent.depth else "main"
-        return TraceRequest(keys, tokens, output_tokens, round(1e3 * time_s), agent.session, turn, kind)
+                    if depth == _MOST_DEPTH:
+                        raise InputError(f"{where} is a sub-agent, {_MOST_DEPTH} sub-agents deep; wanted fewer.")
+                    own = fields.value("requests", list, "a list")
+                    duration_s = fields.whole_number("duration_ms") / 1e3 if "duration_ms" in record else 0.0
+                    begin_s = start_s + max(0.0, fields.duration("t", "seconds") - duration_s)
+                    agent = printable(f"{name}/{record.get('agent_id', where)}")
+                    yield from self.requests(own, [where] * len(own), agent, begin_s, depth + 1)
+                    continue
+                time_ms = round(1e3 * (start_s + fields.duration("t", "seconds")))
+                tokens, output_tokens = fields.whole_number("in", at_least=1), fields.whole_number("out")
+                ids = _block_ids(self.table, fields, "in", tokens, self.block_tokens)
+                keys = self.table.keys(ids, unhashed_tail=len(ids) * self.block_tokens < tokens)
+                turn += 1
+                kind = "subagent" if depth else "main"
+                yield TraceRequest(keys, tokens, output_tokens, time_ms, name, turn, kind)
 
 
 #: Bailian: Wang et al., arXiv 2506.02634. Mooncake: Qin et al., arXiv 2407.00079; AIPerf and Dynamo add sessions.

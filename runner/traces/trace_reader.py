@@ -114,19 +114,34 @@ def read_conversation_trace(form: TraceForm, paths: Sequence[Path], reading: Rea
     start_s, first_ms = 0.0, _first_reply_ms(read.conversations)
     for conversation in read.conversations:
         with reading.skipping():
-            at_s = start_s
-            for turn, (request, prompt, output_tokens, is_tool) in enumerate(_rendered(conversation, tokenizer), 1):
+            at_s, name = start_s, conversation.conversation_id
+            for turn, (request, prompt) in enumerate(_render(conversation, tokenizer), 1):
+                reply = request.recorded_reply or {}
+                calls = reply.get("tool_calls") or ()
+                texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
+                output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
                 keys = table.keys(block_digests(prompt.astype(np.int64), block_tokens, namespace=request.model))
                 time_ms = round(1e3 * at_s) if first_ms is None else _reply_ms(request.call) - first_ms
-                name = conversation.conversation_id
                 requests.append(TraceRequest(keys, len(prompt), output_tokens, time_ms, name, turn))
-                at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=is_tool)
+                at_s += reading.pace.request_gap_s(draw, output_tokens, is_tool=bool(calls))
             start_s += reading.pace.session_gap_s(draw)
     requests.sort(key=lambda request: request.time_ms)
     source, rate = ", ".join(map(str, paths)), reading.pace.sessions_per_hour if first_ms is None else None
     if first_ms is not None:
         reading.notes.append(f"{source}: requests arrive at the times that the logs have for their replies.")
     return [Trace(paths[0].stem, block_tokens, requests, first_ms is None, source, sessions_per_hour=rate)]
+
+
+def _render(conversation: Conversation, tokenizer: Any) -> list[tuple[ScheduledRequest, Any]]:
+    """The requests of a conversation, each with the tokens of its prompt."""
+    from radixcache.chat import chat_tokens  # needs MLX, which no other format does
+
+    tools, arguments = conversation.tools, conversation.arguments
+    try:
+        found = requests_of(conversation)
+        return [(each, chat_tokens(tokenizer, each.messages, tools, **arguments)) for each in found]
+    except ValueError as error:
+        raise InputError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
 
 
 def _first_reply_ms(conversations: Sequence[Conversation]) -> int | None:
@@ -142,24 +157,6 @@ def _reply_ms(call: Call | None) -> int:
     """When a reply was there, in Unix milliseconds. ValueError: its log does not say so."""
     time = datetime.fromisoformat("" if call is None else call.time)
     return round(1e3 * (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
-
-
-def _rendered(conversation: Conversation, tokenizer: Any) -> list[tuple[ScheduledRequest, Any, int, bool]]:
-    """The requests of a conversation: tokens of the prompt, length of the reply, whether it calls a tool."""
-    from radixcache.chat import chat_tokens  # needs MLX, which no other format does
-
-    rendered = []
-    for request in requests_of(conversation):
-        try:
-            prompt = chat_tokens(tokenizer, request.messages, conversation.tools, **conversation.arguments)
-        except ValueError as error:
-            raise InputError(f"{conversation.source}: conversation {conversation.conversation_id}: {error}") from error
-        reply = request.recorded_reply or {}
-        calls = reply.get("tool_calls") or ()
-        texts = [str(reply.get("content") or ""), *(str(call["function"]) for call in calls)]
-        output_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
-        rendered.append((request, prompt, output_tokens, bool(calls)))
-    return rendered
 
 
 _CONVERSATIONS = TraceForm("conversations", (), read_conversation_trace, block_tokens=64)

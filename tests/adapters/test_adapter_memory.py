@@ -29,6 +29,7 @@ from tests.adapters.cases import (
     attention_rows,
     feed_all,
 )
+from tests.memory import active_bytes
 
 #: Allocators round up: by 8 bytes on CPU, to a page on Metal.
 SLACK_BYTES = PAGESIZE
@@ -76,35 +77,6 @@ token_cases = pytest.mark.parametrize("case", SPANS + WINDOWS, ids=str)
 in_place_cases = pytest.mark.parametrize("case", IN_PLACE, ids=str)
 
 
-@all_cases
-def test_a_snapshot_keeps_nothing_of_the_live_cache_alive(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    snapshot = _snapshot(cache, 0, case.length)
-    assert _active_bytes() - before > 1.2 * snapshot.nbytes
-    del cache
-    _assert_bytes(_active_bytes() - before, snapshot.nbytes, len(snapshot.arrays()))
-
-
-@token_cases
-def test_halves_of_a_split_do_not_keep_each_other_alive(case: Case) -> None:
-    cache = _fresh(case)
-    adapter = adapter_for(cache)
-    snapshot = _snapshot(cache, 0, case.length)
-    del cache
-    floor = _active_bytes() - snapshot.nbytes
-    for at in (2600, 1024, 700, 513):
-        snapshot, lower = adapter.split(snapshot, at)
-        mx.eval(snapshot.arrays(), lower.arrays())
-        del lower
-        _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-    for at in (200, 490):
-        upper, snapshot = adapter.split(snapshot, at)
-        mx.eval(snapshot.arrays(), upper.arrays())
-        del upper
-        _assert_bytes(_active_bytes() - floor, snapshot.nbytes, len(snapshot.arrays()) + 1)
-
-
 @token_cases
 @pytest.mark.parametrize("at", [1536, 2600])
 def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -> None:
@@ -139,7 +111,7 @@ SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype: mx.Dtype) -> None:
     shape, cut = SLICES[name]
-    before = _active_bytes()
+    before = active_bytes()
     parent = mx.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
     mx.eval(parent)
     part = cut(parent)
@@ -149,7 +121,7 @@ def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype:
     assert copy.shape == part.shape
     assert mx.array_equal(copy, part).item()
     del part, parent
-    _assert_bytes(_active_bytes() - before, copy.nbytes, 1)
+    _assert_bytes(active_bytes() - before, copy.nbytes, 1)
 
 
 @in_place_cases
@@ -167,7 +139,7 @@ def test_paging_in_writes_only_what_is_missing(case: Case) -> None:
     adapter = adapter_for(cache)
     snapshot = _snapshot(cache, 2500, 3000)
     assert adapter.restore(cache, None, 2500)
-    before = _active_bytes()
+    before = active_bytes()
     mx.reset_peak_memory()
     assert adapter.restore(cache, snapshot, 3000)
     mx.eval(adapter.buffers(cache))
@@ -184,16 +156,8 @@ def test_holding_what_a_rollback_needs_does_not_copy_the_buffer(case: Case) -> N
 
 
 @all_cases
-def test_a_freed_cache_gives_all_its_bytes_back(case: Case) -> None:
-    before = _active_bytes()
-    cache = _fresh(case)
-    adapter_for(cache).free(cache)
-    _assert_bytes(_active_bytes() - before, 0, 1)
-
-
-@all_cases
 def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
-    before = _active_bytes()
+    before = active_bytes()
     cache = _fresh(case)
     adapter = adapter_for(cache)
     if case.kind not in (KV, QUANTIZED_8):  # their arrays may be those of the forward pass
@@ -202,7 +166,7 @@ def test_giving_room_up_gives_the_spare_bytes_back(case: Case) -> None:
     mx.eval(adapter.buffers(cache))
     stated, count = sum(b.nbytes for b in adapter.buffers(cache)), len(adapter.buffers(cache))
     assert adapter.spare_nbytes(cache) <= stated // case.length + 1
-    _assert_bytes(_active_bytes() - before, stated, count)
+    _assert_bytes(active_bytes() - before, stated, count)
 
 
 def _fresh(case: Case) -> Any:
@@ -218,17 +182,12 @@ def _snapshot(cache: Any, start: int, end: int) -> Any:
     return snapshot
 
 
-def _active_bytes() -> int:
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
 def _write_peak_bytes(cache: Any, case: Case) -> int:
     """Write one token; returns how much memory that took at its peak, beyond what is held before."""
     dtype = mx.float32
     keys, values = (mx.contiguous(a) for a in attention_rows([5], cache.offset, dtype))
     mx.eval(keys, values)
-    before = _active_bytes()
+    before = active_bytes()
     mx.reset_peak_memory()
     cache.update_and_fetch(keys, values)
     mx.eval(adapter_for(cache).buffers(cache))

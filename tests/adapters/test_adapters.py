@@ -86,8 +86,8 @@ def test_a_restored_cache_goes_on_like_an_undisturbed_one(case: Case) -> None:
 
 
 @all_cases
-def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_else(case: Case) -> None:
-    snapshot = _snapshot(case)
+def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_goes_on_from_there(case: Case) -> None:
+    snapshot, continuations = _snapshot(case), cycle(SHORT_CONTINUATIONS)
     before = picture(snapshot)
     for target in (*case.cut_targets(), case.length + 1, case.length + 30):
         cache = case.kind.make()
@@ -97,6 +97,7 @@ def test_a_snapshot_is_cut_back_to_any_offset_whose_state_it_has_and_to_none_els
         if is_there:
             assert case.kind.spelled(cache) == case.kind.expected(case.ids[:target], [target]), target
             assert adapter_for(cache).offset(cache) == target
+            _assert_goes_on_alike(case, cache, (target,), next(continuations))
         else:
             assert picture(cache) == untouched, target
     assert picture(snapshot) == before
@@ -110,13 +111,6 @@ def test_a_snapshot_takes_the_place_of_another_sequence(case: Case) -> None:
     assert adapter.restore(cache, _snapshot(case), case.length)
     assert case.kind.spelled(cache) == case.kind.expected(case.ids, case.lengths)
     _assert_goes_on_alike(case, cache, case.lengths, (2, 1, 7, 1))
-
-
-@token_cases
-def test_a_cache_restored_to_a_cut_goes_on_like_one_that_stopped_there(case: Case) -> None:
-    targets = [target for target in case.cut_targets() if case.can_restore(target)]
-    for target, continuation in zip(targets, cycle(SHORT_CONTINUATIONS), strict=False):
-        _assert_goes_on_alike(case, _restored(case, target), (target,), continuation)
 
 
 @all_cases

@@ -6,8 +6,6 @@ If a new release of mlx-lm changes any of it, a test here fails and names it.
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import mlx.core as mx
 import mlx_lm.models
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -32,9 +29,7 @@ from radixcache.adapters.registry import ADAPTERS
 from tests.adapters.cases import (
     CHUNKED,
     CONCATENATE,
-    KV,
     attention_rows,
-    picture,
     token_ids,
 )
 
@@ -102,62 +97,6 @@ def test_a_chunked_cache_calls_itself_trimmable_after_its_front_is_gone_and_clip
     assert cache.start_position == 24
     assert cache.is_trimmable()
     assert cache.trim(30) == 17, "it cuts less than it was asked to"
-
-
-def _list_of_state() -> list[type]:
-    cache = CacheList(KVCache(), ArraysCache(2))
-    KV.feed(cache.caches[0], token_ids(3))
-    return [type(cache.caches), type(CacheList.from_state(cache.state).caches)]
-
-
-def _layer_window() -> list[Any]:
-    cache = LayerCache(8)
-    cache.update_window(mx.ones((1, 3, 4)))
-    window = cache.window
-    seen = cache.update_window(mx.zeros((1, 1, 4))).shape[1]
-    is_same = picture(window) == picture(mx.ones((1, 3, 4)))
-    return [cache.window is window, is_same, cache.offset, seen, cache.window.shape[1], cache.is_trimmable()]
-
-
-#: What it does, and what the adapters need it to do.
-HABITS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "attention starts without arrays at offset 0": lambda: (
-        [
-            (cache.keys, cache.values, cache.offset, [*inspect.signature(cache.update_and_fetch).parameters])
-            for cache in (KVCache(), ConcatenateKVCache(), QuantizedKVCache(32, 8), RotatingKVCache(8))
-        ],
-        [(None, None, 0, ["keys", "values"])] * 4,
-    ),
-    "a class inherits a state that holds nothing and takes nothing": lambda: (
-        (_BaseCache().state, vars(_BaseCache)["state"].fset(_BaseCache(), [])),
-        ([], None),
-    ),
-    "KVCache becomes quantized with the bits it is given": lambda: (
-        vars(KVCache().to_quantized(group_size=32, bits=4)),
-        {"keys": None, "values": None, "offset": 0, "group_size": 32, "bits": 4},
-    ),
-    "ArraysCache has neither offset nor length": lambda: (
-        (hasattr(ArraysCache(2), "offset"), ArraysCache(2).size()),
-        (False, 0),
-    ),
-    "CacheList holds a tuple, which its state makes a list": lambda: (_list_of_state(), [tuple, list]),
-    "LayerCache replaces its window": lambda: (_layer_window(), [False, True, 4, 4, 4, False]),
-    "LayerCache has a state without a setter": lambda: (vars(LayerCache)["state"].fset, None),
-    "masks come from the cache": lambda: (
-        [
-            picture(create_attention_mask(mx.zeros((1, 3, 8)), KV.fed(token_ids(5), [5]), return_array=its))
-            for its in (False, True)
-        ],
-        ["causal", picture(KV.fed(token_ids(5), [5]).make_mask(3, return_array=True, window_size=None))],
-    ),
-    "mlx-lm is of the supported version": lambda: (mlx_lm.__version__.split(".")[:2], ["0", "32"]),
-}
-
-
-@pytest.mark.parametrize("habit", HABITS)
-def test_mlx_lm_still_has_the_habits_that_the_adapters_rely_on(habit: str) -> None:
-    found, wanted = HABITS[habit]()
-    assert found == wanted
 
 
 def test_a_second_handle_on_an_array_keeps_its_value_when_the_first_is_written() -> None:

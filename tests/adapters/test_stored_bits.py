@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from radixcache.adapters.contract import WindowSnapshot
-from radixcache.adapters.span import SpanSnapshot, forms_of, segment_bounds, stored_nbytes
+from radixcache.adapters.span import SpanSnapshot, segment_bounds
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,54 +64,6 @@ def test_storing_again_what_was_stored_adds_no_error(dtype: mx.Dtype, bits: int)
         assert np.square(last - before).mean() <= 1.01 * np.square(first - before).mean()
 
 
-@both_bits
-def test_equal_values_and_codes_of_a_group_come_back_as_they_were(bits: int) -> None:
-    codes = (np.arange(2 * 16 * 64) % 2**bits).reshape(1, 2, 16, 64)
-    codes[..., 0], codes[..., 1] = 0, 2**bits - 1
-    for values in (np.full((1, 2, 16, 64), 1e-3), np.zeros((1, 2, 16, 64)), codes):
-        plain = SpanSnapshot(0, 16, [(mx.array(values.astype(np.float32)),)])
-        (found,) = _whole(plain.quantized(bits))
-        assert np.array_equal(found, values.astype(np.float32))
-
-
-@every_dtype
-@both_bits
-@pytest.mark.parametrize("width", [16, 32, 64, 80, 96, 128])
-def test_bytes_are_counted_as_they_are_held(dtype: mx.Dtype, bits: int, width: int) -> None:
-    stored = _snapshot(dtype, 10, (width, 64)).quantized(bits)
-    mx.eval(stored.arrays())
-    shapes = [(1, 2, width, dtype), (1, 2, 64, dtype)]
-    assert stored.nbytes == 10 * stored_nbytes(shapes, bits)
-    assert (stored.forms[0] is None) == (width % 32 != 0)
-    assert stored_nbytes(shapes, None) == 2 * (width + 64) * dtype.size
-
-
-def test_eight_bits_take_1_88_times_less_than_bfloat16_and_four_bits_3_55_times() -> None:
-    shapes = [(1, 8, 128, mx.bfloat16)] * 2
-    plain = stored_nbytes(shapes, None)
-    assert [round(plain / stored_nbytes(shapes, bits), 2) for bits in (8, 4)] == [1.88, 3.56]
-
-
-def test_codes_and_ids_are_not_rounded() -> None:
-    ids = SpanSnapshot(0, 4, [(mx.arange(2 * 4 * 32, dtype=mx.int32).reshape(1, 2, 4, 32),)])
-    assert ids.quantized(8) is ids
-    assert forms_of([(64, mx.uint32), (64, mx.float32)], 8) == ()
-
-
-@both_bits
-def test_a_cut_at_any_token_and_a_join_change_no_value(bits: int) -> None:
-    whole = _whole(_snapshot().quantized(bits))
-    for at in (1, 300, 511, 512, 513, 699):
-        upper, lower = _snapshot().quantized(bits).split(at)
-        assert upper is not None
-        assert lower is not None
-        for part, low, high in ((upper, 0, at), (lower, at, 700)):
-            assert all(np.array_equal(a, b[..., low:high, :]) for a, b in zip(_whole(part), whole, strict=True))
-        joined = upper.merged(lower)
-        assert joined.bounds == [(0, 512), (512, 700)]
-        assert all(np.array_equal(a, b) for a, b in zip(_whole(joined), whole, strict=True))
-
-
 @pytest.mark.parametrize(("above", "below", "wanted"), [(None, 8, 8), (8, None, 8), (8, 4, 8), (4, 8, 4)])
 def test_two_forms_join_in_the_form_of_the_first_that_is_quantized(
     above: int | None, below: int | None, wanted: int
@@ -145,11 +94,3 @@ def test_a_plain_copy_is_read_cut_and_counted_beside_the_codes() -> None:
         assert sum(segment[0].shape[2] for segment in half.readable) == tokens
         assert half.readable[0][0].dtype == mx.float32
         assert half.without_plain().readable[0][0].dtype == mx.uint32
-
-
-def test_the_pieces_of_a_window_are_quantized_one_by_one() -> None:
-    upper, lower = _snapshot(end=40).split(20)
-    window: Any = WindowSnapshot(0, 60, [upper, lower]).quantized(8)
-    assert window.ranges == [(0, 40)]
-    assert all(piece.forms for piece in window.pieces)
-    assert window.quantized(None).arrays()[0].dtype == mx.float32

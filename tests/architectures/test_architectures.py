@@ -13,8 +13,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
-from mlx_lm.models.cache import ConcatenateKVCache, QuantizedKVCache, RotatingKVCache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from benchmarks.architectures.__main__ import main
 from benchmarks.architectures.catalogue import (
@@ -51,9 +64,10 @@ from benchmarks.architectures.right_state import (
     fetched_error,
     timeline,
 )
-from benchmarks.architectures.temporal import largest_difference, largest_error, temporal_state
+from benchmarks.architectures.temporal import largest_difference, largest_error, leaf_at, places, temporal_state
 from radixcache import PrefixCache
 from runner.models.tiny import TINY_KINDS, build
+from tests.groups.cold import shared_model
 
 #: Types with caches that are never written, and with layers without any cache.
 REPRESENTATIVE = {"gear", "nemotron-nas"}
@@ -114,12 +128,37 @@ def test_every_request_gets_the_state_of_a_cold_run_and_the_document_says_so(nam
         assert without_errors(str(measured)) == without_errors(str(documented()[name]))
 
 
-# test_tiny_models.py shows it of the tiny kinds. A type whose control shows nothing has no line in the document.
-@pytest.mark.parametrize("name", [*sorted(REPRESENTATIVE), "llama in 8 bits", "llama in joined arrays"])
+# A type whose control shows nothing has no line in the document.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*sorted(REPRESENTATIVE), "llama in 8 bits", "llama in joined arrays"),
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in sorted(TINY_KINDS)),
+    ],
+)
 def test_the_state_of_another_prompt_in_any_one_place_would_have_been_noticed(name: str) -> None:
     moved = control(made(name))
     assert moved
     assert min(moved.values()) > WRONG_STATE, moved
+
+
+@pytest.mark.parametrize("kind", sorted(TINY_KINDS))
+def test_every_parameter_of_a_tiny_model_is_float32_and_none_is_constant(kind: str) -> None:
+    for name, value in tree_flatten(shared_model(kind).parameters()):
+        assert value.dtype == mx.float32, name
+        assert value.size == 1 or np.std(np.array(value)) > 0, name
+
+
+def test_every_cache_class_of_mlx_lm_is_some_kinds() -> None:
+    caches = {kind: make_prompt_cache(shared_model(kind)) for kind in TINY_KINDS}
+    classes = {type(leaf_at(layers, place)) for layers in caches.values() for place in places(layers)}
+    assert classes == {ArraysCache, ChunkedKVCache, KVCache, LayerCache, RotatingKVCache}
+    lists = (layer for layers in caches.values() for layer in layers if isinstance(layer, CacheList))
+    nested = {tuple(type(leaf) for leaf in layer.caches) for layer in lists}
+    assert nested == {(KVCache, KVCache), (ArraysCache, KVCache), (ArraysCache, RotatingKVCache)}
+    # Layers that share another's cache: fewer caches than layers. A cache that is no layer's: more.
+    assert len(caches["gemma3n"]) < len(shared_model("gemma3n").layers)
+    assert len(caches["longcat_flash_ngram"]) > len(shared_model("longcat_flash_ngram").layers)
 
 
 def test_two_states_with_other_arrays_or_other_shapes_are_infinitely_far_apart() -> None:

@@ -156,22 +156,6 @@ def test_a_pass_row_by_row_that_fails_in_the_second_row_takes_back_the_first() -
     rows.check()
 
 
-def test_states_of_hybrids_that_fail_row_by_row_are_taken_back() -> None:
-    rows = Rows(tiny_model("longcat_flash_ngram"), CAPACITY)
-    rows.join(1, [5])
-    rows.join(2, words(2, 7))
-    rows.step({1: 3, 2: 4})
-    rows.leave(1)
-    rows.join(1, [7])
-    failing = Fuse(rows.model.layers[0])
-    failing.fail(2, RuntimeError("layer"))
-    with pytest.raises(RuntimeError):
-        rows.causal.step(rows.model, [2, 1], [3, 4])
-    rows.step({2: 5, 1: 6})
-    rows.step({1: 7, 2: 8})
-    assert rows.error <= ROUNDING
-
-
 def test_a_failure_in_the_trial_itself_is_passed_on_and_the_next_call_works() -> None:
     rows = Rows(tiny_model("llama"), CAPACITY)
     rows.join(1, words(1, 5))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from itertools import combinations
 
 import numpy as np
 import pytest
 
 from radixcache import CacheFullError
-from radixcache.cells.table import CellPlan, CellTable, pack
+from radixcache.cells.table import CellTable
 from tests import inside
 
 
@@ -125,60 +124,3 @@ def test_dump_says_who_is_where() -> None:
         "  sequence 2: 3 tokens, 1 cells of its own; 0 in [0, 2), 2 in [4, 5)",
         "  sequence 3: 0 tokens, 0 cells of its own; no cells",
     ]
-
-
-#: Tables in which every way to use the cells is tried.
-CELLS = 7
-Occupied = frozenset[int]
-
-
-def occupied_table(occupied: Occupied) -> CellTable:
-    """A table in which exactly these cells are used, each by a sequence of its own."""
-    table = table_with(CELLS, *[1] * CELLS)
-    for cell in set(range(CELLS)) - occupied:
-        table.free(cell + 1)
-    return table
-
-
-def has_room(occupied: Occupied, room: int | None) -> bool:
-    """Whether `room` free cells stand in a row; None: whether all used cells are at the front."""
-    if room is None:
-        return occupied == frozenset(range(len(occupied)))
-    return any(occupied.isdisjoint(range(start, start + room)) for start in range(CELLS - room + 1))
-
-
-def fewest_moved(occupied: Occupied, room: int | None) -> int:
-    """How many cells have to move so that `room` free ones stand in a row, or (None) all used ones at the front."""
-    if room is None:
-        return len(occupied - set(range(len(occupied))))
-    return min(len(occupied & set(range(start, start + room))) for start in range(CELLS - room + 1))
-
-
-def carried_out(occupied: Occupied, plan: CellPlan) -> Occupied:
-    after = set(occupied)
-    for source, target, length in plan.moves:
-        assert after.issuperset(range(source, source + length))
-        assert after.isdisjoint(range(target, target + length))
-        after -= set(range(source, source + length))
-        after |= set(range(target, target + length))
-    return frozenset(after)
-
-
-@pytest.mark.parametrize("used", range(1, CELLS))
-def test_no_plan_moves_fewer_cells_in_any_table_of_seven(used: int) -> None:
-    for occupied in map(frozenset, combinations(range(CELLS), used)):
-        for room in (None, *range(1, CELLS - used + 1)):
-            plan = occupied_table(occupied).plan_defragment(room)
-            moved = sum(move.length for move in plan.moves)
-            assert moved == fewest_moved(occupied, room), (sorted(occupied), room, plan)
-            assert has_room(carried_out(occupied, plan), room), (sorted(occupied), room, plan)
-
-
-def test_the_longest_run_goes_to_the_smallest_hole_that_takes_it_whole() -> None:
-    sources = np.array([20, 21, 22, 30], dtype=np.int32)
-    holes = np.array([0, 2, 3, 5, 6, 7, 9, 10, 11, 12], dtype=np.int32)
-    assert pack(sources, holes) == ((20, 5, 3), (30, 0, 1))
-    # Beginning with the shortest would break the longest in two.
-    sources = np.array([30, 40, 41, 50, 51, 52], dtype=np.int32)
-    holes = np.array([0, 1, 5, 6, 7, 8], dtype=np.int32)
-    assert pack(sources, holes) == ((30, 8, 1), (40, 0, 2), (50, 5, 3))

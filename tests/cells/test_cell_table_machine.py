@@ -146,6 +146,7 @@ class CellMachine(RuleBasedStateMachine):
             assert inside.table_fields(self.table) == before
             return
         plan = self.table.plan_defragment(room)
+        assert sum(move.length for move in plan.moves) == self.fewest_moved(room)
         self.carry_out(data, plan.moves, half)
         if half:
             return
@@ -221,6 +222,13 @@ class CellMachine(RuleBasedStateMachine):
 
     def used(self) -> int:
         return len({held for each in self.lists.values() for held in each})
+
+    def fewest_moved(self, room: int | None) -> int:
+        """How many cells must move so that `room` free ones stand in a row, or (None) all used ones at the front."""
+        used = [bool(inside.members(self.table, cell)) for cell in range(self.table.capacity)]
+        if room is None:
+            return sum(used[self.used() :])
+        return min(sum(used[start : start + room]) for start in range(len(used) - room + 1))
 
     def branches(self) -> list[tuple[int, int]]:
         """Sequences that share more than one token, each with the last position that it shares."""

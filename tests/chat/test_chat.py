@@ -1,10 +1,5 @@
-"""render_chat: tokens as the tokenizer gives them, and marks at which other conversations resume.
+"""render_chat: tokens as the tokenizer gives them, and marks at which other conversations resume."""
 
-The templates below are small ones of each kind that real models have; the tokenizers are trained on a few sentences.
-"""
-
-import json
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,97 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from radixcache.chat import HEADER_TOKENS, chat_tokens, render_chat
-from radixcache.chat_template import common_rendering
+from tests.chat.conversations import require_reuse, resumed_tokens, two_conversations_that_share_a_beginning
+from tests.chat.templates import CHATML, JOINED, MERGED, TEMPLATES, THINKING, USER_FIRST
+from tests.chat.tokenizers import KINDS, OffsetlessTokenizer, make_tokenizer
 
-CHATML = (
-    "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-    "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Contents joined with +, as SmolLM2 has it: a missing content is an error.
-JOINED = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# The system prompt goes into the first user message; roles must alternate, starting with the user.
-MERGED = (
-    "{{ '<s>' }}{% set rest = messages %}{% set system = '' %}"
-    "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% set rest = messages[1:] %}{% endif %}"
-    "{% for message in rest %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if message['role'] == 'user' %}[INST] {% if loop.first %}{{ system }}{% endif %}{{ message['content'] }}"
-    " [/INST]{% else %} {{ message['content'] }} </s>{% endif %}{% endfor %}"
-)
-# The same, but a conversation without a user message is refused.
-USER_FIRST = (
-    "{% set rest = messages[1:] if messages[0]['role'] == 'system' else messages %}"
-    "{% if not rest or rest[0]['role'] != 'user' %}{{ raise_exception('a user message must come first') }}{% endif %}"
-    + MERGED
-)
-# Thinking is kept only after the last user message.
-THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% set content = m['content'] or '' %}"
-    "{% if m['role'] == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "<|im_start|>{{ m['role'] }}\n{{ content }}"
-    "{% for call in m['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# No control tokens at all: every border could be merged over.
-PLAIN = (
-    "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-# Contents are trimmed, and the reply's end is written only when something follows.
-TRIMMED = (
-    "<s>{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] | trim }}"
-    "{% if not loop.last %}</s>{% endif %}{% else %}[{{ m['role'] }}] {{ m['content'] | trim }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-# The tool list stands in the first user message, and the system prompt alone is fine.
-TOOLS_WITH_USER = (
-    "{% set ns = namespace(tools=tools) %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'user' and ns.tools %}Tools: {{ ns.tools | tojson }}\n{% set ns.tools = none %}{% endif %}"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# The tool list stands before the last user message, so it moves on with every turn.
-TOOLS_LAST = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}<s>{% for m in messages %}"
-    "{% if tools and loop.index0 == ns.last %}[TOOLS] {{ tools | tojson }} [/TOOLS]{% endif %}"
-    "[{{ m['role'] }}] {{ m['content'] }}</s>{% endfor %}"
-)
-# Nothing stands between the messages.
-GLUED = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-TEMPLATES = {
-    "chatml": CHATML,
-    "joined": JOINED,
-    "merged": MERGED,
-    "user_first": USER_FIRST,
-    "thinking": THINKING,
-    "plain": PLAIN,
-    "trimmed": TRIMMED,
-    "tools_with_user": TOOLS_WITH_USER,
-    "tools_last": TOOLS_LAST,
-    "glued": GLUED,
-}
-KINDS = ["bytes", "trimmed", "words", "pieces"]
-CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-SENTENCES = [
-    "You are a helpful assistant. User: how are you today? Assistant: it's fine, it'll do.\n\n",
-    "system user assistant tool [INST] the weather in Lisbon is 21 degrees </s> <<SYS>>\n",
-    "Tools: name, description, parameters; the user's train leaves at 10:40, doesn't it?\n",
-] * 20
-# Words with the apostrophe inside, as recent models cut them: the end of a word depends on two characters behind it.
-WORDS = r"\p{L}+(?:'s|'t|'ll)?| ?\p{L}+(?:'s|'t|'ll)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SYSTEM = {"role": "system", "content": "You answer in verse."}
 TURNS = [
     {"role": "user", "content": "How is the weather?"},
@@ -110,52 +21,6 @@ TURNS = [
     {"role": "user", "content": "And in Lisbon?"},
 ]
 TOOL = {"type": "function", "function": {"name": "find_trains", "description": "Lists trains. " * 8, "parameters": {}}}
-
-
-@cache
-def backend(kind: str) -> Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "pieces"))
-    if kind in ("bytes", "trimmed"):
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        if kind == "trimmed":  # spans leave the spaces of their tokens out, as with Llama 3
-            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-        tokenizer.decoder = decoders.ByteLevel()
-    elif kind == "words":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        tokenizer.decoder = decoders.ByteLevel()
-    else:  # like Llama 2: no words, spaces are characters of the pieces
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
-        alphabet = [f"<0x{value:02X}>" for value in range(256)]
-    added = [AddedToken(text, special=True, normalized=False) for text in CONTROL]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=alphabet if kind != "pieces" else [],
-        special_tokens=added + (alphabet if kind == "pieces" else []),
-        show_progress=False,
-        max_token_length=8,
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return without_byte_pieces_as_control(tokenizer) if kind == "pieces" else tokenizer
-
-
-def without_byte_pieces_as_control(trained: Tokenizer) -> Tokenizer:
-    """The trainer can only be given the byte pieces as added tokens; in a real vocabulary they are plain ones."""
-    state = json.loads(trained.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in CONTROL]
-    return Tokenizer.from_str(json.dumps(state))
-
-
-def make_tokenizer(template: str | None, kind: str = "bytes") -> Any:
-    return PreTrainedTokenizerFast(tokenizer_object=backend(kind), chat_template=template, eos_token="</s>")
 
 
 def pieces(tokenizer: Any, tokens: np.ndarray, marks: tuple[int, ...]) -> list[str]:
@@ -230,12 +95,6 @@ def test_system_prompt_that_is_merged_into_the_first_user_message_has_a_mark(tem
     assert len(marks) == 4
 
 
-def resumed_tokens(tokens: Any, marks: Any, other: Any) -> tuple[int, int]:
-    """How many tokens of another prompt can be resumed at marks of this one, and how many tokens both share."""
-    shared = common_rendering(tokens.tolist(), other.tolist())
-    return max((mark for mark in marks if mark <= shared), default=0), shared
-
-
 def test_a_loop_of_tool_calls_resumes_behind_kept_thinking_and_a_later_question_behind_the_question() -> None:
     tokenizer = make_tokenizer(THINKING)
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}
@@ -247,16 +106,6 @@ def test_a_loop_of_tool_calls_resumes_behind_kept_thinking_and_a_later_question_
     assert "Ask." not in tokenizer.decode(later)
     assert tokenizer.decode(tokens[: resumed_tokens(tokens, marks, loop)[0]]).endswith("21 degrees<|im_end|>\n")
     assert tokenizer.decode(tokens[: resumed_tokens(tokens, marks, later)[0]]).endswith("the weather?<|im_end|>\n")
-
-
-def test_tools_that_stand_in_the_first_user_message_belong_to_the_system_prompts_mark() -> None:
-    tokenizer = make_tokenizer(TOOLS_WITH_USER)
-    tokens, marks = render_chat(tokenizer, [SYSTEM, *TURNS], [TOOL])
-    system, opening = pieces(tokenizer, tokens, marks)[:2]
-    assert system == "<|im_start|>system\nYou answer in verse.<|im_end|>\n"
-    assert opening.startswith("<|im_start|>user\nTools: ")
-    assert opening.count("Lists trains.") == 8
-    assert "weather" not in opening
 
 
 # Messages
@@ -322,16 +171,6 @@ def test_text_parts_are_joined_and_template_arguments_reach_the_template() -> No
 # Tokenizers
 
 
-def test_wrapper_of_mlx_lm_gives_the_same_as_the_tokenizer_inside() -> None:
-    tokenizer = make_tokenizer(CHATML)
-    plain, wrapped = (
-        render_chat(tokenizer, [SYSTEM, *TURNS]),
-        render_chat(TokenizerWrapper(tokenizer), [SYSTEM, *TURNS]),
-    )
-    assert plain[0].tolist() == wrapped[0].tolist()
-    assert plain[1] == wrapped[1]
-
-
 def test_template_that_is_a_python_function_of_mlx_lm_is_used() -> None:
     def template(
         messages: list[dict[str, Any]],
@@ -347,20 +186,6 @@ def test_template_that_is_a_python_function_of_mlx_lm_is_used() -> None:
     assert pieces(wrapper, tokens, marks)[-1] == "<|im_start|>And in Lisbon?<|im_end|>"
     told, _ = render_chat(wrapper, TURNS, enable_thinking=True, thinking=True, reasoning_effort="low")
     assert told.tolist() == tokens.tolist(), "such a function refuses arguments that it does not know"
-
-
-class OffsetlessTokenizer:
-    """A tokenizer of another maker: renders and tokenizes in one go, tells no offsets."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._inside = tokenizer
-        self.calls = 0
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool, **arguments: Any) -> list[int]:
-        self.calls += 1
-        return list(
-            self._inside.apply_chat_template(messages, tokenize=tokenize, **{**arguments, "return_dict": False})
-        )
 
 
 @pytest.mark.parametrize("name", ["chatml", "user_first", "thinking", "tools_with_user"])
@@ -436,39 +261,6 @@ def test_tokenizer_without_chat_template_is_refused_with_one_line(wrap: Any) -> 
     with pytest.raises(ValueError, match=r"\(\w+\) has no chat template") as caught:
         render_chat(wrap(make_tokenizer(None)), TURNS)
     assert "\n" not in str(caught.value)
-
-
-# Reuse at marks, over conversations drawn at random
-
-SENTENCE = st.builds(" ".join, st.lists(st.sampled_from(" ".join(SENTENCES[:3]).split()), min_size=3, max_size=12))
-CONTENT = st.one_of(
-    SENTENCE,
-    st.builds("{}\n\n  {}\n".format, SENTENCE, st.text(alphabet="abst 'l\n.1é中<", max_size=12)),
-    st.builds("<think>{}</think>\n{}".format, SENTENCE, SENTENCE),
-)
-
-
-@st.composite
-def two_conversations_that_share_a_beginning(draw: st.DrawFn) -> tuple[list[Any], list[Any], int]:
-    has_system = draw(st.booleans())
-    count = draw(st.integers(0, 4))
-    roles = ["system"] * has_system + ["user", "assistant"] * 4
-    shared = [{"role": role, "content": draw(CONTENT)} for role in roles[:count]]
-    others = []
-    for _ in range(2):
-        # A request ends with the user's message, or with a reply that the caller wants stored.
-        length = draw(st.integers(count + 1, count + 3))
-        length = max(length, 1 + has_system)
-        others.append(shared + [{"role": role, "content": draw(CONTENT)} for role in roles[count:length]])
-    return others[0], others[1], count
-
-
-def require_reuse(tokenizer: Any, pair: tuple[list[Any], list[Any], int], tools: list[Any] | None) -> None:
-    """Another conversation resumes at a mark, and evaluates again no more than a header of what both share."""
-    one, other, _ = pair
-    tokens, marks = render_chat(tokenizer, one, tools)
-    resumed, shared = resumed_tokens(tokens, marks, render_chat(tokenizer, other, tools)[0])
-    assert shared - resumed <= HEADER_TOKENS, tokenizer.decode(tokens[resumed:shared])
 
 
 @pytest.mark.parametrize("kind", KINDS)

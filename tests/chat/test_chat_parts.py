@@ -16,59 +16,15 @@ from radixcache.chat_parts import TRIED_CHANGES, ChatLog, first_change
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_tokenizer
-from tests.engine.test_parallel_generate import load
+from tests.chat.part_templates import TEMPLATES
+from tests.engine.generators import load
 
-TOOLS = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>{% endif %}"
-ARGUMENTS = (
-    "{% if date_string is defined %}Today is {{ date_string }}. {% endif %}"
-    "{% if enable_thinking is defined %}Think: {{ enable_thinking }}. {% endif %}"
-    "{% for each in documents or [] %}<doc>{{ each.text }}</doc>{% endfor %}"
-)
-SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-TURNS = (
-    "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{% if loop.last %}LAST{% endif %}"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
-    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nOPEN{% endif %}"
-)
-
-
-def template(head: str, *, first: str = "", last: str = "", opening: str = "") -> str:
-    turns = TURNS.replace("LAST", last).replace("OPEN", opening)
-    turns = turns.replace("\n{% if loop.last %}", "\n" + first + "{% if loop.last %}", 1)
-    return "{% set ns = namespace(first=true) %}<|im_start|>system\n" + head + "<|im_end|>\n" + turns
-
-
-FIRST = "{% if m.role == 'user' and ns.first %}{% set ns.first = false %}" + TOOLS + "{% endif %}"
-#: By where they write the tools, and then the arguments.
-TEMPLATES = {
-    "before the system text, first of all": template(ARGUMENTS + TOOLS + SYSTEM),
-    "before the system text, in the opening": template(TOOLS + SYSTEM, opening=ARGUMENTS),
-    "inside the system turn, behind the tools": template(SYSTEM + "\n# Tools\n" + TOOLS + ARGUMENTS),
-    "in a turn behind the system turn, inside": template(
-        SYSTEM + ARGUMENTS + "<|im_end|>\n<|im_start|>system\n" + TOOLS
-    ),
-    "in the first user turn, behind": template(SYSTEM, first=FIRST, last=ARGUMENTS),
-    "in the last turn, before": template(ARGUMENTS + SYSTEM, last=TOOLS),
-}
 # These write nothing at the end, so a conversation that goes on has the whole prompt as its prefix.
 STABLE = ("before the system text, first of all", "inside the system turn, behind the tools")
 WORDS = [
-    "library",
-    "book",
-    "reader",
-    "shelf",
-    "card",
-    "window",
-    "garden",
-    "river",
-    "bridge",
-    "music",
-    "winter",
-    "north",
-    "paper",
-    "stone",
-    "light",
-]
+    "library", "book", "reader", "shelf", "card", "window", "garden", "river",
+    "bridge", "music", "winter", "north", "paper", "stone", "light",
+]  # fmt: skip
 
 
 class Editor:
@@ -181,7 +137,9 @@ def tokenizer_of(name: str) -> Any:
     return tokenizer
 
 
-def require_names(name: str, seeds: Sequence[int]) -> None:
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(1000, 1350), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_part_that_is_named_is_the_part_that_was_edited(name: str, seeds: Sequence[int]) -> None:
     tokenizer = tokenizer_of(name)
     for seed in seeds:
         editor = Editor(seed)
@@ -197,17 +155,6 @@ def require_names(name: str, seeds: Sequence[int]) -> None:
         assert change is not None, (name, seed, part)
         assert change.part == part, (name, seed)
         assert change.hint
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_part_that_is_named_is_the_part_that_was_edited(name: str) -> None:
-    require_names(name, range(12))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_part_that_is_named_is_the_part_that_was_edited_in_2000_cases(name: str) -> None:
-    require_names(name, range(1000, 1350))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -373,16 +320,6 @@ def test_tools_that_the_template_writes_in_front_of_the_last_message_are_named_i
     assert (change.part, change.message) == ("the list of tools", None)
     assert "so it moves in every turn" in change.detail
     assert first_change(tokenizer, Chat(turns[:2]), Chat(turns)) is None
-
-
-def test_a_log_keeps_as_many_chats_as_it_is_told_and_no_more_keys_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = Chat([{"role": "user", "content": "Go"}])
-    for most, keys, kept in ((3, 10, 3), (3, 2, 2), (100, 10, 10)):
-        monkeypatch.setattr("radixcache.chat_parts.KEPT_KEYS", keys)
-        log = ChatLog(most)
-        for _ in range(50):
-            log.add(np.arange(1), chat)
-        assert len(log.prompts()) == kept
 
 
 def test_a_log_drops_as_many_old_chats_as_a_long_one_needs_and_keeps_none_that_is_too_long_alone(

@@ -1,8 +1,4 @@
-"""Turns: every text of a conversation reaches the prompt, in place, whatever roles the template takes.
-
-The templates below are written in the manner of the ones that models have: ChatML, Hermes with tools, Qwen3 with
-thinking, a strict one, and Gemma's.
-"""
+"""Turns: every text of a conversation reaches the prompt, in place, whatever roles the template takes."""
 
 from __future__ import annotations
 
@@ -18,75 +14,16 @@ from radixcache.chat import HEADER_TOKENS, render_chat
 from radixcache.turns import MAX_UNKNOWN_ROLES, Turns
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ModelNames, Request
-from tests.chat.test_chat import (
-    make_tokenizer,
+from tests.chat.conversations import (
     require_reuse,
     resumed_tokens,
+    turn,
     two_conversations_that_share_a_beginning,
 )
+from tests.chat.templates import GEMMA, HERMES, QWEN3, ROLE_TEMPLATES, ROLES_ONLY, STRICT, TOOL
+from tests.chat.tokenizers import make_tokenizer
 
-# Turns of other roles than these three are left out without a word.
-CHATML = (
-    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-HERMES = (
-    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
-    "# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n"
-    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) or (m.role == 'system' and not loop.first)"
-    " %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}{% for call in m.tool_calls %}"
-    "\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Reasoning stays only behind the last question; a system turn elsewhere is an error; developers are left out.
-QWEN3 = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% if tools %}<|im_start|>system\n"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}# Tools\n"
-    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
-    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
-    "{% elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
-    "{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}"
-    "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
-    "{% for call in m.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>"
-    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>{{ value }}</parameter>{% endfor %}"
-    "</function>\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
-    "{% endif %}"
-)
-# The system turn first, then question and reply in turn; contents are trimmed.
-STRICT = (
-    "<s>{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
-    "{% if messages[0].role == 'system' %}[SYS]{{ messages[0].content | trim }}[/SYS]{% endif %}"
-    "{% for m in rest %}{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }}</s>{% endif %}"
-    "{% endfor %}"
-)
-GEMMA = (
-    "<s>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
-)
-TEMPLATES = {"chatml": CHATML, "hermes": HERMES, "qwen3": QWEN3, "strict": STRICT, "gemma": GEMMA}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Looks.", "parameters": {"type": "object"}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-
-
-def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def prompt(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -116,23 +53,23 @@ TALKS = [
 
 @pytest.mark.parametrize("with_tools", [False, True], ids=["plain", "tools"])
 @pytest.mark.parametrize("talk", TALKS)
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ROLE_TEMPLATES)
 def test_every_text_is_in_the_prompt_once_and_in_order(name: str, talk: str, with_tools: bool) -> None:
     messages, contents = [], []
     for index, role in enumerate(talk.split()):
         contents.append(f"the {'abcdefghijkl'[index]} text.")
         calls = {"role": "assistant", "tool_calls": [CALL]} if role == "call" else {}
         messages.append({**turn(role, contents[-1]), **calls})
-    text = prompt(TEMPLATES[name], messages, tools=[TOOL] if with_tools else None)
+    text = prompt(ROLE_TEMPLATES[name], messages, tools=[TOOL] if with_tools else None)
     assert [text.count(content) for content in contents] == [1] * len(contents)
     assert sorted(contents, key=text.index) == contents
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ROLE_TEMPLATES)
 def test_turns_that_are_appended_extend_the_prompt(name: str) -> None:
     roles = ("system", "developer", "user", "assistant", "system", "user", "assistant", "developer", "user")
     talk = [turn(role, f"the {letter} text.") for role, letter in zip(roles, itertools.count(1), strict=False)]
-    prompts = [prompt(TEMPLATES[name], talk[:count]) for count in (3, 6, 9)]
+    prompts = [prompt(ROLE_TEMPLATES[name], talk[:count]) for count in (3, 6, 9)]
     for shorter, longer in itertools.pairwise(prompts):
         ends = "text." if name in ("strict", "gemma") else "<|im_end|>"  # behind it the next reply is opened
         assert longer.startswith(shorter[: shorter.rindex(ends)])
@@ -148,11 +85,11 @@ def test_a_later_system_turn_of_a_strict_template_stands_in_place_as_the_users()
 
 def test_a_developer_is_the_system_where_the_template_has_no_developers() -> None:
     talk = [turn("developer", "Be brief."), turn("user", "Hi"), turn("developer", "It is late.")]
-    assert prompt(CHATML, talk) == (
+    assert prompt(ROLES_ONLY, talk) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>system\nIt is late.<|im_end|>\n<|im_start|>assistant\n"
     )
-    shown = CHATML.replace("'system', ", "'system', 'developer', ")
+    shown = ROLES_ONLY.replace("'system', ", "'system', 'developer', ")
     assert prompt(shown, talk).count("<|im_start|>developer\n") == 2, "and stays one where it has them"
 
 
@@ -199,12 +136,12 @@ def test_a_template_is_asked_once_however_many_conversations_there_are() -> None
     render_chat(tokenizer, talk)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ROLE_TEMPLATES)
 @settings(max_examples=10, deadline=None)
 @given(pair=two_conversations_that_share_a_beginning(), tool_count=st.integers(0, 3))
 def test_another_conversation_resumes_at_a_mark_with_any_number_of_tools(name: str, pair: Any, tool_count: int) -> None:
     tools = [{**TOOL, "function": {**TOOL["function"], "name": f"tool{index}"}} for index in range(tool_count)]
-    require_reuse(make_tokenizer(TEMPLATES[name]), pair, tools)
+    require_reuse(make_tokenizer(ROLE_TEMPLATES[name]), pair, tools)
 
 
 def numbered_tools(*words: str) -> list[dict[str, Any]]:
@@ -212,10 +149,10 @@ def numbered_tools(*words: str) -> list[dict[str, Any]]:
     return [{**TOOL, "function": {**TOOL["function"], "name": word, "description": texts[word]}} for word in words]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ROLE_TEMPLATES)
 def test_each_request_of_an_agent_and_each_branch_of_its_session_resumes_at_a_mark(name: str) -> None:
-    tokenizer, tools = make_tokenizer(TEMPLATES[name]), numbered_tools("weather", "time", "height")
-    talk, known = [turn("system", "You are brief.")], "Ulm, then." if "tool_calls" in TEMPLATES[name] else "It is"
+    tokenizer, tools = make_tokenizer(ROLE_TEMPLATES[name]), numbered_tools("weather", "time", "height")
+    talk, known = [turn("system", "You are brief.")], "Ulm, then." if "tool_calls" in ROLE_TEMPLATES[name] else "It is"
     earlier: list[Any] = []
 
     def require_mark(rendered: list[Any], tokens: Any) -> None:

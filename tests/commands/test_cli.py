@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from radixcache.layers.layout import Layout
-from runner.replay import caches, progress
+from runner.commands.replay import ReplayProgress
+from runner.replay import caches
 
 
 def replay(talks, *more):
@@ -94,6 +95,12 @@ def test_a_replay_of_several_users_at_a_time_gives_the_replies_of_one_after_the_
     assert code == 0, stderr
     assert "2 users at a time got 16 tokens in " in stdout
     (serial,), (parallel, beside, _) = (json.loads(path.read_text())["runs"] for path in (alone, together))
+    # A row has the figures that are measured for as many users.
+    first, other = parallel["rows"][0].keys(), beside["rows"][0].keys()
+    assert first - other == {"waited_ms"}
+    assert other - first == {"begin_ms", "close_ms", "live_bytes", "paged_bytes", "allocated_bytes"}
+    assert {"users_at_a_time", "token_ms_p50"} <= parallel.keys()
+    assert "prefill_s" not in parallel
     assert "One at a time, with " in stdout
     assert "Every answer is the same as without a cache." in stdout
     assert [row["output_hash"] for row in beside["rows"]] == [row["output_hash"] for row in serial["rows"]]
@@ -135,7 +142,7 @@ def test_differing_answers_are_named_and_exit_code_1(command, talks, monkeypatch
 
 def stopped_at(monkeypatch, count, number):
     """Let a signal come when so many requests are done."""
-    done, seen = progress.ReplayProgress.request_done, []
+    done, seen = ReplayProgress.request_done, []
 
     def request_done(self, cache, prompt_tokens):
         done(self, cache, prompt_tokens)
@@ -143,34 +150,35 @@ def stopped_at(monkeypatch, count, number):
         if len(seen) == count:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(progress.ReplayProgress, "request_done", request_done)
+    monkeypatch.setattr(ReplayProgress, "request_done", request_done)
 
 
-def test_ctrl_c_in_a_replay_of_several_users_prints_what_had_finished(command, talks, tmp_path, monkeypatch):
-    stopped_at(monkeypatch, 3, signal.SIGINT)
-    out = tmp_path / "out.json"
-    code, stdout, stderr = command(*replay(talks, "--parallel", 2, "--json", out))
-    assert code == 130
-    assert last_line(stderr) == "interrupted: 3 of 4 requests had finished."
-    assert "2 users at a time got 12 tokens" in stdout
-    assert json.loads(out.read_text())["interrupted"] is True
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(command, talks, tmp_path, monkeypatch, number):
-    stopped_at(monkeypatch, 4, number)
+@pytest.mark.parametrize(
+    ("number", "more", "done", "finished", "said"),
+    [
+        *(
+            (each, ("--cache", "none,single"), 4, 2, "\nnone ")
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ),
+        (signal.SIGINT, ("--parallel", 2), 3, 3, "2 users at a time got 12 tokens"),
+    ],
+)
+def test_ctrl_c_and_other_signals_to_stop_print_what_had_finished(
+    command, talks, tmp_path, monkeypatch, number, more, done, finished, said
+):
+    stopped_at(monkeypatch, done, number)
     out = tmp_path / "out.json"
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
-        code, stdout, stderr = command(*replay(talks, "--cache", "none,single", "--json", out))
+        code, stdout, stderr = command(*replay(talks, *more, "--json", out))
     finally:
         signal.signal(number, before)
     assert code == 128 + number
-    assert last_line(stderr) == "interrupted: 2 of 4 requests had finished."
-    assert "\nnone " in stdout
+    assert last_line(stderr) == f"interrupted: {finished} of 4 requests had finished."
+    assert said in stdout
     document = json.loads(out.read_text())
     assert document["interrupted"] is True
-    assert [(run["cache"], len(run["rows"])) for run in document["runs"]] == [("none", 2), ("single", 2)]
+    assert {len(run["rows"]) for run in document["runs"]} == {finished}
 
 
 def test_ctrl_c_before_anything_finished_is_one_line_and_130(command, talks, monkeypatch):
@@ -225,16 +233,3 @@ def test_a_full_disk_and_a_reader_that_went_away_are_one_line_or_none(talks, tmp
         assert said[:2] == ["error: the output: cannot be written (No space left on device).", "exit 2"]
     assert said[2:] == ["exit 0", "exit 0", full, "exit 2", full, "exit 2"]
     assert not path.exists()
-
-
-def test_help_lists_the_options_of_a_command_and_those_that_it_shares(command):
-    sizes = ["--model-config", "--bytes-per-checkpoint", "--kv-group-size"]
-    traces = [*sizes, "--skip-bad", "--block-tokens"]
-    for name, options in {
-        "replay": ["--cache", "--conversations", "--recorded", "--tree", "--step-size", "--exact"],
-        "tree": sizes,
-        **dict.fromkeys(("simulate", "advise"), traces),
-    }.items():
-        code, stdout, _ = command(name, "--help")
-        assert code == 0
-        assert [option for option in options if option not in stdout] == []

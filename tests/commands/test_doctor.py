@@ -100,21 +100,20 @@ def test_an_extra_that_is_missing_is_named_with_what_installs_it_and_is_no_failu
 
 @pytest.mark.parametrize(
     ("lines", "found"),
-    [(["Requires-Dist: absent"], "absent is not installed"), (["Requires-Dist: numpy<1"], "; wanted <1: pip install")],
+    [
+        (["Requires-Dist: absent"], "absent is not installed"),
+        (["Requires-Dist: numpy<1"], "; wanted <1: pip install"),
+        ([], "elsewhere runs from a folder and is not installed"),
+    ],
 )
 def test_a_requirement_that_is_not_met_is_a_problem(
-    command: Command, install: Callable[..., None], lines: list[str], found: str
+    command: Command, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, lines: list[str], found: str
 ) -> None:
-    install("radixcache", *lines)
+    install("elsewhere", *lines)
+    monkeypatch.setattr(doctor, "PACKAGE", "elsewhere")
     code, out, _ = command("doctor")
     assert (code, marks(out)["packages"]) == (1, "problem")
     assert found in out
-
-
-def test_a_folder_that_is_not_installed_is_a_problem(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGE", "radixcache-elsewhere")
-    code, out, _ = command("doctor")
-    assert (code, marks(out)["packages"]) == (1, "problem")
 
 
 def test_without_mlx_doctor_and_version_say_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from runner.breaks import BreakReport, breaks_text, find_breaks, unwritten_parts, with_replies
-from runner.models.footprint import ModelBytes
+from runner.models import ModelBytes
 from runner.models.load import load_outline
 from runner.script.conversation import Conversation
 from runner.script.conversation_reader import read_conversations
 from runner.script.schedule import schedule
 from runner.simulate.simulator import grow_tree
 from runner.traces.trace_reader import read_trace
-from tests.chat.test_chat_parts import TEMPLATES
+from tests.chat.part_templates import TEMPLATES
 from tests.observe.test_hints import SYSTEM
-from tests.script.test_agent_sessions import LOGS, ClaudeLog, call, thought, written
+from tests.script.logs import LOGS, ClaudeLog, call, thought, written
 from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
 OUTLINE = load_outline("tiny")

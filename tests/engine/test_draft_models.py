@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from radixcache import PrefixCache
 from radixcache.layers.trials import BothModels
@@ -18,51 +15,24 @@ from runner.engine.generation import Generation, generate
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
 from runner.models.tiny import tiny_model
-from runner.serve.served_model import SeededSampler
-from tests import inside
-from tests.engine.test_drafted_replies import LENGTH, MORE_PROMPTS, misled
-from tests.engine.test_parallel_generate import (
+from tests.engine.generators import (
     BUDGET_BYTES,
     MARKS,
+    MORE_PROMPTS,
     PROMPTS,
+    Doubtful,
     alone,
+    cache_of_both,
     done,
     drain,
     load,
+    misled,
     new_generator,
+    serve,
     submit,
     tokens_of,
 )
-from tests.sessions.test_failures import Fuse, fused, raising
-
-KINDS = ("llama", "llama_sliding", "qwen3_next")
-
-
-class Doubtful(nn.Module):  # type: ignore[misc]
-    """A twin of a tiny model, which says something else behind every token that `is_wrong`."""
-
-    def __init__(self, kind: str, is_wrong: Any = lambda tokens: tokens * 7919 % 11 < 5) -> None:
-        super().__init__()
-        self.twin, self.is_wrong = tiny_model(kind), is_wrong
-
-    @property
-    def layers(self) -> Any:
-        return self.twin.layers
-
-    def make_cache(self) -> Any:
-        return make_prompt_cache(self.twin)
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        logits = self.twin(tokens, cache=cache)
-        return mx.where(self.is_wrong(tokens)[..., None], mx.roll(logits, 1, axis=-1), logits)
-
-
-def cache_of_both(loaded: LoadedModel, draft: Any, pace: DraftPace | None = None) -> PrefixCache:
-    """A cache of both models; without a pace, passes are taken to last equally long."""
-    caches = lambda: [*make_prompt_cache(loaded.model), *make_prompt_cache(draft)]  # noqa: E731
-    cache = PrefixCache(loaded.model, caches=caches, budget_bytes=BUDGET_BYTES)
-    inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1.0) if pace is None else pace)
-    return cache
+from tests.engine.test_drafted_replies import LENGTH
 
 
 def generator_of(loaded: LoadedModel, cache: PrefixCache, draft: Any, **more: Any) -> ParallelGenerator:
@@ -90,26 +60,6 @@ def require_right_state(loaded: LoadedModel, cache: PrefixCache, draft: Any, pro
         assert drafted[0][0] == drafted[1][0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_greedy_replies_are_the_same_with_a_draft_model_that_is_wrong_half_of_the_time(kind: str, rows: int) -> None:
-    loaded, draft, prompts = load(kind), Doubtful(kind), [*PROMPTS, *MORE_PROMPTS][:rows]
-    cache = cache_of_both(loaded, draft)
-    with generator_of(loaded, cache, draft) as generator:
-        for turn in range(2):
-            wanted = [alone(loaded, prompt, LENGTH) for prompt in prompts]
-            tickets = [submit(generator, prompt, LENGTH) for prompt in prompts]
-            drain(generator)
-            assert [tokens_of(ticket) for ticket in tickets] == wanted
-            accepted, checked = counts(tickets)
-            assert 2 * rows <= accepted < checked
-            assert turn == 0 or all(done(ticket).cached_tokens >= len(PROMPTS[0]) for ticket in tickets)
-            prompts = [[*prompt, *its, 9] for prompt, its in zip(prompts, wanted, strict=True)]
-    require_right_state(loaded, cache, draft, prompts[:2])
-    cache.clear()
-    assert cache.stats.live_bytes + cache.stats.paged_bytes == 0
-
-
 @pytest.mark.parametrize(("kind", "drafting"), [("qwen3_next", "llama_sliding"), ("llama_sliding", "mamba2")])
 def test_rows_join_where_recurrent_layers_go_back_in_front_of_a_check_beside_windows(kind: str, drafting: str) -> None:
     """A row with rejected tokens has lost none of its window when the next row makes a new batch of all."""
@@ -132,116 +82,13 @@ def test_rows_join_where_recurrent_layers_go_back_in_front_of_a_check_beside_win
     require_right_state(loaded, cache, draft, prompts[:2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_twin_is_never_rejected_and_another_model_always(kind: str) -> None:
-    loaded = load(kind)
-    for draft, share in ((tiny_model(kind), 1.0), (Doubtful(kind, lambda tokens: tokens >= 0), 0.0)):
-        cache = cache_of_both(loaded, draft)
-        with generator_of(loaded, cache, draft) as generator:
-            tickets = [submit(generator, prompt, LENGTH, num_draft_tokens=4) for prompt in PROMPTS]
-            none = submit(generator, MORE_PROMPTS[0], LENGTH, num_draft_tokens=0)
-            drain(generator)
-        assert tokens_of(none) == alone(loaded, MORE_PROMPTS[0], LENGTH)
-        assert none.facts.drafted == {}
-        assert [tokens_of(ticket) for ticket in tickets] == [alone(loaded, prompt, LENGTH) for prompt in PROMPTS]
-        accepted, checked = counts(tickets)
-        assert checked > 10
-        assert accepted == share * checked
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_a_seed_the_text_is_the_same_with_a_draft_model_and_with_other_sources_beside_it(kind: str) -> None:
-    loaded, draft = load(kind), Doubtful(kind)
-
-    def ask(predictions: Sequence[Any], draft: Any) -> list[Generation]:
-        cache = cache_of_both(loaded, draft)
-        with generator_of(loaded, cache, draft, speculate="tree") as generator:
-            tickets = [
-                submit(
-                    generator,
-                    prompt,
-                    LENGTH,
-                    prediction=prediction,
-                    sampler=SeededSampler(make_sampler(temp=0.7), seed),
-                    num_draft_tokens=0 if prediction is None else 3,
-                )
-                for seed, (prompt, prediction) in enumerate(zip(PROMPTS[:3], predictions, strict=True))
-            ]
-            drain(generator)
-        return tickets
-
-    wanted = [tokens_of(ticket) for ticket in ask([None] * 3, draft)]
-    found = ask([misled(its, seed, 0.5) for seed, its in enumerate(wanted)], draft)
-    assert [tokens_of(ticket) for ticket in found] == wanted
-    assert {name for ticket in found for name in ticket.facts.drafted} >= {"draft", "prediction"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_ends_a_reply_leaves_nothing_of_the_draft_models_behind(kind: str) -> None:
-    """A stop token, a cancelled request, and one that joins and leaves; the others go on as they would alone."""
-    loaded, draft = load(kind), Doubtful(kind)
-    cache = cache_of_both(loaded, draft)
-    wanted = [alone(loaded, prompt, LENGTH) for prompt in PROMPTS]
-    with generator_of(loaded, cache, draft) as generator:
-        stop = wanted[0][7]
-        stopped = submit(generator, PROMPTS[0], LENGTH, stop_tokens=[stop])
-        cancelled, whole = (submit(generator, prompt, LENGTH) for prompt in PROMPTS[1:3])
-        joining: list[Generation] = []
-
-        def at(count: int) -> None:
-            if count == 9:
-                joining.append(submit(generator, PROMPTS[3], 5))
-            if count == 20:
-                cancelled.cancel()
-
-        drain(generator, at)
-        assert tokens_of(stopped) == wanted[0][: wanted[0].index(stop) + 1]
-        assert done(cancelled).done_reason == "cancelled"
-        assert tokens_of(cancelled) == wanted[1][: len(tokens_of(cancelled))]
-        assert tokens_of(whole) == wanted[2]
-        assert tokens_of(joining[0]) == wanted[3][:5]
-        assert generator.group.nbytes == 0
-    for prompt, its, ticket in zip(PROMPTS, wanted, (stopped, cancelled, whole), strict=False):
-        stored = cache.explain([*prompt, *its, 5]).matched_tokens
-        assert stored <= len(prompt) + len(tokens_of(ticket))
-    require_right_state(loaded, cache, draft, PROMPTS[:3])
-
-
-@pytest.mark.parametrize(("at", "after"), [(8, True), (11, False)])
-@pytest.mark.parametrize("which", ["model", "draft"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_raises_ends_the_replies_of_its_pass_and_the_next_ones_are_right(
-    kind: str, which: str, at: int, after: bool
-) -> None:
-    """In a pass of both models, and in one that the draft model runs ahead."""
-    loaded, draft = load(kind), Doubtful(kind)
-    cache = cache_of_both(loaded, draft)
-    with generator_of(loaded, cache, draft) as generator:
-        drain(generator)
-        inside.try_ways(loaded.model)
-        inside.try_ways(draft)
-        with fused(draft if which == "draft" else loaded.model, Fuse(at, raising(ValueError, after))):
-            tickets = [submit(generator, prompt, LENGTH) for prompt in PROMPTS[:3]]
-            drain(generator)
-        for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-            assert tokens_of(ticket) == alone(loaded, prompt, LENGTH)[: len(tokens_of(ticket))]
-        assert {done(ticket).done_reason for ticket in tickets} >= {"error"}
-        generator.group.check()
-        again = [submit(generator, prompt, LENGTH) for prompt in PROMPTS[:3]]
-        drain(generator)
-        assert [tokens_of(ticket) for ticket in again] == [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:3]]
-        assert generator.group.nbytes == 0
-    require_right_state(loaded, cache, draft, PROMPTS[:3])
-
-
 def test_a_conversation_longer_than_its_context_is_shifted_in_both_models() -> None:
     loaded, draft = load("llama"), tiny_model("llama")
     replies = []
     for its in (None, draft):
         cache = cache_of_both(loaded, draft) if its else PrefixCache(loaded.model, budget_bytes=BUDGET_BYTES)
         with new_generator(loaded, cache, capacity=4096, context=150, draft_model=its) as generator:
-            ticket = submit(generator, PROMPTS[2], 60, marks=MARKS)
-            drain(generator)
+            (ticket,) = serve(generator, [PROMPTS[2]], 60, marks=MARKS)
         assert done(ticket).shifted_tokens + done(ticket).omitted_tokens > 0
         replies.append(tokens_of(ticket))
         cache.check()
@@ -260,8 +107,7 @@ def test_a_draft_model_is_asked_only_where_it_is_expected_to_save_time() -> None
     ):
         cache = cache_of_both(loaded, draft, pace)
         with generator_of(loaded, cache, draft) as generator:
-            tickets = [submit(generator, prompt, 100) for prompt in PROMPTS[:2]]
-            drain(generator)
+            tickets = serve(generator, PROMPTS[:2], 100)
             pace.check()
         accepted, checked = counts(tickets)
         passes[name] = checked
@@ -285,8 +131,7 @@ def test_a_draft_that_is_not_a_number_is_a_bad_guess_and_fails_nothing() -> None
         submit(generator, PROMPTS[3], 2)
         drain(generator)
         draft.factor = float("nan")
-        tickets = [submit(generator, prompt, LENGTH) for prompt in PROMPTS[:3]]
-        drain(generator)
+        tickets = serve(generator, PROMPTS[:3], LENGTH)
     assert [tokens_of(ticket) for ticket in tickets] == [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:3]]
 
 
@@ -295,8 +140,7 @@ def test_a_draft_model_without_room_is_asked_again_later(monkeypatch: pytest.Mon
     with generator_of(loaded, cache_of_both(loaded, draft), draft) as generator:
         asked: list[int] = []
         monkeypatch.setattr(generator.group, "draft", lambda *_: asked.append(1) or [])
-        ticket = submit(generator, PROMPTS[0], 100)
-        drain(generator)
+        (ticket,) = serve(generator, [PROMPTS[0]], 100)
     assert tokens_of(ticket) == alone(loaded, PROMPTS[0], 100)
     assert len(asked) == 2
 

@@ -11,12 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from radixcache import PrefixCache, stream_generate
+from radixcache import stream_generate
 from radixcache.speculate import drafting
 from radixcache.speculate.pace import DraftPace
 from runner.engine.generation import Generation
@@ -24,21 +22,26 @@ from runner.models.load import LoadedModel
 from runner.models.tiny import TINY_KINDS
 from runner.serve.served_model import SeededSampler
 from tests import inside
-from tests.engine.test_parallel_generate import (
+from tests.engine.generators import (
+    MORE_PROMPTS,
     PROMPTS,
+    Alternating,
+    Doubtful,
     alone,
+    cache_of_both,
     done,
     drain,
+    free_cache,
     load,
+    misled,
     new_cache,
     new_generator,
     require_right_tree,
     scripted,
+    serve,
     submit,
     tokens_of,
 )
-from tests.sessions.test_drafted import chi_square_excess
-from tests.sessions.test_failures import Fuse, fused, raising
 
 LENGTH = 24
 FAST = ("llama", "gemma3_text", "qwen3_next")
@@ -49,20 +52,6 @@ KINDS = [
     for kind in TINY_KINDS
     if kind not in ("llama4", "deepseek_v41")
 ]
-MORE_PROMPTS = [np.append(prompt, [30 + index]) for index, prompt in enumerate(PROMPTS[:3])]
-
-
-def free_cache(loaded: LoadedModel, **more: Any) -> PrefixCache:
-    """A cache whose passes are taken to last equally long, so that all that may be right is checked."""
-    cache = new_cache(loaded, **more)
-    inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1.0))
-    return cache
-
-
-def misled(tokens: Sequence[int], seed: int, share: float = 0.2) -> list[int]:
-    """These tokens, some of them wrong."""
-    draw = random.Random(seed)
-    return [(token + 1) % 200 if draw.random() < share else token for token in tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,20 +78,22 @@ def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_
     cache = free_cache(loaded)
     for namespace, is_known in (("a", False), ("a", True), ("b", False)):
         with new_generator(loaded, cache, speculate="tree") as generator:
-            ticket = submit(generator, PROMPTS[1], LENGTH, namespace=namespace)
-            drain(generator)
+            (ticket,) = serve(generator, [PROMPTS[1]], LENGTH, namespace=namespace)
         assert tokens_of(ticket) == alone(loaded, PROMPTS[1], LENGTH)
         assert ("tree" in ticket.facts.drafted) == is_known
         assert not is_known or ticket.facts.drafted["tree"].accepted >= LENGTH // 2
 
 
+@pytest.mark.parametrize("seat", ["group", "alone", "group with a draft model", "alone with a draft model"])
 @pytest.mark.parametrize("kind", DRAFTED_KINDS)
-def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: str) -> None:
-    """Several requests at a time, each with its own sampler, processors and guidance."""
+def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: str, seat: str) -> None:
+    """Several requests, each with its own sampler, processors and guidance; alone, they say what a group says."""
     loaded = load(kind)
 
-    def ask(predictions: Sequence[Any]) -> list[Generation]:
-        with new_generator(loaded, free_cache(loaded)) as generator:
+    def ask(predictions: Sequence[Any], seat: str) -> list[Generation]:
+        draft: Any = Doubtful(kind) if "draft" in seat else None
+        cache = cache_of_both(loaded, draft) if draft else free_cache(loaded)
+        with new_generator(loaded, cache, is_alone="alone" in seat, draft_model=draft) as generator:
             tickets = []
             for seed, (prompt, prediction) in enumerate(zip(PROMPTS[:3], predictions, strict=True)):
                 more: dict[str, Any] = {"sampler": SeededSampler(make_sampler(temp=1.0, top_p=0.9), seed)}
@@ -112,25 +103,15 @@ def test_with_a_seed_the_text_is_the_same_with_penalties_biases_and_masks(kind: 
                     more["guidance"] = Alternating()
                 tickets.append(submit(generator, prompt, LENGTH, prediction=prediction, **more))
             drain(generator)
+        cache.check()
         return tickets
 
-    wanted = [tokens_of(ticket) for ticket in ask([None] * 3)]
+    wanted = [tokens_of(ticket) for ticket in ask([None] * 3, "group")]
     for share in (0.0, 0.3):
-        found = ask([misled(its, seed, share) for seed, its in enumerate(wanted)])
+        found = ask([misled(its, seed, share) for seed, its in enumerate(wanted)], seat)
         assert [tokens_of(ticket) for ticket in found] == wanted
         assert all(ticket.facts.drafted for ticket in found)
-
-
-class Alternating:
-    """Guidance: even and odd tokens in turn. It must be told each token once, in order."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, before: int | None) -> Any:
-        assert before is None or before % 2 == (self.calls - 1) % 2, (before, self.calls)
-        self.calls += 1
-        return np.arange(1 << 18) % 2 == (self.calls - 1) % 2
+    assert any("draft" in ticket.facts.drafted for ticket in found) == ("draft" in seat)
 
 
 @pytest.mark.parametrize("kind", DRAFTED_KINDS)
@@ -215,86 +196,6 @@ def forced(said: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
     return force
 
 
-@pytest.mark.parametrize(("at", "after"), [(6, True), (9, False)])
-@pytest.mark.parametrize("kind", DRAFTED_KINDS)
-def test_a_model_that_raises_in_a_check_leaves_right_state_and_clear_errors(kind: str, at: int, after: bool) -> None:
-    loaded = load(kind)
-    cache = free_cache(loaded)
-    wanted = [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:3]]
-    with new_generator(loaded, cache) as generator:
-        inside.try_ways(loaded.model)
-        with fused(loaded.model, Fuse(at, raising(ValueError, after))):
-            tickets = [
-                submit(generator, prompt, LENGTH, prediction=misled(its, 3))
-                for prompt, its in zip(PROMPTS, wanted, strict=False)
-            ]
-            drain(generator)
-        for ticket, its in zip(tickets, wanted, strict=True):
-            assert tokens_of(ticket) == its[: len(tokens_of(ticket))]
-        assert any(done(ticket).done_reason == "error" for ticket in tickets)
-        generator.group.check()
-    require_right_tree(loaded, cache, PROMPTS[:3])
-
-
-def test_a_sampler_that_raises_in_a_check_ends_its_own_reply_alone() -> None:
-    loaded = load("llama")
-    wanted = [alone(loaded, prompt, LENGTH) for prompt in PROMPTS[:2]]
-    calls = 0
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        nonlocal calls
-        calls += 1
-        if calls > 5:
-            raise LookupError("spoilt")
-        return mx.argmax(logprobs, axis=-1)
-
-    cache = free_cache(loaded)
-    with new_generator(loaded, cache) as generator:
-        spoilt = submit(generator, PROMPTS[0], LENGTH, sampler=sampler, prediction=wanted[0])
-        other = submit(generator, PROMPTS[1], LENGTH, prediction=misled(wanted[1], 1))
-        drain(generator)
-    assert (done(spoilt).done_reason, type(done(spoilt).error)) == ("error", LookupError)
-    assert tokens_of(spoilt) == wanted[0][:5]
-    assert tokens_of(other) == wanted[1]
-    assert cache.explain([*PROMPTS[0], *wanted[0], 5]).matched_tokens <= len(PROMPTS[0]) + 5
-    require_right_tree(loaded, cache, PROMPTS[:2])
-
-
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_any_mixture_of_drafts_joining_cancelling_and_short_room_leaves_every_reply_as_it_is(data: Any) -> None:
-    loaded = load(data.draw(st.sampled_from(DRAFTED_KINDS)))
-    cache = free_cache(loaded)
-    capacity = data.draw(st.sampled_from([180, 260, 1024]))
-    context = data.draw(st.sampled_from([None, None, 150]))
-    joins = data.draw(
-        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 20), st.integers(0, 9)), max_size=8)
-    )
-    cancels = dict(data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 7)), max_size=4)))
-    more = {"capacity": capacity, "context": context, "step_size": data.draw(st.sampled_from([16, 512]))}
-    if context is not None and context > capacity:
-        return
-    speculate = data.draw(st.sampled_from(["tree", "prompt", None]))
-    tickets: list[tuple[Generation, Any]] = []
-    with new_generator(loaded, cache, speculate=speculate, **more) as generator:
-
-        def happen(count: int) -> None:
-            for at, prompt, length, seed in joins:
-                if at == count:
-                    its = misled(alone(loaded, PROMPTS[prompt], 20), seed) if seed % 3 else None
-                    ticket = submit(generator, PROMPTS[prompt], length, reserve=4, prediction=its)
-                    tickets.append((ticket, PROMPTS[prompt]))
-            if count in cancels and cancels[count] < len(tickets):
-                tickets[cancels[count]][0].cancel()
-
-        drain(generator, happen)
-    for ticket, prompt in tickets:
-        assert done(ticket).done_reason in ("length", "cancelled"), done(ticket)
-        if not done(ticket).shifted_tokens and not done(ticket).omitted_tokens:
-            assert done(ticket).tokens == alone(loaded, prompt, 20)[: len(done(ticket).tokens)]
-    require_right_tree(loaded, cache, PROMPTS[:3])
-
-
 def test_rows_for_which_nothing_is_found_cost_few_calls() -> None:
     """Calls of functions for each row and pass, of 8 rows of a fast model; plain rows have 240."""
     loaded, rows, length = load("llama"), 8, 96
@@ -335,8 +236,7 @@ def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than
     cache = new_cache(loaded)
     inside.assume_pace(cache, DraftPace(lambda rows, tokens: float(tokens)))
     with new_generator(loaded, cache) as generator:
-        ticket = submit(generator, PROMPTS[0], LENGTH, prediction=wanted)
-        drain(generator)
+        (ticket,) = serve(generator, [PROMPTS[0]], LENGTH, prediction=wanted)
     assert (tokens_of(ticket), ticket.facts.drafted) == (wanted, {})
     measured = DraftPace()
     noted: list[tuple[int, int]] = []
@@ -363,17 +263,17 @@ def only(allowed: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
     return lambda _, logits: mx.where(mx.array(np.isin(np.arange(logits.shape[-1]), [*allowed])), logits, -mx.inf)
 
 
-@pytest.mark.parametrize("is_drafted", [True, False])
+@pytest.mark.parametrize(("is_drafted", "is_alone"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("draws", [800, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_the_first_tokens_of_many_replies_of_several_rows_have_the_distribution_of_the_model(
-    draws: int, is_drafted: bool
+    draws: int, is_drafted: bool, is_alone: bool
 ) -> None:
     """At temperature 1: the first token, the second behind a drafted one, and the third behind two."""
     loaded, allowed, prompts = load("llama"), [3, 50, 120, 200], PROMPTS[:2]
     chances, drafts = zip(*(chances_of(loaded, prompt, allowed) for prompt in prompts), strict=True)
     found = np.zeros((2, 3, loaded.model.args.vocab_size))
     mx.random.seed(3)
-    with new_generator(loaded, free_cache(loaded), capacity=1 << 16) as generator:
+    with new_generator(loaded, free_cache(loaded), capacity=1 << 16, is_alone=is_alone) as generator:
         for _ in range(draws // 80):
             tickets = [
                 submit(
@@ -410,6 +310,16 @@ def test_the_same_requests_with_the_same_seed_draw_the_same_replies() -> None:
             list(generator)
             drawn.append([tokens_of(ticket) for ticket in tickets])
     assert drawn[0] == drawn[1] == drawn[2]
+
+
+def chi_square_excess(found: Any, chances: Any) -> float:
+    """Chi-square of counts, as standard deviations above its mean; rare outcomes are taken together."""
+    expected = np.asarray(chances, np.float64) / np.sum(chances) * found.sum()
+    is_rare = expected < 10
+    found, expected = (np.append(each[~is_rare], each[is_rare].sum()) for each in (found, expected))
+    found, expected = found[expected > 0], expected[expected > 0]
+    freedom = len(found) - 1
+    return float((((found - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def chances_of(loaded: LoadedModel, prompt: Any, allowed: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:

@@ -17,9 +17,16 @@ from radixcache import stream_generate
 from runner.models.load import LoadedModel
 from runner.models.tiny import TINY_KINDS
 from runner.models.tiny import WINDOW_LENGTH as W
-from tests.engine.test_draft_models import Doubtful, cache_of_both
-from tests.engine.test_drafted_replies import free_cache
-from tests.engine.test_parallel_generate import alone, drain, load, new_generator, submit, tokens_of
+from tests.engine.generators import (
+    Doubtful,
+    alone,
+    cache_of_both,
+    free_cache,
+    load,
+    new_generator,
+    serve,
+    tokens_of,
+)
 from tests.groups.cold import cold
 from tests.prompts import tokens
 
@@ -66,8 +73,7 @@ def test_greedy_replies_of_eight_users_with_drafts_are_those_of_each_alone_witho
         with new_generator(loaded, cache, capacity=4096, speculate=speculate, draft_model=draft) as generator:
             is_drafted &= generator.group.drafts_together(loaded.model)  # else drafts are for one at a time
             for _ in range(2):  # what was said in the first turn is in the tree in the second one
-                tickets = [submit(generator, prompt, LENGTH, marks=()) for prompt in PROMPTS]
-                drain(generator)
+                tickets = serve(generator, PROMPTS, LENGTH, marks=())
                 others += sum(
                     parted(loaded, prompt, tokens_of(each)) for prompt, each in zip(PROMPTS, tickets, strict=True)
                 )

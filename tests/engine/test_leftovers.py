@@ -18,17 +18,8 @@ from radixcache import PolicyError, PrefixCache
 from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests import inside
-from tests.engine.test_parallel_generate import (
-    BAD_TOKEN,
-    PROMPTS,
-    drain,
-    embedding,
-    load,
-    new_cache,
-    new_generator,
-    submit,
-)
-from tests.sessions.test_failures import Fuse, fused, raising, refused_product, spoiling
+from tests.engine.generators import BAD_TOKEN, PROMPTS, drain, embedding, load, new_cache, new_generator, spoilt, submit
+from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
 pytestmark = pytest.mark.usefixtures("exact_allocations", "no_collector")
 
@@ -59,10 +50,6 @@ def cancelling(generator: Any, tickets: list[Generation]) -> Callable[[int], Non
 
 def failing(model: Any, at: int, blow: Any) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: fused(model, Fuse(at, blow))
-
-
-def spoilt(ids: mx.array, found: mx.array) -> mx.array:
-    return mx.where((ids == BAD_TOKEN)[..., None], float("nan"), found)
 
 
 def ways(model: Any) -> dict[str, tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]]:

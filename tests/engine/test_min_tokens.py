@@ -8,8 +8,18 @@ import pytest
 
 from radixcache import PrefixCache, stream_generate
 from runner.models.tiny import tiny_model, tiny_tokenizer
-from tests.engine.test_drafted_replies import free_cache
-from tests.engine.test_parallel_generate import PROMPTS, alone, done, load, new_cache, new_generator, submit, tokens_of
+from tests.engine.generators import (
+    PROMPTS,
+    alone,
+    done,
+    free_cache,
+    load,
+    new_cache,
+    new_generator,
+    serve,
+    submit,
+    tokens_of,
+)
 from tests.serve.jobs import MESSAGES, application, local_client
 
 LENGTH = 12
@@ -22,8 +32,7 @@ def test_no_stop_token_ends_a_reply_before(is_alone: bool, min_tokens: int) -> N
     loaded, stops = load("llama"), set(alone(load("llama"), PROMPTS[0], LENGTH))
     others = set(range(256)) - stops
     with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=is_alone) as generator:
-        ticket = submit(generator, PROMPTS[0], LENGTH, stop_tokens=stops, min_tokens=min_tokens)
-        list(generator)
+        (ticket,) = serve(generator, [PROMPTS[0]], LENGTH, stop_tokens=stops, min_tokens=min_tokens)
         said = tokens_of(ticket)
         assert set(said[:min_tokens]) <= others
         assert len(said) > min_tokens or min_tokens == LENGTH
@@ -51,10 +60,8 @@ def test_drafts_that_would_end_it_are_not_accepted() -> None:
     wanted = alone(loaded, PROMPTS[1], LENGTH)
     stop = wanted[3]
     with free_cache(loaded) as cache, new_generator(loaded, cache) as generator:
-        plain = submit(generator, PROMPTS[1], LENGTH, stop_tokens=[stop], min_tokens=8)
-        list(generator)
-        drafted = submit(generator, PROMPTS[1], LENGTH, stop_tokens=[stop], min_tokens=8, prediction=wanted)
-        list(generator)
+        (plain,) = serve(generator, [PROMPTS[1]], LENGTH, stop_tokens=[stop], min_tokens=8)
+        (drafted,) = serve(generator, [PROMPTS[1]], LENGTH, stop_tokens=[stop], min_tokens=8, prediction=wanted)
         assert tokens_of(drafted) == tokens_of(plain)
         assert stop not in tokens_of(plain)[:8]
         assert drafted.facts.drafted["prediction"].proposed > 0

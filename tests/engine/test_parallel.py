@@ -6,7 +6,7 @@ import pytest
 from radixcache import PrefixCache, UnsupportedCacheError
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import load_model
-from tests.replay.test_pipeline import Uncompiled, is_compiling
+from tests.engine.compiled import Uncompiled, is_compiling
 
 PROMPT = np.arange(30, 130)
 

@@ -7,16 +7,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from radixcache import PrefixCache
+from radixcache import PrefixCache, RequestTooLargeError
 from radixcache.groups.passes import Removal
-from runner.engine.generation import OPENING_TOKENS, Generation, generate
+from runner.engine.generation import OPENING_TOKENS, SINK_TOKENS, ContextError, ContextWindow, Generation, generate
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import LoadedModel
 from tests import inside
-from tests.engine.test_parallel_generate import alone, done, drain, load, new_cache, new_generator, tokens_of
+from tests.engine.generators import alone, done, drain, load, new_cache, new_generator, tokens_of
 
 CONTEXT = 128
 QUARTER = CONTEXT // 4
@@ -183,6 +183,35 @@ def test_a_shift_that_fails_ends_its_own_reply_alone(llama: LoadedModel, monkeyp
     assert tokens_of(tickets[1]) == alone(llama, prompt[:60], 60)
 
 
+def test_a_reply_that_is_sent_back_to_make_room_for_a_shift_goes_on_later(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt waits to share with the first one, so the last request that came is not the last one in."""
+    run, calls = Removal.run, list[Any]()
+
+    def refusing_once(self: Removal, model: Any) -> None:
+        calls.append(self.row)
+        if len(calls) == 1:
+            raise RequestTooLargeError(2, 1)
+        run(self, model)
+
+    monkeypatch.setattr(Removal, "run", refusing_once)
+    prompt, marks = conversation(7)
+    longer = np.concatenate([prompt[: -len(OPENING)], np.arange(30, 40), OPENING])
+    other, other_marks = conversation(2, seed=1)
+    other[0] = 7
+    with new_generator(llama, new_cache(llama), context=CONTEXT) as generator:
+        first = submit(generator, prompt, marks, 6)
+        shifted = submit(generator, longer, (*marks, len(longer) - len(OPENING)), 70)
+        sent_back = submit(generator, other, other_marks, 75)
+        drain(generator)
+    assert len(calls) >= 2
+    assert [done(each).done_reason for each in (first, shifted, sent_back)] == ["length"] * 3
+    assert done(shifted).shifted_tokens > 0
+    assert sent_back.in_reply > 0
+    assert done(sent_back).tokens[: CONTEXT - len(other)] == alone(llama, other, CONTEXT - len(other))
+
+
 def test_where_nothing_can_be_shifted_the_reply_ends_and_says_why() -> None:
     loaded = load("mamba2")
     cache = new_cache(loaded, verify=1.0)
@@ -215,34 +244,85 @@ def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
     assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
 
 
-@pytest.mark.slow
-@settings(max_examples=4, deadline=None)
-@given(data=st.data())
-def test_with_short_room_and_a_short_context_all_is_served_and_nothing_wrong_is_stored(data: st.DataObject) -> None:
-    loaded = load(data.draw(st.sampled_from(["llama", "llama_sliding", "jamba"])))
-    cache = new_cache(loaded, verify=1.0)
-    capacity = data.draw(st.sampled_from([CONTEXT, 150, 260]))
-    share = data.draw(st.sampled_from([0.1, 0.25, 0.5]))
-    reserve = data.draw(st.sampled_from([None, 1]))
-    requests = data.draw(
-        st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=4)
-    )
-    tickets = []
-    with new_generator(loaded, cache, capacity=capacity, context=CONTEXT, free_share=share) as generator:
-        for messages, length, seed in requests:
-            prompt, marks = conversation(2 * messages, seed)
-            tickets.append((submit(generator, prompt, marks, length, reserve=reserve), prompt, length))
-        drain(generator)
-    finals: list[Any] = [[*SYSTEM, 30]]
-    for ticket, prompt, length in tickets:
-        completion = done(ticket)
-        assert completion.done_reason == "length", completion
-        if completion.note is None:
-            assert len(completion.tokens) == length
-        if completion.shifted_tokens == 0:
-            short = without(prompt, len(SYSTEM), completion.omitted_tokens)
-            assert completion.tokens == alone(loaded, short, length)[: len(completion.tokens)]
-        gone = completion.omitted_tokens + completion.shifted_tokens
-        assert gone <= max(0, len(prompt) - len(SYSTEM) - min(OPENING_TOKENS, len(OPENING)))
-        finals.append(final(ticket, prompt))
-    require_untainted(loaded, cache, finals)
+# What a cut leaves
+
+
+WINDOW = ContextWindow(100)
+# A system prompt of 20 tokens, then messages that end at these offsets, the last of them the question.
+CHAT = WINDOW.over(126, (20, 40, 62, 90, 120))
+
+
+def test_nothing_goes_while_all_fits():
+    assert CHAT.excess(length=60, room=40) == 0
+    assert CHAT.excess(length=80, room=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "room", "gone"),
+    [
+        # 27 too many; a quarter is 25, so 50 go: the second message ends 42 behind the system prompt, the third 70.
+        (CHAT, 126, 1, 70),
+        # 10 too many: the first message would do, a quarter takes the second one too.
+        (CHAT, 109, 1, 42),
+        # Of 120 tokens 20 are too many, and the message of 10 is not enough: from the question go 25 in all.
+        (WINDOW.over(126, (20, 30, 120)), 119, 1, 25),
+        # What the message of 10 frees is enough, though it is no quarter.
+        (WINDOW.over(126, (20, 30, 120)), 100, 10, 10),
+        # Without marks the oldest tokens go, but the very first stay.
+        (WINDOW.over(120, ()), 120, 1, 25),
+        # No system prompt: the first mark is where the first message ends, and that one may go.
+        (WINDOW.over(120, (30, 60, 114), head=0), 120, 1, 30),
+    ],
+)
+def test_whole_messages_go_the_oldest_first_until_a_quarter_is_free_and_the_question_last(window, length, room, gone):
+    assert window.excess(length, room) == gone
+    assert WINDOW.over(120, ()).head == SINK_TOKENS
+
+
+def test_a_second_cut_leaves_out_what_the_first_one_took():
+    window = WINDOW.over(400, ())
+    assert window.excess(length=100, room=1) == 25
+    assert window.excess(length=100, room=1, dropped=25) == 25
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers():
+    with pytest.raises(ContextError, match=r"126 tokens and 1 more .* 100: the first 110 and the last 6 must stay"):
+        WINDOW.over(126, (110, 120)).excess(length=126, room=1)
+
+
+@st.composite
+def prompts(draw):
+    keep = draw(st.integers(0, 30))
+    lengths = draw(st.lists(st.integers(1, 60), max_size=8))
+    opening = draw(st.integers(0, 5))
+    ends, at = [], keep
+    for length in lengths:
+        at += length
+        ends.append(at)
+    return max(1, at + opening), ends, keep
+
+
+@given(
+    prompt=prompts(),
+    reply=st.integers(0, 80),
+    room=st.integers(0, 40),
+    tokens=st.integers(2, 150),
+    share=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+)
+def test_a_cut_makes_the_room_and_leaves_beginning_opening_and_reply(prompt, reply, room, tokens, share):
+    window = ContextWindow(tokens, share).over(*prompt)
+    length = window.length + reply
+    try:
+        gone = window.excess(length, room)
+    except ContextError:
+        opening = max(1, min(OPENING_TOKENS, window.length - window.ends[-1]) if window.ends else 1)
+        assert window.head + opening + reply + room > tokens
+        return
+    assert gone >= 0
+    assert length - gone + room <= tokens
+    assert gone == 0 or window.head + gone <= window.limit < window.length
+    # Going on from there is going on from the same place: what is gone is not asked for again.
+    assert window.excess(length - gone, room, dropped=gone) == 0
+    whole = {end - window.head for end in window.ends[:-1]}
+    if gone and max(whole, default=0) >= length + room - tokens:
+        assert gone in whole

@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
-from tests.engine.test_parallel_generate import done, load, new_cache, new_generator, tokens_of
+from tests.engine.generators import done, load, new_cache, new_generator, tokens_of
 from tests.prompts import tokens
 
 SYSTEM = tokens(1, 40)
@@ -38,50 +38,26 @@ def said(ticket: Generation) -> list[int]:
     return list(tokens_of(ticket))
 
 
-def test_processors_see_prompt_and_reply_as_in_mlx_lm_and_change_their_own_request_alone() -> None:
-    loaded = load("gemma3_text")
-    with new_generator(loaded, new_cache(loaded)) as generator:
-        processors = [make_logits_processors(**PENALTIES), [], make_logits_processors(presence_penalty=2.0)]
-        tickets = [
-            generator.submit(prompt, max_tokens=12, stop_tokens=(), logits_processors=own)
-            for prompt, own in zip(PROMPTS, processors, strict=True)
-        ]
-        list(generator)
-    for ticket, prompt, own in zip(tickets, PROMPTS, processors, strict=True):
-        assert said(ticket) == alone(loaded, prompt, logits_processors=own)
-    assert said(tickets[0]) != alone(loaded, PROMPTS[0])
-
-
-def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+def serve_in_short_room(tiny: LoadedModel, each: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Replies to two prompts of which one has to wait again; `each`: arguments of their requests."""
     capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
-    rows, processors = set[int](), make_logits_processors(**PENALTIES)
+    rows = set[int]()
     with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
         tickets = [
-            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, logits_processors=processors)
-            for prompt in PROMPTS[:2]
+            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, **more)
+            for prompt, more in zip(PROMPTS, each, strict=False)
         ]
         while any(ticket.completion is None for ticket in tickets):
             generator.round()
             rows |= {row.id for row in generator.group.rows}
     assert len(rows) == 3, "one went back, and got another row"
-    for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-        assert said(ticket) == alone(tiny, prompt, logits_processors=processors)
+    return [said(ticket) for ticket in tickets]
 
 
-def test_log_probabilities_come_to_the_request_that_wants_them_and_change_no_other(tiny: LoadedModel) -> None:
-    prompt = PROMPTS[0]
-    with new_generator(tiny, new_cache(tiny)) as generator:
-        wanted = [False, True]
-        tickets = [generator.submit(prompt, max_tokens=6, stop_tokens=(), has_logprobs=each) for each in wanted]
-        found = list(generator)
-    silent, told = ([piece for whose, piece in found if whose is ticket] for ticket in tickets)
-    assert all(piece.logprobs is None for piece in silent)
-    expected = stream_generate(tiny.model, tiny.tokenizer, list(prompt), max_tokens=6)
-    for piece, each in zip(told, expected, strict=True):
-        assert piece.token == each.token
-        assert np.allclose(piece.logprobs, each.logprobs, atol=1e-4)
-        assert piece.logprob == pytest.approx(each.logprobs[each.token].item(), abs=1e-4)
-    assert said(tickets[0]) == said(tickets[1])
+def test_penalties_go_on_where_a_request_that_went_back_to_waiting_left_off(tiny: LoadedModel) -> None:
+    processors = make_logits_processors(**PENALTIES)
+    wanted = [alone(tiny, prompt, logits_processors=processors) for prompt in PROMPTS[:2]]
+    assert serve_in_short_room(tiny, [{"logits_processors": processors}] * 2) == wanted
 
 
 def test_the_likeliest_token_is_found_without_an_exponential(
@@ -110,44 +86,18 @@ class Line:
 
 
 def test_guidance_is_told_each_token_once_also_where_its_request_waited_again(tiny: LoadedModel) -> None:
-    capacity = len(SYSTEM) + sum(len(prompt) - len(SYSTEM) for prompt in PROMPTS[:2]) + 12
-    rows, lines = set[int](), [Line(tokens(seed, 12), tiny.vocabulary_length) for seed in (71, 72)]
-    with new_generator(tiny, new_cache(tiny), capacity=capacity) as generator:
-        tickets = [
-            generator.submit(prompt, max_tokens=12, stop_tokens=(), reserve=1, guidance=line)
-            for prompt, line in zip(PROMPTS, lines, strict=False)
-        ]
-        while any(ticket.completion is None for ticket in tickets):
-            generator.round()
-            rows |= {row.id for row in generator.group.rows}
-    assert len(rows) == 3, "one went back, and got another row"
-    for ticket, line in zip(tickets, lines, strict=True):
-        assert said(ticket) == line.line
+    lines = [Line(tokens(seed, 12), tiny.vocabulary_length) for seed in (71, 72)]
+    assert serve_in_short_room(tiny, [{"guidance": line} for line in lines]) == [line.line for line in lines]
+    for line in lines:
         assert line.told == [None, *line.line[:-1]]
-
-
-def test_guidance_that_raises_fails_its_own_request_and_changes_no_other(tiny: LoadedModel) -> None:
-    def guidance(token: int | None) -> None:
-        if token is not None:
-            raise ValueError("no way on")
-
-    with new_generator(tiny, new_cache(tiny)) as generator:
-        good, bad = (
-            generator.submit(PROMPTS[0], max_tokens=12, stop_tokens=(), guidance=of) for of in (None, guidance)
-        )
-        list(generator)
-    assert said(good) == alone(tiny, PROMPTS[0])
-    assert bad.completion is not None
-    assert (str(bad.completion.error), len(bad.completion.tokens)) == ("no way on", 1)
 
 
 @pytest.mark.parametrize("cuts", [True, False])
 def test_a_character_cut_in_two_by_the_end_is_left_out_or_told_as_mlx_lm_does(tiny: LoadedModel, cuts: bool) -> None:
     half = tiny.tokenizer.encode("é")[0]
+    more: dict[str, Any] = {"sampler": lambda _: mx.array([half]), "cuts_characters": cuts}
     with new_generator(tiny, new_cache(tiny)) as generator:
-        generator.submit(
-            PROMPTS[0], max_tokens=1, stop_tokens=(), sampler=lambda _: mx.array([half]), cuts_characters=cuts
-        )
+        generator.submit(PROMPTS[0], max_tokens=1, stop_tokens=(), **more)
         text = "".join(piece.text for _, piece in generator)
     assert text == ("" if cuts else "\N{REPLACEMENT CHARACTER}")
 

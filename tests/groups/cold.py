@@ -1,4 +1,7 @@
-"""What a model answers cold, through mlx-lm's own caches; of models that tests share each text is evaluated once."""
+"""What a model answers cold, through mlx-lm's own caches; of models that tests share each text is evaluated once.
+
+Sessions whose answers are compared with it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache
+from radixcache import PrefixCache, Session
 from runner.models.tiny import tiny_model
 
 #: Relative error of logits: rounding, and what no rounding explains.
@@ -34,12 +37,32 @@ def opened(kind: str, **more: Any) -> tuple[Any, PrefixCache]:
     return model, PrefixCache(model, **more)
 
 
+def run(session: Session, model: Any, reply: Sequence[int] = (), step_size: int = 2048) -> None:
+    """Prefill and step through a reply; the answer behind it is a cold run's."""
+    session.prefill(model, step_size=step_size)
+    for token in (int(session.prompt[-1]), *reply):
+        logits = session.step(model, [token])
+    assert error(logits[0, -1], cold(model, [*session.prompt.tolist(), *reply])) < ROUNDING
+
+
+def serve(
+    cache: PrefixCache,
+    model: Any,
+    prompt: Sequence[int],
+    reply: Sequence[int] = (),
+    step_size: int = 2048,
+    **begin: Any,
+) -> Session:
+    """Serve a prompt and a reply in a session; returns it, closed."""
+    with cache.begin(prompt, **begin) as session:
+        run(session, model, reply, step_size)
+    cache.check()
+    return session
+
+
 def resumed(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> int:
     """Where a session resumes on a prompt; its answer is a cold run's."""
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        assert error(session.step(model, prompt[-1:])[0, -1], cold(model, prompt)) < ROUNDING
-    return session.cached_tokens
+    return serve(cache, model, prompt).cached_tokens
 
 
 def cold(model: Any, prompt: Sequence[int]) -> mx.array:

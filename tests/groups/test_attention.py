@@ -116,14 +116,6 @@ def test_one_row_alone_gets_what_one_softmax_over_all_parts_gives(
     assert np.abs(found - wanted).max() < 1e-5
 
 
-def test_several_tokens_of_a_row_see_all_segments_and_the_tail_in_front_of_them() -> None:
-    queries, tails, segments = arrays(2, 1, 4, 2, 2, 1.0, 2)
-    causal = np.tril(np.ones((4, 7), dtype=bool), 3)
-    found = cascaded(queries, tails, segments, [None, None], mask=causal)
-    wanted = everything(queries, tails, segments, [None, None], causal[None], None)
-    assert np.abs(found - wanted).max() < 2e-6
-
-
 def test_so_many_tokens_that_they_are_attended_in_blocks_see_no_token_before_its_time() -> None:
     tokens, columns = 2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 9
     random = np.random.default_rng(5)

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import CacheFullError, Group, PrefixCache, Row
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
-from tests.groups.test_begin_many import prefilled, stored
-from tests.groups.test_group_budget import known, row_bytes
-from tests.whole.test_exact import tokens
+from tests.groups.rows import known, prefilled, row_bytes, stored
+from tests.prompts import tokens
 
 #: Tails, windows beside tails, recurrent states beside tails, and a kind whose rows go one by one.
 FAST = ("llama", "gemma3_text", "qwen3_next", "gpt_bigcode")

@@ -12,6 +12,7 @@ from radixcache.groups.group import FIRST_TOKENS
 from radixcache.layers.layout import Layout
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
+from tests.groups.rows import known, row_bytes
 from tests.prompts import tokens
 
 
@@ -23,22 +24,6 @@ def within_budget(cache: PrefixCache, group: Group) -> None:
     assert held_bytes(cache) <= cache.stats.budget_bytes
     group.check()
     cache.check()
-
-
-def known(model: Any, budget_bytes: int | None = None, **more: Any) -> PrefixCache:
-    """A cache that has seen its model run."""
-    cache = PrefixCache(model, budget_bytes=budget_bytes, **more)
-    with cache.begin(tokens(9, 8)) as session:
-        session.prefill(model)
-    cache.clear()
-    return cache
-
-
-def row_bytes(model: Any, length: int) -> int:
-    """What one row with so many tokens takes of a budget without bounds."""
-    with known(model).begin_many([tokens(1, length)], capacity=length) as group:
-        group.prefill(model, group.rows[0])
-        return group.nbytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -115,25 +100,6 @@ def test_what_is_refused_costs_no_checkpoint() -> None:
             group.admit(tokens(2, 3000))
         assert inside.checkpoints(row) == taken
         group.check()
-    cache.check()
-
-
-def test_a_row_that_takes_up_what_another_evaluated_meanwhile_goes_on_beyond_the_budget() -> None:
-    model: Any = shared_model("mamba")
-    each = row_bytes(model, 8)
-    prompt = tokens(1, 40)
-    cache = known(model, 5 * each // 2)
-    with cache.begin_many([prompt, prompt, prompt], capacity=400) as group:
-        first, second, third = group.rows
-        group.prefill(model, first, 39)
-        group.prefill(model, second, 39)
-        found = group.prefill(model, third)
-        assert found is not None
-        assert error(found[0, 0], cold(model, prompt)) < ROUNDING
-        group.check()
-        second.close()
-        third.close()
-        within_budget(cache, group)
     cache.check()
 
 

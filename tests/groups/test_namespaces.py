@@ -11,6 +11,7 @@ import pytest
 from radixcache import Group, PrefixCache, Row
 from tests import inside
 from tests.groups.cold import opened, shared_model
+from tests.groups.rows import checked, prefilled
 from tests.prompts import tokens
 
 PROMPT = tokens(1, 60)
@@ -21,27 +22,20 @@ def model(request: Any) -> Any:
     return shared_model(request.param)
 
 
-def prefilled(group: Group, model: Any, namespace: str, prompt: list[int] = PROMPT) -> tuple[Row, mx.array]:
+def admitted(group: Group, model: Any, namespace: str, prompt: list[int] = PROMPT) -> tuple[Row, mx.array]:
     row = group.admit(prompt, namespace=namespace)
-    logits = group.prefill(model, row)
-    assert logits is not None
-    return row, logits
-
-
-def checked(cache: PrefixCache, group: Group) -> None:
-    cache.check()
-    group.check()
+    return row, prefilled(group, model, row)
 
 
 def test_an_open_row_of_another_namespace_is_not_shared_and_one_of_the_same_is(model: Any) -> None:
     cache = PrefixCache(model, budget_bytes=64 << 20)
     with cache.begin_many(capacity=1000) as group:
-        prefilled(group, model, "ann")
+        admitted(group, model, "ann")
         longer = [*PROMPT, 5]
         assert group.sharable_tokens(np.array(longer), "ben") == 0
         assert group.sharable_tokens(np.array(longer), "ann") == len(PROMPT)
-        ben, _ = prefilled(group, model, "ben", longer)
-        ann, _ = prefilled(group, model, "ann", longer)
+        ben, _ = admitted(group, model, "ben", longer)
+        ann, _ = admitted(group, model, "ann", longer)
         assert (ben.cached_tokens, ben.matched_tokens, ben.reason) == (0, 0, None)
         assert ann.cached_tokens == len(PROMPT)
         assert group.used_tokens >= 2 * len(PROMPT), "nothing of ben's is counted with ann's"
@@ -61,22 +55,12 @@ def test_what_rows_stored_is_found_in_their_own_namespace_alone(model: Any) -> N
     cache.check()
 
 
-def test_rows_of_two_namespaces_step_together_and_say_what_each_says_alone(model: Any) -> None:
-    cache = PrefixCache(model, budget_bytes=64 << 20)
-    with cache.begin_many(capacity=1000) as group:
-        rows, logits = zip(*(prefilled(group, model, name) for name in ("ann", "ben")), strict=True)
-        both = group.step(model, rows, mx.argmax(mx.concatenate(logits)[:, -1], axis=-1))
-        mx.eval(both)
-        assert mx.allclose(both[0], both[1], rtol=1e-3, atol=1e-4)
-        checked(cache, group)
-
-
 def test_what_was_found_wrong_in_one_namespace_stays_trusted_in_another() -> None:
     model, cache = opened("llama", budget_bytes=64 << 20)
     for namespace in ("ann", "ben"):
         cache.warm(model, PROMPT, namespace)
     with cache.begin_many(capacity=1000) as group:
-        rows = [prefilled(group, model, name, [*PROMPT, 5])[0] for name in ("ann", "ben")]
+        rows = [admitted(group, model, name, [*PROMPT, 5])[0] for name in ("ann", "ben")]
         with cache.begin([*PROMPT, 5], namespace="ann") as session:
             inside.find_wrong(cache, session, len(PROMPT), 0)
         assert [row.clean_tokens for row in rows] == [0, len(PROMPT) + 1]

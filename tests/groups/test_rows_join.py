@@ -14,9 +14,9 @@ from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
 from radixcache.paging.pager import Pager
 from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
-from tests.groups.test_begin_many import stored
-from tests.groups.test_prefill_many import PROMPTS, SYSTEM, Counting, tokens
-from tests.groups.test_ways import TOGETHER
+from tests.groups.rows import TOGETHER, Counting, stored
+from tests.groups.test_prefill_many import PROMPTS, SYSTEM
+from tests.prompts import tokens
 
 LONGEST = max(PROMPTS, key=len)
 TOKEN_BYTES = 3072
@@ -216,7 +216,7 @@ def test_what_a_row_without_numbers_left_behind_does_not_come_to_who_takes_its_p
 
 def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    gather = Batch.gathered.__func__  # type: ignore[attr-defined]
+    gather = Batch.gather.__func__  # type: ignore[attr-defined]
 
     def counted(cls: type[Batch], places: list[tuple[Batch, int]], *room: int) -> Batch:
         gathered.append(len(places))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,8 +12,8 @@ from radixcache import PrefixCache, Row, ShortReason
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.test_begin_many import Failing, checked, decoded, grouped, prefilled, stored
-from tests.whole.test_exact import tokens
+from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
+from tests.prompts import tokens
 
 SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
 
@@ -182,32 +181,6 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
         found = group.step(model, group.rows, [4, 5, 6])
         for row, each in zip(group.rows, found, strict=True):
             assert error(each[0], cold(model, row.known_keys().tolist())) < ROUNDING
-
-
-def test_rows_whose_windows_a_failed_pass_has_written_are_lost_alone_and_stored_as_far_as_is_known() -> None:
-    with grouped("gemma3_text", capacity=400) as (model, cache, group):
-        rows = [group.admit(tokens(number, 40), marks=[30]) for number in (1, 2, 3)]
-        logits = [prefilled(group, model, row) for row in rows]
-        decoded(group, model, rows, logits, 1)
-
-        class Breaking(Failing):
-            """Breaks off behind all layers."""
-
-            def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-                self.model(ids, cache=cache)
-                raise ValueError("the model broke off")
-
-        with pytest.raises(Exception, match="wrapped windows"):
-            group.step(Breaking(model, 1, ValueError), rows[:2], [1, 2])
-        with pytest.raises(Exception, match="Close it and admit"):
-            group.step(model, rows[:1], [1])
-        checked(cache, group)
-        found = group.step(model, rows[2:], [9])[0, -1]
-        said = rows[2].known_keys().tolist()
-        assert error(found, cold(model, said)) < ROUNDING
-    cache.check()
-    assert [cache.explain([*tokens(number, 40), 1]).resumable_tokens for number in (1, 2)] == [30, 30]
-    assert cache.explain([*said, 1]).resumable_tokens == len(said) == 42
 
 
 def test_in_half_precision_rows_are_as_near_as_in_mlx_lms_batches() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import base, llama
-from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from radixcache import PrefixCache, UnsupportedCacheError
 from radixcache.adapters.contract import Spans
@@ -19,32 +18,12 @@ from radixcache.groups.batch import Batch, PassError
 from radixcache.groups.passes import Way, way_of
 from runner.models.tiny import tiny_model
 from tests.groups.cold import ROUNDING, cold, error, shared_model
-from tests.groups.test_begin_many import decoded, prefilled, stored
-from tests.whole.test_exact import tokens
+from tests.groups.rows import WAYS, decoded, prefilled, stored
+from tests.prompts import tokens
 
-WAYS = {
-    "llama": Way.SEGMENTS,
-    "gemma3_text": Way.SEGMENTS,
-    "gemma3n": Way.SEGMENTS,
-    "gemma4_text": Way.SEGMENTS,
-    "gpt_oss": Way.SEGMENTS,
-    "qwen3_next": Way.SEGMENTS,
-    "recurrent_gemma": Way.SEGMENTS,
-    "mamba2": Way.SEGMENTS,
-    "deepseek_v3": Way.BATCH,
-    "plamo2": Way.BATCH,
-    "kimi_linear": Way.BATCH,
-    "gpt_bigcode": Way.SINGLE,
-}
 #: One kind for each way, and one with recurrent layers; the others are slow tests.
 FAST = ("llama", "qwen3_next", "deepseek_v3", "gpt_bigcode")
 KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in WAYS]
-#: Kinds of which rows are in one batch.
-TOGETHER = [
-    kind if kind in ("llama", "gemma3n", "qwen3_next") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind, way in WAYS.items()
-    if way is not Way.SINGLE
-]
 
 
 def found(model: Any) -> passes.WayTrial:
@@ -127,18 +106,3 @@ def test_keys_that_are_read_in_place_and_attended_elsewhere_are_an_error() -> No
             caches.forward(model, mx.array([[1]]), [(None, spans)], ours=True)
         assert not handed_out.by_keys
         assert caches.columns.positions == [0]
-
-
-def test_the_border_to_mlx_lm_is_what_groups_rest_on() -> None:
-    """mlx-lm 0.32.2: the names and arguments that are replaced, called or read."""
-    assert list(inspect.signature(base.scaled_dot_product_attention).parameters) == [
-        "queries", "keys", "values", "cache", "scale", "mask", "sinks",
-    ]  # fmt: skip
-    assert getattr(llama, NAME) is not None
-    single = RotatingKVCache(max_size=4)
-    single.update_and_fetch(mx.ones((1, 1, 6, 2)), mx.ones((1, 1, 6, 2)))
-    batch = RotatingKVCache.merge([single, single])
-    assert type(batch) is BatchRotatingKVCache
-    assert {"keys", "values", "offset", "left_padding", "_offset", "_idx", "rotated", "max_size"} <= set(vars(batch))
-    alone = batch.extract(1)
-    assert (type(alone), alone.offset, alone.keys.shape) == (RotatingKVCache, 6, (1, 1, 4, 2))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import internlm3
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from benchmarks.architectures.catalogue import cache_classes, distinct_models
@@ -19,7 +19,7 @@ from benchmarks.architectures.kinds import kind_of
 from radixcache import ShiftError
 from radixcache.layers import shift
 from radixcache.layers.shift import Rotation, rotation_of
-from runner.models.tiny import TinyKind, build
+from runner.models.tiny import build
 
 HEADS, TOKENS, HEAD_WIDTH = 2, 12, 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 512}
@@ -138,29 +138,6 @@ def worst_error(model: Any, found: list[Rotation | None], begin: int = 300, delt
             continue
         errors.append(relative(before.keys if rotation is None else rotation.shift(before.keys, delta), after.keys))
     return max(errors)
-
-
-def with_fields(name: str, **fields: Any) -> Any:
-    """A tiny model of a type, with some fields of its configuration set otherwise."""
-    return build(TinyKind(name, {**kind_of(name).overrides, **fields}))
-
-
-@pytest.mark.parametrize("scaling", [LLAMA3, YARN, LONGROPE], ids=["llama3", "yarn", "longrope"])
-def test_a_model_with_scaled_positions_finds_the_rotation_of_its_module(scaling: dict[str, Any]) -> None:
-    model = with_fields("llama", rope_scaling=scaling, head_dim=32)
-    found = rotations(model)
-    assert found == [rotation_of(layer.self_attn.rope) for layer in model.layers]
-    assert worst_error(model, found) < 1e-4
-
-
-def test_windows_are_over_ordinary_keys() -> None:
-    model = build(kind_of("llama"))
-    windows = [RotatingKVCache(max_size=16) for _ in model.layers]
-    assert rotations(model, windows) == rotations(model)
-    model(mx.arange(40)[None], cache=windows)
-    before = [cache.offset for cache in windows]
-    assert rotations(model, windows) == rotations(model)
-    assert [cache.offset for cache in windows] == before
 
 
 def test_a_base_that_depends_on_the_length_is_refused_by_name() -> None:

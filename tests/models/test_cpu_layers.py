@@ -22,7 +22,7 @@ from runner.models.cpu_layers import (
     block_count,
 )
 from runner.models.load import load_model
-from tests.whole.test_bytes import active_bytes
+from tests.memory import active_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 2, MOST_ROWS, MOST_ROWS + 1])

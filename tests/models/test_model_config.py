@@ -18,7 +18,7 @@ from benchmarks.architectures.document import DOCUMENT, rows_in
 from benchmarks.architectures.kinds import kind_of
 from benchmarks.architectures.right_state import STEP_SIZE
 from radixcache.layers.layout import Layout
-from runner.models.footprint import ModelConfigError
+from runner.models import ModelConfigError
 from runner.models.sizes import model_bytes, read_model_bytes
 from runner.models.tiny import CHUNK_LENGTH, architecture
 
@@ -170,12 +170,6 @@ def test_windows_are_not_quantized() -> None:
     assert quantized.checkpoint_bytes == full.checkpoint_bytes > 0
     caches = make_prompt_cache(lazy_model("llama", kind.config, mx.float32))
     assert sum(type(cache) is KVCache for cache in caches) == 2
-
-
-def test_a_checkpoint_has_full_windows() -> None:
-    found = model_bytes(kind_of("gemma3_text").config, dtype="float32")
-    ((tokens, token_bytes),) = found.windows
-    assert found.checkpoint_bytes == tokens * token_bytes
 
 
 def test_dtype_comes_from_the_configuration(tmp_path) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from runner.models.load import ModelError, load_model, load_outline
+from runner.models.load import ModelError, load_model, load_outline, local_context_length, stored_folder
 from runner.models.tiny import CONTEXT_LENGTH, TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,14 @@ def test_a_hub_id_that_cannot_be_fetched_is_an_error_of_one_line(
     assert _failure("nobody/nothing", said)
 
 
+def test_asking_what_is_known_of_the_demo_model_downloads_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RADIXCACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("runner.models.load.demo_model_folder", lambda *_: pytest.fail("it is downloaded"))
+    assert stored_folder("demo") is local_context_length("demo") is None
+
+
 def test_the_tiny_tokenizer_spells_every_text_in_bytes_and_knows_tools() -> None:
     tokenizer = tiny_tokenizer()
     text = "Ünï 🙂\t<|im_end|>\r\n  0123\x7f"
@@ -130,16 +138,6 @@ def test_the_tiny_tokenizer_spells_every_text_in_bytes_and_knows_tools() -> None
     turns = [turn.partition("\n")[0] for turn in prompt.split("<|im_start|>")[1:]]
     assert turns == ["tools", "user", "assistant", "tool", "assistant"]
     assert "look_up" in prompt.split("<|im_start|>")[3]
-
-
-def test_the_tiny_detokenizer_streams_what_the_tokenizer_decodes() -> None:
-    tokenizer, text, segments = tiny_tokenizer(), "Ünï 🙂 done", []
-    detokenizer = tokenizer.detokenizer
-    for token in tokenizer.encode(text):
-        detokenizer.add_token(token)
-        segments.append(detokenizer.last_segment)
-    detokenizer.finalize()
-    assert "".join([*segments, detokenizer.last_segment]) == text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux loads OpenBLAS")

@@ -31,19 +31,6 @@ def test_a_stop_at_or_before_the_position_is_none_and_so_is_one_behind_the_last_
     assert stops_on_grid({20: "mark"}, 16, 32, 40) == {}
 
 
-def test_a_tail_is_matched_as_far_as_it_goes_along() -> None:
-    tails, node = Tails(), root()
-    tails.add(node, keys(1, 2, 3))
-    tails.add(node, keys(1, 9))
-    found = [
-        tails.matched(Match(node, 0, []), keys(*prompt)) for prompt in ((1, 2, 3, 4), (1, 2), (1, 9, 9), (5,), (1, 7))
-    ]
-    assert found == [3, 2, 2, 0, 1]
-    assert tails.matched(Match(root("other"), 0, []), keys(1, 2, 3)) == 0
-    tails.clear()
-    assert tails.matched(Match(node, 0, []), keys(1, 2, 3)) == 0
-
-
 def test_the_tails_of_one_namespace_are_forgotten() -> None:
     tails, ours, theirs = Tails(), root("ours with spaces"), root("theirs")
     for node in (ours, theirs):
@@ -56,24 +43,6 @@ def test_the_tails_of_one_namespace_are_forgotten() -> None:
     tails.clear("nobody")
     assert tails.matched(Match(ours, 0, []), keys(1, 2, 3)) == 2
     tails.check()
-
-
-def test_a_match_that_ends_inside_an_edge_has_no_tail() -> None:
-    tails = Tails()
-    above = root()
-    tails.add(above, keys(5, 6))
-    inside = Node(keys(5, 6, 7), 0, above, "")
-    assert tails.matched(Match(inside, 2, [inside]), keys(5, 6, 8)) == 0
-
-
-def test_the_tail_that_was_added_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radixcache.paging.resume, "MAX_TAIL_KEYS", 8)
-    monkeypatch.setattr(radixcache.paging.resume, "NODE_KEYS", 0)
-    tails = Tails()
-    for name in ("a", "b", "c"):
-        tails.add(root(name), keys(1, 2, 3))
-    tails.add(root("d"), keys(*range(9)))  # more than fits at all
-    assert [tails.matched(Match(root(name), 0, []), keys(1, 2, 3)) for name in "abcd"] == [0, 3, 3, 0]
 
 
 def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,32 +8,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import CacheBusyError, Ledger, NamedPin, PrefixCache
+from radixcache import CacheBusyError, Ledger, PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import tiny_model
-from tests.paging.test_pins import PROMPT, ROUNDING, SYSTEM, TOKEN_BYTES_OF_LLAMA, serve
+from tests.groups.cold import ROUNDING, serve
+from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM
 from tests.prompts import tokens
 
 # Names
-
-
-def test_a_named_pin_is_listed_and_released_by_its_name(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    serve(cache, llama, PROMPT)
-    cache.pin(SYSTEM, name="support")
-    assert cache.names() == {"support": NamedPin("", 40, 40 * TOKEN_BYTES_OF_LLAMA, None)}
-    cache.reclaim(0)
-    assert cache.stats.tokens == 40
-    cache.unpin(name="support")
-    assert cache.names() == {}
-    cache.reclaim(0)
-    assert cache.stats.tokens == cache.stats.pinned_bytes == 0
-    cache.check()
 
 
 def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_one() -> None:
@@ -84,6 +69,8 @@ def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
     for arguments in ({}, {"tokens": SYSTEM, "name": "a"}):
         with pytest.raises(ValueError, match="exactly one"):
             cache.unpin(**arguments)
+    with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
+        cache.unpin(SYSTEM)
     with pytest.raises(ValueError, match="mark 41 is outside the prompt of 40 tokens"):
         cache.warm(llama, SYSTEM, marks=[41])
     assert (cache.dump(), cache.names()) == (before, {})
@@ -149,55 +136,11 @@ def test_a_pin_ends_with_its_last_request_and_the_prefix_is_ordinary_again(llama
     cache.check()
 
 
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from("ppnnurtbc"), st.integers(0, 5), st.integers(1, 4)), max_size=40))
-def test_pins_keep_what_they_say_through_any_calls(calls: list[tuple[str, int, int]]) -> None:
-    """Against a plain list of (name, prefix, requests left): whatever lasts there is resumed whole after reclaim(0)."""
-    cache = sized_cache(SizedLayout(1, 3), budget_bytes=10_000, live_slots=2)
-    model = SizedModel()
-    prefixes = [[1] * 20, [1] * 20 + [2] * 10, [1] * 20 + [3] * 10, [4] * 8, [4] * 8 + [5] * 8, [6] * 30]
-    pins: list[tuple[str | None, int, float]] = []
-    for action, which, amount in calls:
-        before, made = cache.stats.requests, None
-        name = f"n{amount}"
-        if action in "pn":
-            cache.warm(model, prefixes[which])
-            made = (None, which, math.inf) if action == "p" else (name, which, amount if which % 2 else math.inf)
-            cache.pin(prefixes[which], name=made[0], ttl_requests=None if made[2] == math.inf else int(made[2]))
-        elif action == "u" and name in cache.names():
-            cache.unpin(name=name)
-            pins = [pin for pin in pins if pin[0] != name]
-        elif action == "r":
-            cache.reclaim(0)
-        elif action == "t":
-            cache.fetch([9, 9])
-        elif action == "b":
-            with cache.begin([7] * (10 * amount)) as session:
-                session.prefill(model)
-        elif action == "c" and amount == 4:
-            cache.clear()
-            pins = []
-        passed = cache.stats.requests - before
-        pins = [(each, at, left - passed) for each, at, left in pins if left > passed]
-        if made is not None:
-            pins = [*(pin for pin in pins if pin[0] is None or pin[0] != made[0]), made]
-        cache.check()
-        named = {name: (len(prefixes[at]), left) for name, at, left in pins if name is not None}
-        found = {name: (pin.tokens, pin.requests_left or math.inf) for name, pin in cache.names().items()}
-        assert found == named
-    cache.reclaim(0)
-    lasting = {at for _, at, _ in pins}
-    for at in lasting:
-        assert cache.warm(model, prefixes[at]) == 0, at
-    paths = {tuple(prefixes[at][:end]) for at in lasting for end in range(1, len(prefixes[at]) + 1)}
-    assert cache.stats.tokens == len(paths)
-
-
 # Pressure
 
 
 def test_pins_of_all_caches_on_a_ledger_count_together(llama: Any) -> None:
-    ledger = Ledger(100 * TOKEN_BYTES_OF_LLAMA)
+    ledger = Ledger(100 * LLAMA_TOKEN_BYTES)
     ours, theirs = PrefixCache(llama, budget_bytes=ledger), PrefixCache(llama, budget_bytes=ledger)
     serve(ours, llama, SYSTEM)
     ours.pin(SYSTEM, name="ours")
@@ -220,7 +163,7 @@ def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: An
         session.is_lost = True
     cache.check()
     assert list(cache.names()) == ["paged"]
-    assert cache.stats.pinned_bytes == 20 * TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.pinned_bytes == 20 * LLAMA_TOKEN_BYTES
     assert serve(cache, llama, [*tokens(8, 20), 5]).cached_tokens == 20
 
 

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache, Session
+from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
+from tests.groups.cold import serve, shared_model
+from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM, held_bytes
 from tests.prompts import tokens
 
 KINDS = ["llama", "nemotron_h"]
-TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
-ROUNDING = 1e-4
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param)
-
-
-SYSTEM = tokens(0, 40)
-PROMPT = [*SYSTEM, *tokens(1, 30)]
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], marks: Sequence[int] = (), namespace: str = "") -> Session:
-    """Answer a prompt, compare with a cold run; returns the closed session."""
-    with cache.begin(prompt, marks=marks, namespace=namespace, reserve=16) as session:
-        session.prefill(model)
-        logits = np.array(session.step(model, prompt[-1:])[0, -1])
-    cold = np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1])
-    assert np.abs(logits - cold).max() < ROUNDING
-    cache.check()
-    return session
-
-
-def held_bytes(cache: PrefixCache) -> int:
-    return cache.stats.live_bytes + cache.stats.paged_bytes
+    return shared_model(request.param)
 
 
 def test_a_pinned_prefix_without_a_checkpoint_of_its_own_keeps_the_nearest_above_it() -> None:
@@ -87,45 +65,14 @@ def test_a_pinned_prefix_survives_what_evicts_everything_else(model: Any) -> Non
     assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
 
 
-def test_a_pinned_prefix_survives_a_walk_under_a_small_budget(model: Any) -> None:
-    probe = PrefixCache(model)
-    serve(probe, model, PROMPT, marks=[len(SYSTEM)])
-    budget_bytes = 3 * held_bytes(probe)
-    cache = PrefixCache(model, budget_bytes=budget_bytes)
-    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
-    cache.pin(SYSTEM)
-    for user in range(12):
-        serve(cache, model, tokens(100 + user, 60))
-        assert held_bytes(cache) <= budget_bytes
-        if user % 4 == 3:
-            session = serve(cache, model, [*SYSTEM, *tokens(user, 20)], marks=[len(SYSTEM)])
-            assert session.cached_tokens >= len(SYSTEM)
-    assert cache.stats.evictions > 0
-
-
 def test_a_pin_inside_an_edge_keeps_exactly_its_tokens(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, PROMPT)
-    assert cache.pin(PROMPT[:25]) == 25 * TOKEN_BYTES_OF_LLAMA
+    assert cache.pin(PROMPT[:25]) == 25 * LLAMA_TOKEN_BYTES
     cache.check()
     cache.reclaim(0)
     assert cache.stats.tokens == 25
     assert serve(cache, llama, PROMPT).cached_tokens == 25
-
-
-def test_pins_count(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
-    assert cache.pin(SYSTEM) == cache.pin(SYSTEM)
-    cache.unpin(SYSTEM)
-    cache.reclaim(0)
-    assert cache.stats.tokens == len(SYSTEM)
-    cache.unpin(SYSTEM)
-    cache.reclaim(0)
-    assert cache.stats.tokens == 0
-    with pytest.raises(ValueError, match="these 40 tokens are not pinned in namespace ''"):
-        cache.unpin(SYSTEM)
-    cache.check()
 
 
 def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:
@@ -142,28 +89,13 @@ def test_only_a_prefix_that_is_stored_whole_can_be_pinned(model: Any) -> None:
     cache.check()
 
 
-def test_a_pin_made_while_a_session_is_open_holds_after_it(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT, marks=[len(SYSTEM)])
-    with cache.begin([*PROMPT, 1, 2]) as session:
-        session.prefill(model)
-        cache.pin(SYSTEM)
-        cache.check()
-        session.step(model, [2])
-    cache.check()
-    cache.reclaim(0)
-    assert cache.stats.tokens == len(SYSTEM)
-    cache.unpin(SYSTEM)
-    cache.check()
-
-
 def test_a_pinned_live_path_gives_up_its_spare_room_and_nothing_else(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, PROMPT)
     cache.pin(PROMPT)
-    assert cache.stats.spare_bytes > TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.spare_bytes > LLAMA_TOKEN_BYTES
     cache.reclaim(0)
-    assert cache.stats.spare_bytes <= TOKEN_BYTES_OF_LLAMA
+    assert cache.stats.spare_bytes <= LLAMA_TOKEN_BYTES
     assert cache.stats.tokens == len(PROMPT)
     assert serve(cache, llama, [*PROMPT, 1]).cached_tokens == len(PROMPT)
 
@@ -217,7 +149,7 @@ def test_one_namespace_is_dropped_with_its_pins_and_the_others_stay_as_they_are(
 
 def test_what_is_above_a_pinned_end_counts_as_pinned(llama: Any) -> None:
     system = tokens(1, 200)
-    cache = PrefixCache(llama, budget_bytes=600 * TOKEN_BYTES_OF_LLAMA)
+    cache = PrefixCache(llama, budget_bytes=600 * LLAMA_TOKEN_BYTES)
     for number in (2, 3):
         serve(cache, llama, [*system, *tokens(number, 40, first=number)])
     cache.pin([*system, *tokens(3, 40, first=3)][:230])
@@ -240,7 +172,7 @@ def test_pinned_state_of_point_layers_is_held_once_under_pressure(kind: str) -> 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_no_room_is_promised_that_pinned_state_takes(llama: Any, is_live: bool) -> None:
     pinned, other = tokens(1, 250), tokens(2, 400, first=7)
-    cache = PrefixCache(llama, budget_bytes=600 * TOKEN_BYTES_OF_LLAMA)
+    cache = PrefixCache(llama, budget_bytes=600 * LLAMA_TOKEN_BYTES)
     serve(cache, llama, pinned)
     cache.pin(pinned)
     if not is_live:

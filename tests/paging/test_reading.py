@@ -168,20 +168,6 @@ def test_what_turns_out_wrong_while_it_is_read_is_not_stored(llama: Any, tmp_pat
         cache.check()
 
 
-def test_a_request_that_waited_for_a_store_is_later_than_those_that_came_meanwhile(llama: Any, tmp_path: Path) -> None:
-    prompt = [*tokens(1, LENGTH), 1]
-    with held(tmp_path, llama, prompt) as (store, cache):
-        ticks: list[int] = []
-
-        def begun(cache: PrefixCache, model: Any, prompt: list[int]) -> int:
-            with cache.begin(prompt) as session:
-                return session.use.tick
-
-        with while_reading(store, begun, cache, llama, prompt) as found, cache.begin(tokens(2, 40)) as session:
-            ticks.append(session.use.tick)
-        assert found.result() > ticks[0]
-
-
 def test_the_lock_is_given_up_only_by_the_outermost_operation() -> None:
     from radixcache.ledger import Lock
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixcache import PrefixCache, Reason, Session, ShortReason
+from radixcache import PrefixCache, Reason, ShortReason
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
+from tests.groups.cold import opened, serve, shared_model
+from tests.paging.served import held_bytes
 from tests.prompts import tokens
 
+TOO_LONG_KINDS = ["llama_sliding", "nemotron_h"]
 POINT_KINDS = ["llama_sliding", "llama4", "nemotron_h"]
 #: Chat templates rewrite at most this many tokens at the end of a prompt.
 REWRITTEN_TAIL = 16
@@ -25,36 +26,14 @@ SYSTEM_LENGTH = 60
 
 @pytest.fixture(scope="module", params=POINT_KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param)
-
-
-def serve(
-    cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2, 3), marks: Sequence[int] = ()
-) -> Session:
-    """Answer a prompt with given tokens; returns the closed session."""
-    with cache.begin(prompt, marks=marks) as session:
-        session.prefill(model)
-        for token in (prompt[-1], *reply):
-            session.step(model, [token])
-    cache.check()
-    return session
+    return shared_model(request.param)
 
 
 SYSTEM = tokens(0, SYSTEM_LENGTH)
+REPLY = [1, 2, 3]
 
 
 # A growing conversation
-
-
-def test_each_turn_resumes_behind_the_reply_of_the_last(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = SYSTEM + tokens(1, 30)
-    stored = 0
-    for turn in range(4):
-        reply = tokens(100 + turn, 7)
-        assert serve(cache, model, prompt, reply).cached_tokens == stored
-        stored = len(prompt) + len(reply)
-        prompt = [*prompt, *reply, *tokens(200 + turn, 25)]
 
 
 def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_template_rewrote_what_follows(
@@ -74,15 +53,6 @@ def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_templa
 # A shared system prompt
 
 
-def test_with_marks_the_second_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
-    cache = PrefixCache(model)
-    cached = []
-    for user in range(4):
-        session = serve(cache, model, SYSTEM + tokens(user, 40, first=user), marks=[SYSTEM_LENGTH])
-        cached.append(session.cached_tokens)
-    assert cached == [0, SYSTEM_LENGTH, SYSTEM_LENGTH, SYSTEM_LENGTH]
-
-
 def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
     cache = PrefixCache(model)
     sessions = [serve(cache, model, SYSTEM + tokens(user, 40, first=user)) for user in range(4)]
@@ -94,18 +64,6 @@ def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(mo
 
 
 # Branches
-
-
-@pytest.mark.parametrize("offset", [WINDOW_LENGTH + 1, 61])
-def test_after_one_branch_at_an_offset_the_next_one_there_resumes_there(model: Any, offset: int) -> None:
-    cache = PrefixCache(model)
-    trunk = tokens(1, 90)
-    sessions = [serve(cache, model, trunk)]
-    for branch in range(3):
-        other = (trunk[offset] + 1 + branch) % VOCABULARY_LENGTH
-        sessions.append(serve(cache, model, trunk[:offset] + tokens(branch, 40, first=other)))
-    assert [s.matched_tokens for s in sessions[1:]] == [offset] * 3
-    assert [s.cached_tokens for s in sessions[2:]] == [offset] * 2
 
 
 # Reasons
@@ -130,21 +88,6 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
     assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.layout(cache).has_states else set())
 
 
-def test_a_fetch_in_another_thread_says_what_the_open_session_keeps_from_it(model: Any) -> None:
-    cache = PrefixCache(model)
-    prompt = tokens(1, 60)
-    serve(cache, model, prompt)
-    remaining: list[int] = []
-    with cache.begin([*prompt, 1, 2, 3, *tokens(2, 5)]):
-        thread = threading.Thread(target=lambda: remaining.append(len(cache.fetch([*prompt, 1, 2, 3, 4])[1])))
-        thread.start()
-        thread.join()
-    # Spans are only in the buffers that the session is writing. A model without span layers needs none of those.
-    has_spans = inside.layout(cache).token_bytes > 0
-    assert cache.stats.short_reasons == ({ShortReason.LIVE_ELSEWHERE: 1} if has_spans else {})
-    assert remaining == [64 if has_spans else 1]
-
-
 # Windows and chunks that have lost nothing yet
 
 
@@ -157,7 +100,7 @@ def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(ki
     kept = length + length + REWRITTEN_TAIL
     cache = PrefixCache(model, checkpoint_budget_bytes=kept * inside.window_bytes(known))
     prompt = tokens(1, 5 * length)
-    serve(cache, model, prompt, marks=[length], reply=())
+    serve(cache, model, prompt, marks=[length])
     branch = prompt[: 2 * length] + tokens(2, 3, first=(prompt[2 * length] + 1) % VOCABULARY_LENGTH)
     (gap, _) = cache.explain(branch).gaps
     assert (gap.start, gap.end, gap.reason) == (length, 2 * length, Reason.WINDOW_GAP)
@@ -200,9 +143,9 @@ def test_the_cap_on_checkpoints_takes_those_of_the_interval_and_keeps_branches_m
     cache = PrefixCache(model, checkpoint_interval=16, checkpoint_budget_bytes=cap_bytes)
     trunk = tokens(1, 230)
     branch = trunk[:90] + tokens(2, 120, first=(trunk[90] + 1) % VOCABULARY_LENGTH)
-    serve(cache, model, trunk, marks=[50])
+    serve(cache, model, trunk, REPLY, marks=[50])
     assert cache.stats.checkpoint_bytes <= cap_bytes
-    serve(cache, model, branch, marks=[50])
+    serve(cache, model, branch, REPLY, marks=[50])
     assert cache.stats.checkpoint_bytes <= cap_bytes
     kept = _checkpoint_kinds(cache)
     assert {"mark", "branch", "end"} <= set(kept), kept
@@ -247,7 +190,7 @@ def test_a_step_that_goes_on_behind_the_prompt_adds_only_what_is_new() -> None:
 def test_a_cap_too_small_for_any_checkpoint_still_lets_the_next_turn_resume(model: Any) -> None:
     cache = PrefixCache(model, checkpoint_interval=16, checkpoint_budget_bytes=1)
     prompt = tokens(1, 100)
-    serve(cache, model, prompt, marks=[40])
+    serve(cache, model, prompt, REPLY, marks=[40])
     assert "interval" not in _checkpoint_kinds(cache)
     again = serve(cache, model, [*prompt, 1, 2, 3, *tokens(2, 20)], marks=[40])
     assert again.cached_tokens == len(prompt) + 3
@@ -278,3 +221,45 @@ def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(abo
     assert cache.stats.requests == 0
     with cache.begin([1, 2, 3], turn=1, priority=-1, kind="agent"):
         pass
+
+
+# Prompts that the budget has no room for
+
+
+@pytest.mark.parametrize("kind", TOO_LONG_KINDS)
+def test_the_next_turn_resumes_as_far_as_the_budget_reaches(kind: str) -> None:
+    model, prompt = shared_model(kind), tokens(1, 700)
+    whole = PrefixCache(model)
+    serve(whole, model, prompt[:600], REPLY)
+    budget_bytes = whole.stats.live_bytes // 3
+    cache = PrefixCache(model, budget_bytes=budget_bytes, checkpoint_interval=16)
+    assert serve(cache, model, prompt[:600], REPLY).cached_tokens == 0
+    for length in (650, 700):
+        assert 100 <= serve(cache, model, prompt[:length], REPLY).cached_tokens < 500
+        assert held_bytes(cache) <= budget_bytes
+
+
+@pytest.mark.parametrize("kind", [*TOO_LONG_KINDS, pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+def test_as_many_tokens_are_kept_as_the_budget_has_room_for(kind: str, share: float) -> None:
+    model, prompt = shared_model(kind), tokens(1, 700)
+    whole = PrefixCache(model)
+    serve(whole, model, prompt)
+    layout = inside.layout(whole)
+    budget_bytes = int(share * layout.request_bytes(700))
+    cache = PrefixCache(model, budget_bytes=budget_bytes)
+    serve(cache, model, tokens(2, 50))
+    serve(cache, model, prompt, REPLY)
+    # Point state is live and in the tree.
+    point_bytes = layout.request_bytes(700) - 700 * layout.token_bytes
+    room = (budget_bytes - 2 * point_bytes) // layout.token_bytes
+    assert room - 1 <= cache.explain(prompt).resumable_tokens <= room
+    assert held_bytes(cache) <= budget_bytes
+
+
+@pytest.mark.parametrize("kind", TOO_LONG_KINDS)
+def test_a_budget_of_one_byte_still_serves(kind: str) -> None:
+    model, cache = opened(kind, budget_bytes=1)
+    for _ in range(2):
+        assert serve(cache, model, tokens(1, 100), REPLY).cached_tokens == 0
+        assert held_bytes(cache) == 0

@@ -5,31 +5,21 @@ Each timeline runs on real tiny models; whatever a session is handed must give t
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import radixcache.paging.pager
 from radixcache import CacheBusyError, PrefixCache, Session, ShortReason
-from radixcache.layers.layout import LiveStateError
 from runner.models.tiny import tiny_model
 from tests import inside
+from tests.groups.cold import run, serve, shared_model
+from tests.paging.served import LLAMA_TOKEN_BYTES
 from tests.prompts import tokens
-from tests.sessions.test_failures import FailingCopies, failed_decomposition
-
-ROUNDING = 1e-4
-LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 64 * 4
-
-_answers: dict[tuple[int, tuple[int, ...]], tuple[Any, mx.array]] = {}
-shared_model = functools.cache(tiny_model)
+from tests.sessions.faults import failed_decomposition
 
 KINDS = ["llama", "llama_sliding", "nemotron_h"]
 
@@ -46,30 +36,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy between slots in so many cuts that their seams show."""
     monkeypatch.setattr(radixcache.paging.pager, "CUT_TOKENS", 64)
-
-
-def run(session: Session, model: Any, reply: Sequence[int] = ()) -> None:
-    """Prefill and step through the reply; the logits after it must be those of a cold run."""
-    session.prefill(model, step_size=128)
-    for token in (int(session.prompt[-1]), *reply):
-        logits = session.step(model, [token])
-    wanted = cold(model, (*session.prompt.tolist(), *reply))
-    assert float(mx.abs(logits[0, -1] - wanted).max()) < ROUNDING
-
-
-def cold(model: Any, prompt: tuple[int, ...]) -> mx.array:
-    """Logits of the last token of a cold run, the same every time. Kept with the model, whose id stays its own so."""
-    if (id(model), prompt) not in _answers:
-        logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
-        _answers[id(model), prompt] = model, mx.array(np.array(logits))
-    return _answers[id(model), prompt][1]
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (1, 2), **more: Any) -> Session:
-    with cache.begin(prompt, **more) as session:
-        run(session, model, reply)
-    cache.check()
-    return session
 
 
 def slot_of(session: Session) -> int:
@@ -126,25 +92,6 @@ def test_a_request_reads_what_is_live_in_an_idle_slot(model: Any) -> None:
     cache.check()
 
 
-@pytest.mark.usefixtures("_short_cuts")
-def test_open_sessions_of_one_thread_read_each_others_prefix(model: Any) -> None:
-    cache = PrefixCache(model, live_slots=3)
-    serve(cache, model, ANNA, marks=[len(SYSTEM)])
-    with ExitStack() as stack:
-        sessions = [
-            stack.enter_context(cache.begin([*prompt, 3], marks=[len(SYSTEM)])) for prompt in (ANNA, BEN, CARLA)
-        ]
-        assert sorted(slot_of(session) for session in sessions) == [0, 1, 2]
-        assert len(ANNA) - 16 <= sessions[0].cached_tokens <= len(ANNA)
-        assert [session.cached_tokens for session in sessions[1:]] == [len(SYSTEM), len(SYSTEM)]
-        for session in sessions:
-            run(session, model, reply=[4])
-        cache.check()
-    cache.check()
-    for prompt in (ANNA, BEN, CARLA):
-        assert serve(cache, model, [*prompt, 3, 4, 5]).cached_tokens == len(prompt) + 2
-
-
 def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     with cache.begin(ANNA) as anna, cache.begin(ANNA) as again:
@@ -153,25 +100,6 @@ def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) 
     before = cache.stats
     serve(cache, llama, tokens(9, 30))
     assert cache.stats.paged_out_bytes == before.paged_out_bytes
-
-
-# What it costs
-
-
-def test_a_common_prefix_of_two_slots_counts_twice_and_is_so_much_memory(llama: Any) -> None:
-    gc.collect()
-    mx.clear_cache()
-    base = mx.get_active_memory()
-    cache = PrefixCache(llama, live_slots=2)
-    with cache.begin(ANNA, reserve=40) as anna, cache.begin(BEN, reserve=40) as ben:
-        run(anna, llama)
-        run(ben, llama)
-    stats = cache.stats
-    assert stats.tokens == len(SYSTEM) + 2 * 60
-    assert stats.live_bytes - stats.spare_bytes == 2 * len(ANNA) * LLAMA_TOKEN_BYTES
-    gc.collect()
-    mx.clear_cache()
-    assert mx.get_active_memory() - base == pytest.approx(stats.live_bytes + stats.paged_bytes, rel=0.01)
 
 
 # Who gives way
@@ -240,27 +168,6 @@ def test_state_that_is_pending_on_a_failure_is_not_read_by_another_slot(llama: A
     assert serve(cache, llama, [*ANNA, 6, 3]).cached_tokens == len(ANNA) + 1
 
 
-# A copy fails
-
-
-def _overlap(cache: PrefixCache, model: Any) -> Iterator[Callable[[], Any]]:
-    """Operations that copy between slots, and give slots up."""
-    yield lambda: serve(cache, model, ANNA, marks=[len(SYSTEM)])
-    yield lambda: _side_by_side(cache, model, [*ANNA, 5], BEN)
-    yield lambda: cache.reclaim(len(SYSTEM) * 2 * LLAMA_TOKEN_BYTES)
-    yield lambda: _side_by_side(cache, model, [*BEN, 6], CARLA)
-    yield lambda: cache.reclaim(len(SYSTEM) * LLAMA_TOKEN_BYTES)
-    yield lambda: serve(cache, model, tokens(9, 50))
-
-
-def _side_by_side(cache: PrefixCache, model: Any, first: list[int], second: list[int]) -> None:
-    with cache.begin(first, marks=[len(SYSTEM)]) as one:
-        run(one, model)
-        with cache.begin(second, marks=[len(SYSTEM)]) as other:
-            run(other, model)
-            mx.eval(one.step(model, [7]))
-
-
 def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     with cache.begin(SYSTEM) as shorter, cache.begin(ANNA) as longer:
@@ -272,31 +179,6 @@ def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(ll
         assert again.cached_tokens == len(SYSTEM)
         run(again, llama)
     cache.check()
-
-
-@pytest.mark.parametrize(("method", "times"), [("page_out", 2), ("copy", 2), ("page_in", 1), ("reserve", 2)])
-def test_a_copy_that_fails_while_slots_overlap_leaves_nothing_wrong(
-    method: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = shared_model("llama")
-    at = 1
-    reached = True
-    while reached:
-        cache = PrefixCache(model, live_slots=2)
-        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
-            for operation in _overlap(cache, model):
-                try:
-                    operation()
-                except (MemoryError, LiveStateError):
-                    assert times > 1
-                    assert failing.reached
-                cache.check()
-        assert not any(path.is_open for path in inside.paths(cache))
-        for prompt in (ANNA, BEN, CARLA):
-            serve(cache, model, [*prompt, 8])
-        reached = failing.reached
-        assert reached or at > 1
-        at += 5
 
 
 # Who holds the slots
@@ -328,23 +210,6 @@ def test_a_slot_count_that_is_none_is_refused(llama: Any) -> None:
             PrefixCache(llama, live_slots=wrong)  # type: ignore[arg-type]
 
 
-def test_a_vanished_session_frees_its_own_slot_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    serve(cache, llama, ANNA)
-    with cache.begin([*ANNA, 5]) as anna:
-        monkeypatch.setattr(Session, "__del__", lambda self: None)
-        ben = cache.begin([*ANNA, 6], marks=[100])
-        ben.prefill(llama)
-        del ben
-        gc.collect()
-        with cache.begin([*ANNA, 7]) as carla:
-            assert carla.cached_tokens == len(ANNA)
-            cache.check()
-            run(carla, llama)
-        run(anna, llama)
-    cache.check()
-
-
 def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,39 +238,6 @@ def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
 # Threads
 
 
-@pytest.mark.parametrize("model", ["llama", "nemotron_h"], indirect=True)
-def test_sessions_of_several_threads_run_side_by_side(model: Any) -> None:
-    cache = PrefixCache(model, live_slots=3, budget_bytes=3_000 * LLAMA_TOKEN_BYTES)
-    serve(cache, model, ANNA, marks=[len(SYSTEM)])
-    failures: list[BaseException] = []
-    # MLX does not promise that several threads may evaluate at a time: they take turns, as on one device.
-    device = threading.Lock()
-
-    def work(user: int) -> None:
-        try:
-            history = [*SYSTEM, *tokens(40 + user, 30)]
-            for turn in range(3):
-                with device:
-                    session = cache.begin(history, marks=[len(SYSTEM)])
-                with device:
-                    run(session, model, reply=[turn, user])
-                with device:
-                    session.close()
-                history += [turn, user, *tokens(100 * user + turn, 15)]
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(user,)) for user in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    cache.check()
-    for user in range(3):
-        assert serve(cache, model, [*SYSTEM, *tokens(40 + user, 30), 0, user, 1]).cached_tokens > len(SYSTEM)
-
-
 def test_buffers_that_another_thread_works_on_are_not_read_and_the_reason_says_so(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     serve(cache, llama, ANNA)
@@ -423,19 +255,18 @@ def test_buffers_that_another_thread_works_on_are_not_read_and_the_reason_says_s
 def test_a_snapshot_is_not_dropped_as_a_duplicate_while_another_thread_needs_it(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2, budget_bytes=1_100 * LLAMA_TOKEN_BYTES)
     for prompt in (ANNA, tokens(9, 50), tokens(10, 50)):
-        serve(cache, llama, prompt, reserve=0)
+        serve(cache, llama, prompt, (1, 2), 128, reserve=0)
     with cache.begin([*ANNA, 5], reserve=0) as anna:
         assert cache.stats.duplicate_bytes == len(ANNA) * LLAMA_TOKEN_BYTES
         found: list[Session] = []
-        thread = threading.Thread(target=lambda: found.append(serve(cache, llama, [*ANNA, 6], reserve=400)))
+        thread = threading.Thread(
+            target=lambda: found.append(serve(cache, llama, [*ANNA, 6], (1, 2), 128, reserve=400))
+        )
         thread.start()
         thread.join()
         run(anna, llama)
     assert [each.cached_tokens for each in found] == [len(ANNA)]
     cache.check()
-
-
-# Looking
 
 
 @pytest.fixture(autouse=True)

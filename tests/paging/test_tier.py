@@ -124,7 +124,7 @@ def test_state_that_cannot_be_read_now_is_not_stored_in_part(
     opened: Open, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened() as store, PrefixCache(llama, store=store) as cache:
-        monkeypatch.setattr(Slots, "hidden", lambda *_, **__: 0)
+        monkeypatch.setattr(Slots, "hidden_from", lambda *_, **__: 0)
         serve(cache, llama, tokens(1, 90))
         assert cache.stats.kept_blocks == 0
 

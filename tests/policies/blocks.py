@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from policies import CostModel, Entry, EvictionPolicy
+from policies import OFFLINE_POLICIES, CostModel, Entry, EvictionPolicy, make_policy
 from radixcache.layers.layout import Layout
 from radixcache.ledger import Ledger
 from radixcache.tree.state_tree import StateNode, StateTree, Use
@@ -109,12 +109,6 @@ def admit(policy: EvictionPolicy, *entries: Entry) -> None:
         policy.evictable_changed(entry, True)
 
 
-def star_hits(policy: EvictionPolicy, keys: Sequence[int], capacity: int, adds_first: bool = True) -> str:
-    """Which requests hit, as 0 and 1, when every key is a child of the root."""
-    cache = BlockCache(policy, capacity, adds_first=adds_first)
-    return "".join(str(cache.request([key])) for key in keys)
-
-
 class Future:
     """When a block is used next: the `next_use` that an offline policy is made with."""
 
@@ -137,6 +131,17 @@ def replay(cache: BlockCache, requests: Sequence[Sequence[int]], future: Future 
             future.now = tick
         found.append(cache.request(keys))
     return found
+
+
+def served(
+    policy: str | EvictionPolicy, requests: Sequence[Sequence[int]], capacity_blocks: int, tick: int = 0, **more: Any
+) -> tuple[list[int], BlockCache]:
+    """Blocks found by each request behind a tick, and the cache behind them; the policy may be an offline one."""
+    future = Future(requests)
+    known = OFFLINE_POLICIES[policy](future) if policy in OFFLINE_POLICIES else make_policy(policy)
+    cache = BlockCache(known, capacity_blocks, **more)
+    cache.tick = tick
+    return replay(cache, requests, future), cache
 
 
 def conversations(seed: int, count: int) -> list[list[int]]:

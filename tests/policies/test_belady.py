@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import OFFLINE_POLICIES, POLICIES, make_policy
-from tests.policies.blocks import BlockCache, Future, replay
+from policies import POLICIES
+from tests.policies.blocks import served
 
 Block = tuple[int, ...]
 Requests = list[list[int]]
@@ -17,28 +18,26 @@ prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size
 few_prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=9)
 
 
-def _optimum(name: str, requests: Requests, capacity: int) -> int:
-    future = Future(requests)
-    return sum(replay(BlockCache(OFFLINE_POLICIES[name](future), capacity), requests, future))
+def _found(name: str, requests: Requests, capacity: int, **more: Any) -> int:
+    return sum(served(name, requests, capacity, **more)[0])
 
 
 @given(prompts, st.integers(5, 14))
 @settings(max_examples=25, deadline=None)
 def test_belady_finds_the_most_blocks_and_more_with_bypass(requests: Requests, capacity: int) -> None:
-    best = _optimum("belady", requests, capacity)
-    assert best <= _optimum("belady-bypass", requests, capacity)
+    best = _found("belady", requests, capacity)
+    assert best <= _found("belady-bypass", requests, capacity)
     for name in POLICIES:
         for adds_first in (False, True):
-            cache = BlockCache(make_policy(name), capacity, adds_first=adds_first)
-            assert sum(replay(cache, requests)) <= best, name
+            assert _found(name, requests, capacity, adds_first=adds_first) <= best, name
 
 
 @given(few_prompts, st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_belady_finds_as_many_blocks_as_the_best_of_all_ways_to_evict(requests: Requests, capacity: int) -> None:
     if capacity >= 3:  # A longer request does not fit beside what is held.
-        assert _optimum("belady", requests, capacity) == _exhaustive(requests, capacity, bypass=False)
-    assert _optimum("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
+        assert _found("belady", requests, capacity) == _exhaustive(requests, capacity, bypass=False)
+    assert _found("belady-bypass", requests, capacity) == _exhaustive(requests, capacity, bypass=True)
 
 
 def _exhaustive(requests: Requests, capacity: int, bypass: bool) -> int:

@@ -9,8 +9,7 @@ from policies.benefit import Benefit
 from policies.turn import Turn
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
-from tests.policies.blocks import admit
-from tests.policies.test_turn_policy import prompt, random_traffic, served_by, warm
+from tests.policies.turns import prompt, random_traffic, served_by, warm
 
 
 def entry(
@@ -48,41 +47,6 @@ def test_of_two_alike_the_one_whose_bytes_cost_more_to_compute_stays() -> None:
         assert gone.index(1000 * cheap + 1) < gone.index(1000 * dear + 11)
 
 
-def test_a_checkpoint_saves_what_lies_between_it_and_the_one_before() -> None:
-    first = entry(1, 100.0, 50, has_checkpoint=True)
-    second = entry(2, 30.0, 50, first)
-    third = entry(3, 10.0, 50, second, has_checkpoint=True)
-    point = Entry(4, "checkpoint", 20, 30, 10, 10.0, created=4, last_used=4, parent=second, has_checkpoint=True)
-    benefit = Benefit()
-    assert benefit.weight_of(point) == 4  # (10 + 30) / 10 bytes: two octaves
-    assert benefit.weight_of(third) == -1  # (10 + 30) / 50 bytes
-    assert benefit.weight_of(second) == -1  # 30 / 50 bytes: half an octave down, rounded
-    assert benefit.weight_of(first) == 2  # 100 / 50 bytes
-
-
-def test_bytes_that_become_known_after_an_entry_was_filed_count() -> None:
-    benefit = Benefit()
-    small, large = entry(1, 64.0, 0), entry(2, 64.0, 0)
-    admit(benefit, small, large)
-    small.weight_bytes, large.weight_bytes = 1, 64
-    assert benefit.victim() is small, "the least recently used"
-    assert [benefit._filed[each.entry_id][0][-1] for each in (small, large)] == [12, 0]
-
-
-def test_what_would_go_is_weighed_again_when_the_checkpoint_before_it_has_gone() -> None:
-    benefit = Benefit()
-    above = entry(1, 1000.0, 50, has_checkpoint=True)
-    leaf = entry(2, 10.0, 10, above, has_checkpoint=True)
-    for each in (above, leaf):
-        benefit.inserted(each)
-    benefit.evictable_changed(leaf, True)
-    assert benefit.victim() is leaf
-    assert benefit._filed[2][0][-1] == 0
-    above.has_checkpoint = False
-    assert benefit.victim() is leaf
-    assert benefit._filed[2][0][-1] == 13, "1010 / 10 bytes"
-
-
 @pytest.mark.parametrize("live_slots", [1, 3])
 def test_all_that_may_go_from_a_cache_is_weighed_with_the_bytes_that_it_has(live_slots: int) -> None:
     policy = Benefit()
@@ -99,13 +63,15 @@ def test_all_that_may_go_from_a_cache_is_weighed_with_the_bytes_that_it_has(live
     assert len(filed) > 4
 
 
-def test_deeper_tokens_are_dearer_under_a_cost_with_attention() -> None:
-    server = served_by(Benefit(), cost=CostModel(per_token=1.0, per_pair=1.0))
-    server.request(prompt(1, 400), 1, 1)
-    server.request(prompt(2, 4), 2, 1)
-    weights = {
-        int(node.edge[-1]) // 1000: Benefit().weight_of(node.payload.entry)
-        for node in server.states.tree.nodes()
-        if node.payload is not None and node.is_leaf
-    }
-    assert weights[1] > weights[2]
+def test_what_would_go_is_weighed_again_when_the_checkpoint_before_it_has_gone() -> None:
+    benefit = Benefit()
+    above = entry(1, 1000.0, 50, has_checkpoint=True)
+    leaf = entry(2, 10.0, 10, above, has_checkpoint=True)
+    for each in (above, leaf):
+        benefit.inserted(each)
+    benefit.evictable_changed(leaf, True)
+    assert benefit.victim() is leaf
+    assert benefit.weight_of(leaf) == 0
+    above.has_checkpoint = False
+    assert benefit.victim() is leaf
+    assert benefit._filed[2][0][-1] == benefit.weight_of(leaf) == 13, "1010 / 10 bytes"

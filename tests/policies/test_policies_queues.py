@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from policies import ARC, S3FIFO, SIEVE, Belady, Entry, make_policy
+from policies import ARC, S3FIFO, SIEVE, Entry
 from policies.ghosts import Ghosts
 from policies.runs import RunPolicy
-from policies.s3fifo import MAIN, SMALL
-from tests.policies.blocks import BlockCache, Future, conversations, prefix_digests, replay, star_hits
-from tests.policies.blocktree import ARCWorld, BlockWorld, S3FIFOWorld, SieveWorld
+from tests.policies.blocks import BlockCache, prefix_digests, served
 
 
 def _entry(number: int, keys: list[int], start: int = 0) -> Entry:
@@ -44,33 +42,6 @@ def test_a_taken_ghost_is_gone_and_the_oldest_go_first() -> None:
     assert len(ghosts.meet(_entry(9, [3]))) == 1
     ghosts.trim(0)
     assert ghosts._ends == {}
-
-
-def test_many_ghosts_cost_one_look_at_an_edge_and_not_one_each() -> None:
-    ghosts = Ghosts()
-    for key in range(1000):
-        ghosts.add(_entry(key, [key] * 3), 1)
-    asked: list[int] = []
-    entry = _entry(2000, [5, 5, 5, 6])
-    inner = entry.digests_of
-    assert inner is not None
-    entry.digests_of = lambda entry, offsets: (asked.extend(offsets), inner(entry, offsets))[1]
-    assert ghosts.meet(entry) == [(3, prefix_digests([5, 5, 5])[-1])]
-    assert asked == [3]
-
-
-def test_s3fifo_takes_a_prefix_that_comes_back_to_the_main_queue_key_by_key() -> None:
-    policy = S3FIFO()
-    cache = BlockCache(policy, 40)
-    cache.request([1, 2, 3, 4])
-    for key in range(100, 138):
-        cache.request([key])
-    assert cache.states.match(np.array([1, 2, 3, 4]), "").offset == 2
-    cache.request([1, 2, 3, 4, 5])
-    node = cache.states.match(np.array([1, 2, 3, 4, 5]), "").node
-    assert node.payload is not None
-    runs = policy._runs[node.payload.entry.entry_id]
-    assert [(run.tokens, run.queue) for run in runs] == [(1, MAIN), (1, MAIN), (1, SMALL)]
 
 
 def test_s3fifo_lets_a_key_go_round_the_main_queue_once_for_each_use() -> None:
@@ -124,15 +95,6 @@ def test_the_capacity_is_learnt_from_what_is_held_and_follows_it(kind: type[RunP
     policy.check()
 
 
-def test_sieve_remembers_the_arrival_of_nothing_that_is_gone() -> None:
-    policy = SIEVE()
-    cache = BlockCache(policy, 10)
-    for key in range(300):
-        cache.request([key % 40, 1000 + key])
-    assert sum(policy._arrived.values()) == cache.states.tree.key_count
-    assert len(policy._arrived) <= 10
-
-
 def test_what_was_removed_and_not_chosen_leaves_no_ghost() -> None:
     policy = S3FIFO()
     cache = BlockCache(policy, 100)
@@ -156,12 +118,9 @@ HITS = {
 
 
 def _hits(name: str, keys: Sequence[int], capacity: int, adds_first: bool) -> str:
-    if name != "belady":
-        return star_hits(make_policy(name), keys, capacity, adds_first=adds_first)
-    requests = [[key] for key in keys]
-    future = Future(requests)
-    cache = BlockCache(Belady(future), capacity, adds_first=adds_first)
-    return "".join(map(str, replay(cache, requests, future)))
+    """Which requests hit, as 0 and 1."""
+    found, _ = served(name, [[key] for key in keys], capacity, adds_first=adds_first)
+    return "".join(map(str, found))
 
 
 @pytest.mark.parametrize(("name", "count"), [*zip(HITS, (4, 6, 10, 10, 10, 9, 12), strict=True)])
@@ -175,13 +134,3 @@ def test_a_short_sequence_hits_where_it_always_did(name: str, count: int) -> Non
 def test_what_fits_is_missed_once_each_and_never_again() -> None:
     for name in [*HITS, "s3fifo"]:
         assert _hits(name, STAR * 20, 20, adds_first=True).count("1") == 20 * len(STAR) - len(set(STAR)) == 451
-
-
-@pytest.mark.parametrize("name", ["sieve", "s3fifo", "arc"])
-def test_a_queue_policy_passes_over_what_is_held_as_lists_of_blocks_do(name: str) -> None:
-    worlds: dict[str, Callable[[int], BlockWorld]] = {"sieve": SieveWorld, "s3fifo": S3FIFOWorld, "arc": ARCWorld}
-    requests = conversations(3, 100)
-    world, cache = worlds[name](40), BlockCache(make_policy(name), 40)
-    assert replay(cache, requests) == [world.request(keys) for keys in requests]
-    assert cache.gone == world.gone
-    assert len(cache.gone) > 100

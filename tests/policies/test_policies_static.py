@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from policies import GDSF, LFUDA, LRU, S3FIFO, SLRU, TLRU, TTL, Entry, EvictionPolicy, Marconi, Random, make_policy
-from policies.alpha_search import AlphaSearch
 from policies.ordered import SPARE_PLACES
-from tests.policies.blocks import BlockCache, admit
+from tests.policies.blocks import admit
 from tests.policies.traffic import Traffic
 
 
@@ -72,13 +70,6 @@ def test_slru_protects_what_was_used_twice_however_long_ago() -> None:
     assert _order(SLRU(), entries) == [2, 1, 3]
 
 
-def test_a_capped_slru_is_lru_while_too_much_is_protected() -> None:
-    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
-    assert _order(SLRU(protected_share=1.0), entries) == [4, 1, 2, 3]
-    entries = [_entry(number, uses=2, last_used=number) for number in (1, 2, 3)] + [_entry(4, last_used=2)]
-    assert _order(SLRU(protected_share=0.5), entries) == [1, 2, 4, 3]
-
-
 # Priority and time to live
 
 
@@ -120,18 +111,6 @@ def test_a_priority_is_a_time_to_live_where_the_kind_has_none() -> None:
     policy = TTL()
     late = Entry(3, "span", 0, 5, 1, 1.0, created=101, last_used=101)
     assert _order(policy, [pinned, other, late]) == [1, 2, 3]
-
-
-def test_a_pin_that_never_expires_is_remembered_once_and_goes_with_its_entry() -> None:
-    policy = TTL({"": 10**15})
-    first, second = _entry(1), _entry(2)
-    admit(policy, first, second)
-    for tick in range(2, 50):
-        _used(policy, first, tick)
-    assert len(policy._expiries) == len(policy._pinned) == 2
-    policy.merged(first, second)
-    policy.evicted(second)
-    assert len(policy._expiries) == len(policy._pinned) == 0
 
 
 # Greedy-dual
@@ -179,16 +158,6 @@ def test_gdsf_gives_up_what_is_cheap_to_compute_and_large() -> None:
     assert _order(LFUDA(), [_entry(1, weight=1000, cost=1, uses=2), _entry(2, weight=1, cost=1000)]) == [2, 1]
 
 
-def test_cutting_and_joining_an_edge_again_and_again_leaves_no_trace_in_gdsf() -> None:
-    policy = GDSF()
-    traffic = Traffic(policy)
-    leaf = traffic.request(range(40))
-    for at in [*range(1, 39), *range(38, 0, -1)]:
-        traffic.states.coalesce(traffic.states.split(leaf, at))
-    (runs,) = policy._runs.values()
-    assert [(run.tokens, run.place) for run in runs] == [(40, 0.0)]
-
-
 @pytest.mark.parametrize("policy", [GDSF(), LFUDA()])
 def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> None:
     popular, idle, new = _entry(1, uses=5), _entry(2), _entry(3)
@@ -204,37 +173,6 @@ def test_what_goes_raises_what_comes_and_what_is_used_later(policy: GDSF) -> Non
     _used(policy, new, 4)
     _used(policy, new, 5)
     assert policy.victim() is popular, "5 uses before anything went, against 5 uses and 1 of age"
-
-
-def test_a_node_that_merely_becomes_a_leaf_keeps_the_age_of_its_last_use() -> None:
-    cache = BlockCache(LFUDA(), 4)
-    cache.request([1, 2])
-    cache.request([1, 2, 3])
-    policy = cache.policy
-    assert isinstance(policy, LFUDA)
-    for key in range(10, 30):
-        cache.request([key])
-    assert policy.inflation > 3
-    assert cache.states.match(np.array([1, 2]), "").offset == 0, "it aged like any other"
-
-
-def test_what_was_removed_and_not_chosen_ages_nothing() -> None:
-    policy = GDSF()
-    entries = [_entry(1, uses=7), _entry(2)]
-    admit(policy, *entries)
-    assert policy.victim() is entries[1]
-    policy.evicted(entries[0])
-    assert policy.inflation == 0.0
-
-
-def test_bytes_that_come_after_an_entry_was_filed_count() -> None:
-    policy = GDSF()
-    large, small = _entry(1, weight=0, cost=8), _entry(2, weight=4, cost=8)
-    admit(policy, large, small)
-    large.weight_bytes = 100
-    assert policy.victim() is large
-    large.weight_bytes = 1
-    assert policy.victim() is small
 
 
 # Tail latency
@@ -263,14 +201,6 @@ def test_t_lru_gives_up_what_a_conversation_can_spare_first() -> None:
 
 
 # Marconi and chance
-
-
-def test_marconi_weighs_age_against_compute_saved_per_byte() -> None:
-    old_dense = _entry(1, last_used=1, weight=1, cost=90)
-    new_thin = _entry(2, last_used=8, weight=90, cost=1)
-    middling = _entry(3, last_used=9, weight=1, cost=45)
-    assert _order(Marconi(alpha=0.0), [old_dense, new_thin, middling]) == [1, 2, 3]
-    assert _order(Marconi(alpha=2.0), [old_dense, new_thin, middling])[0] == 2
 
 
 def test_marconi_goes_by_the_last_use_and_not_by_age() -> None:
@@ -306,63 +236,6 @@ def test_marconi_learns_to_keep_what_saves_much_per_byte_where_that_is_what_come
 
     assert learnt(dense_comes_back=True) > 0
     assert learnt(dense_comes_back=False) == 0
-
-
-def test_marconi_of_many_looks_at_a_bounded_number_and_still_at_all_ages() -> None:
-    policy = Marconi(alpha=0.0, candidates=8)
-    entries = [_entry(number, last_used=number) for number in range(1, 801)]
-    admit(policy, *entries)
-    sampled = [policy._filed[number].last_used for _, number in policy._sample()]
-    assert len(sampled) == 8
-    assert [(tick - 1) // 100 for tick in sampled] == list(range(8))
-    victim = policy.victim()
-    assert victim is not None
-    assert victim.last_used <= 100
-
-
-@pytest.mark.parametrize("policy", [Random(), Marconi(alpha=1.0)])
-def test_what_is_joined_to_another_part_of_the_victim_draws_nothing_new(policy: Random | Marconi) -> None:
-    leaf, other = _entry(1), _entry(2, last_used=9)
-    admit(policy, leaf, other)
-    victim = policy.victim()
-    assert victim is not None
-    draw = policy._draw
-    upper = Entry(3, "span", 0, 5, 1, 1.0, created=1, last_used=victim.last_used)
-    victim.start = 5
-    policy.split(upper, victim)
-    victim.start = 0
-    policy.merged(upper, victim)
-    assert policy._draw == draw, "nothing has gone"
-    policy.evicted(victim)
-    assert policy._draw != draw
-
-
-def test_the_search_for_alpha_waits_for_no_entry_that_was_joined_to_another() -> None:
-    policy = Marconi()
-    upper, lower, again = _entry(1, tokens=5), _entry(2), _entry(3, tokens=5)
-    for entry in (upper, again):
-        entry.digests_of = lambda _, offsets: [b"upper"] * len(offsets)
-    admit(policy, upper)
-    assert policy.victim() is upper
-    policy.evictable_changed(upper, False)
-    policy.inserted(lower)
-    policy.merged(upper, lower)
-    policy.inserted(again)
-    assert set(policy._search.costs) == {0.0}, "it never went"
-
-
-def test_the_search_for_alpha_tells_a_checkpoint_from_the_span_that_ends_with_it() -> None:
-    search = AlphaSearch(100)
-    span = _entry(1)
-    point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1)
-    for weight, entry in enumerate((point, span)):
-        entry.digests_of = lambda _, offsets: [b"the same"] * len(offsets)
-        search.decide([(_entry(7), 0.0)] * weight + [(entry, 1.0 + weight)])
-        search.evicted(entry)
-    search.inserted(point)
-    assert search.costs[:2] == [1.0, 0.0]
-    search.inserted(span)
-    assert search.costs[:2] == [1.0, 2.0]
 
 
 def test_random_takes_each_with_the_same_chance_and_the_same_with_the_same_seed() -> None:

@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from policies import LRU
-from policies.conversations import Ends, Sizes
+from policies.conversations import Sizes
 from policies.entry import Entry
-from policies.protocol import EvictionPolicy
-from policies.reuse import BIN_COUNT, WARM_UP_INTERVALS, ReuseModel
-from policies.turn import MAX_BRANCHING, MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
-from tests.policies.blocks import BlockCache, admit
-
-
-def served_by(policy: EvictionPolicy, capacity_blocks: int = 10**9, **more: Any) -> BlockCache:
-    return BlockCache(policy, capacity_blocks, block_bytes=100, **more)
-
-
-def prompt(conversation: int, length: int) -> list[int]:
-    return [0, *(1000 * conversation + index for index in range(1, length))]
-
-
-def warm(server: BlockCache, turns: int = 4, conversations: int = 10) -> int:
-    """Conversations that all go on, 50 ticks from turn to turn, 100 blocks each turn; returns the tick after them."""
-    tick = 0
-    for turn in range(1, turns + 1):
-        for conversation in range(1, conversations + 1):
-            tick += 5
-            server.request(prompt(conversation, 10 + 2 * turn), tick, turn)
-    for number in range(200):
-        tick += 5
-        server.request(prompt(500 + number, 12), tick, 1)
-    assert server.policy.model.is_warm
-    return tick
-
-
-def random_traffic(seed: int, requests: int = 500) -> list[tuple[list[int], int, int]]:
-    """(prompt, tick, turn): conversations that go on the likelier the longer they did, most with a cut-off end."""
-    draw = random.Random(seed)
-    planned = [(draw.randrange(20 * requests), number, 1, draw.randrange(4, 20)) for number in range(1, requests)]
-    traffic: list[tuple[int, list[int], int]] = []
-    while planned:
-        tick, number, turn, length = planned.pop()
-        traffic.append((tick, [*prompt(number, length - 1), -1000 * number - turn], turn))
-        if draw.random() < min(0.9, 0.2 + 0.2 * turn):
-            planned.append((tick + int(200 * draw.lognormvariate(0, 0.8)), number, turn + 1, length + 2))
-    traffic.sort(key=lambda each: each[0])
-    return [(keys, index + tick, turn) for index, (tick, keys, turn) in enumerate(traffic)]
+from policies.turn import MAX_KINDS, OTHER_KINDS, REBUILD_USES, Turn
+from tests.policies.blocks import admit
+from tests.policies.turns import prompt, random_traffic, served_by, warm
 
 
 def test_until_intervals_are_known_the_least_recently_used_goes_first() -> None:
@@ -131,27 +91,6 @@ def test_the_turn_is_inferred_where_it_is_not_given(prompts: list[list[int]], tu
     assert inferred == turns
 
 
-def test_who_passes_through_counts_where_it_passed_and_only_there() -> None:
-    server = served_by(Turn())
-    for number in range(1, 8):
-        server.request([1, 2, 3, 10 + number], number, 1)
-    server.request([9999], 20)
-    policy: Any = server.policy
-    shared = server.states.match(np.array([1, 2, 3]), "").node.payload
-    assert shared is not None
-    assert policy._branching == {shared.entry.entry_id: MAX_BRANCHING}
-
-
-def test_an_inferred_turn_is_a_class_of_its_own_with_half_the_prior() -> None:
-    server = served_by(Turn())
-    tick = warm(server)
-    for given in (6, None):
-        server.request(prompt(900 + (given or 0), 12), tick := tick + 1, given)
-    server.request([9999], tick + 1)
-    policy: Any = server.policy
-    assert [policy._requests[each].class_key[1] for each in (tick - 1, tick)] == ["6+", "1?"]
-
-
 def test_more_is_found_than_with_lru_where_turns_tell_who_goes_on() -> None:
     hits = []
     for policy in (Turn(), LRU()):
@@ -169,24 +108,6 @@ def test_ticks_of_another_length_change_next_to_nothing() -> None:
     assert found[0] == pytest.approx(found[1], rel=0.01)
 
 
-def test_ends_are_spent_only_when_they_are_cut_off_and_trimming_takes_no_more() -> None:
-    ends = Ends()
-    assert not ends.are_spent
-    ends.cut(1)
-    assert not ends.are_spent
-    ends.cut_off(1)
-    assert ends.are_spent
-    for _ in range(100):
-        ends.cut(256)
-    assert not ends.are_spent
-    for _ in range(200):
-        ends.cut_off(400)
-    assert ends.are_spent
-    for _ in range(400):
-        ends.cut_off(0)
-    assert not ends.are_spent
-
-
 @pytest.mark.parametrize("key_tokens", [1, 512])
 def test_sizes_are_named_in_units_of_the_typical_first_turn(key_tokens: int) -> None:
     sizes = Sizes()
@@ -200,75 +121,12 @@ def test_sizes_are_named_in_units_of_the_typical_first_turn(key_tokens: int) -> 
     assert sizes.classify(9, 1 * key_tokens, 30 * key_tokens, False) == ("6+", "unknown")
 
 
-def learnt(intervals: Sequence[int], lost: int = 0) -> ReuseModel:
-    """A model of class "a" that saw these intervals, and after each a loss at age `lost`; class "b" saw none."""
-    model = ReuseModel()
-    model.declare("a", 0.5, 1.0)
-    model.declare("b", 0.5, 1.0)
-    for interval in intervals:
-        model.used_again("a", interval)
-        if lost:
-            model.lost_sight("a", lost)
-    for _ in range(12):
-        model.rebuild([], 0)
-    return model
-
-
-def test_worth_never_grows_with_age() -> None:
-    model = learnt([100] * 40)
-    worths = [model.value("a", 2**exponent) for exponent in range(BIN_COUNT // 2)]
-    assert worths == sorted(worths, reverse=True)
-    assert worths[0] > worths[-1] > 0
-
-
-def test_the_median_settles_near_what_was_seen() -> None:
-    draw = random.Random(1)
-    model = learnt([int(5000 * 2 ** draw.gauss(0, 1.7)) for _ in range(400)])
-    assert 5000 / 4 < model.median_ticks < 5000 * 4
-
-
-def test_nothing_is_guessed_before_enough_intervals_were_seen() -> None:
-    assert not learnt([100] * (WARM_UP_INTERVALS - 1)).is_warm
-    assert learnt([100] * WARM_UP_INTERVALS).is_warm
-
-
-def test_a_class_that_is_used_more_than_its_prior_says_is_worth_more() -> None:
-    model = learnt([100] * 200)
-    assert model.value("a", 100) > 1.2 * model.value("b", 100)
-
-
-def test_what_is_lost_before_its_time_says_little_and_what_is_lost_after_it_much() -> None:
-    early, late, never = (learnt([100] * 200, lost).value("a", 50) for lost in (2, 5000, 0))
-    assert early == pytest.approx(never, rel=0.1)
-    assert late < 0.9 * never
-
-
-def test_what_still_waits_counts_against_its_class() -> None:
-    model = learnt([100] * 200)
-    before = model.value("a", 100)
-    model.rebuild([("a", 5000)] * 400, 0)
-    assert model.value("a", 100) < 0.8 * before
-
-
 def test_a_request_that_adds_nothing_keeps_its_place_until_the_next() -> None:
     server = served_by(Turn())
     tick = warm(server)
     server.request(prompt(901, 12), tick + 1, 1)
     server.request(prompt(901, 12), tick + 2, 2)
     assert 901_011 not in server.evict(20)
-
-
-def test_prompts_that_are_stored_already_are_settled_like_others_and_forgotten() -> None:
-    server = served_by(Turn())
-    policy: Any = server.policy
-    for tick, last in enumerate((8, 9), 1):
-        server.request([1, 2, 3, last], tick)
-    for tick in range(3, 3000):
-        server.request([1, 2, 3], tick)
-    assert len(policy._requests) <= 2 * len(policy._user) == 6
-    assert policy._requests[2998].class_key[1] == "1?"
-    assert len(server.evict(100)) == 5
-    assert policy._requests == policy._user == {}
 
 
 def test_many_checkpoints_for_each_request_do_not_keep_the_model_from_learning() -> None:
@@ -314,20 +172,3 @@ def test_as_many_kinds_as_there_are_users_share_their_classes_but_for_the_first(
     kinds = {key[0] for key in policy.model._classes}  # type: ignore[index]
     assert kinds == {OTHER_KINDS, *(f"user {number}" for number in range(1, MAX_KINDS + 1))}
     assert len(policy._queues) <= 2
-
-
-def test_checkpoints_are_classes_of_their_own() -> None:
-    policy = Turn()
-    span = Entry(1, "span", 0, 10, 1, 1.0, created=1, last_used=1)
-    point = Entry(2, "checkpoint", 0, 10, 1, 1.0, created=1, last_used=1, has_checkpoint=True)
-    policy.inserted(span)
-    policy.inserted(point)
-    assert policy._user[2].class_key == ("", "checkpoint", "fresh")
-    point.last_used = 4
-    policy.touched(point)
-    assert policy._user[2].class_key == ("", "checkpoint", "used")
-    policy.evictable_changed(point, True)
-    assert policy.victim() is point
-    policy.evicted(point)
-    policy.evicted(span)
-    assert policy.victim() is None

@@ -16,7 +16,8 @@ from typing import Any
 from radixcache import PrefixCache
 from radixcache.paging.rates import StoreRates
 from runner import cli
-from runner.replay import caches, progress
+from runner.commands import replay
+from runner.replay import caches
 
 
 def quantized(kv_bits: int) -> Any:
@@ -32,10 +33,10 @@ class Unhurried(caches.RadixPrefixes):
         return super().begin(prompt)
 
 
-def dying_at(requests: float) -> type[progress.ReplayProgress]:
+def dying_at(requests: float) -> type[replay.ReplayProgress]:
     """The progress of a replay that gets so far and no further."""
 
-    class Deadly(progress.ReplayProgress):
+    class Deadly(replay.ReplayProgress):
         def _draw(self, cache: str, completed: float, prompt_tokens: int) -> None:
             if completed >= requests:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -48,5 +49,5 @@ if __name__ == "__main__":
     StoreRates.is_worth_reading = lambda *_: True  # type: ignore[method-assign]  # a tiny model is faster than any disk
     caches.PrefixCache = quantized(int(kv_bits))  # type: ignore[misc]
     caches.RadixPrefixes = Unhurried  # type: ignore[misc]
-    progress.ReplayProgress = dying_at(float(dies_at))  # type: ignore[misc]
+    replay.ReplayProgress = dying_at(float(dies_at))  # type: ignore[misc]
     cli.main(arguments)

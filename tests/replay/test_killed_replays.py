@@ -17,8 +17,8 @@ from runner.replay import ReplayOptions, caches
 from runner.replay.replayer import Replay
 from runner.replay.servers import RequestRow
 from runner.script.script import Script
+from tests.replay.conftest import Silence
 from tests.replay.killed import quantized
-from tests.replay.test_replay import Silence
 from tests.restarts import reading as reading
 
 ROOT = Path(__file__).resolve().parents[2]

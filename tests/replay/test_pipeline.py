@@ -1,5 +1,7 @@
 """`generate` streams one reply, whatever ends it, and leaves the run knowing what its caches hold."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from runner.engine.generation import compile_mode, feed, generate
 from runner.models.load import load_model
 from runner.replay.caches import PlainRun
+from tests.engine.compiled import is_compiling
 
 PROMPT = np.arange(30, 130, dtype=np.int32)
 # Small enough for the allocator to keep, large enough to be seen among what decoding leaves.
@@ -53,17 +56,6 @@ def text_of(pieces):
     return "".join(piece.text for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    ("returned", "error", "said"),
-    [(100_000, ValueError, [40, 41]), (-1, ValueError, [40, 41]), (0.5, TypeError, [40])],
-)
-def test_a_sampler_that_returns_no_token_of_the_model_is_an_error_after_tokens_before(tiny, returned, error, said):
-    pieces = reply(tiny, sampled=[40, 41, returned, 42])
-    assert [next(pieces).token for _ in said] == said
-    with pytest.raises(error, match="the sampler returned"):
-        next(pieces)
-
-
 def test_greedy_tokens_are_those_of_mlx_lm(tiny):
     expected = [token for token, _ in generate_step(mx.array(PROMPT), tiny.model, max_tokens=12)]
     pieces = list(reply(tiny, max_tokens=12))
@@ -78,12 +70,6 @@ def test_chunked_prefill_gives_the_logprobs_of_a_single_forward_pass_and_says_ho
     assert np.abs(np.array(piece.logprobs) - expected).max() < 1e-4
     assert piece.token == int(expected.argmax())
     assert seen == [(0, 100), (40, 100), (80, 100), (99, 100), (100, 100)]
-
-
-def test_the_next_step_is_dispatched_before_a_token_is_yielded_and_none_after_the_last(tiny):
-    run = begin(tiny)
-    pieces = reply(tiny, run, [40, 41, 42], max_tokens=3)
-    assert [(piece.token, run.steps) for piece in pieces] == [(40, 2), (41, 3), (42, 3)]
 
 
 def test_a_stop_token_ends_the_reply_and_brings_no_text(tiny):
@@ -105,16 +91,6 @@ def test_counts_and_durations_belong_to_prompt_and_completion(tiny):
     # Arrival at 0 on the clock of perf_counter: all that came before prefill counts for the first token.
     assert completion.ttft_ms > completion.prompt_ms > 0
     assert completion.completion_ms > 0
-
-
-def test_pieces_never_cut_a_character_and_a_reply_that_ends_inside_one_ends_before_it(tiny):
-    text = "é 日本語 a🙂b नमस्ते ok🙂"
-    tokens = tiny.tokenizer.encode(text, add_special_tokens=False)
-    assert len(tokens) == len(text.encode()), "one token per byte, so that every character can be cut"
-    pieces = list(reply(tiny, sampled=tokens, max_tokens=len(tokens)))
-    assert text_of(pieces) == text
-    assert all(text.startswith(text_of(pieces[: n + 1])) for n in range(len(pieces)))
-    assert text_of(reply(tiny, sampled=tokens, max_tokens=len(tokens) - 1)) == text[:-1]
 
 
 def test_cancelling_between_chunks_keeps_the_chunks_that_were_done(tiny):
@@ -178,61 +154,11 @@ def test_free_buffers_are_released_after_256_passes(tiny):
     assert held_free[253] < FREED_BYTES
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1, "step_size": 0}])
-def test_a_limit_below_one_is_refused_before_anything_runs(tiny, limits):
-    run = begin(tiny)
-    with pytest.raises(ValueError, match="wanted a whole number of tokens, 1 or more"):
-        next(reply(tiny, run, **limits))
-    assert all(cache.empty() for cache in run.caches)
-
-
-class Uncompiled:
-    """A model that asks for MLX's compiled mode to be off, and records whether it was."""
-
-    def __init__(self, model, *, as_method=False, fails=False):
-        self._model, self._fails = model, fails
-        self.enable_compile = (lambda: False) if as_method else False
-        self.compiled_calls = []
-
-    def __call__(self, tokens, cache):
-        self.compiled_calls.append(is_compiling())
-        if self._fails:
-            raise RuntimeError("a layer failed")
-        return self._model(tokens, cache=cache)
-
-
-def is_compiling() -> bool:
-    """Whether MLX's compiled mode is on: then a compiled function runs its Python only once."""
-    traces = []
-    compiled = mx.compile(lambda x: traces.append(x) or x + 1)
-    compiled(mx.array(1))
-    compiled(mx.array(2))
-    return len(traces) == 1
-
-
-def test_compiled_mode_is_off_while_a_model_that_wants_it_so_runs_and_comes_back_however_that_ends(tiny):
-    for wanted in ("off", "off by a method", "not said"):
-        model = Uncompiled(tiny.model, as_method=wanted == "off by a method")
-        if wanted == "not said":
-            del model.enable_compile
-        list(reply(tiny, model=model, max_tokens=2))
-        assert set(model.compiled_calls) == {wanted == "not said"}
-        assert is_compiling()
-    with pytest.raises(RuntimeError, match="a layer failed"):
-        list(reply(tiny, model=Uncompiled(tiny.model, fails=True)))
-    assert is_compiling()
-    pieces = reply(tiny, model=Uncompiled(tiny.model))
-    next(pieces)
-    assert not is_compiling()
-    pieces.close()
-    assert is_compiling()
-
-
 def test_compiled_mode_that_was_off_for_the_whole_process_stays_off(monkeypatch):
     monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
     mx.disable_compile()
     try:
-        with compile_mode(Uncompiled(None)):
+        with compile_mode(SimpleNamespace(enable_compile=False)):
             pass
         assert not is_compiling()
     finally:

@@ -23,25 +23,10 @@ from runner.script.conversation import Conversation
 from runner.script.conversation_reader import builtin_conversations
 from runner.script.schedule import schedule
 from runner.script.script import Prompt, Script, ScriptError
+from tests.replay.conftest import Silence
 
 BUDGET_BYTES = 64 << 20
 SYSTEM = "You answer in one word. " * 4
-
-
-class Silence:
-    """Watches a replay and remembers what it was told."""
-
-    def __init__(self):
-        self.runs, self.advances, self.done = [], [], []
-
-    def run_started(self, cache, requests):
-        self.runs.append((cache, requests))
-
-    def request_advanced(self, cache, done_tokens, prompt_tokens):
-        self.advances.append((cache, done_tokens, prompt_tokens))
-
-    def request_done(self, cache, row):
-        self.done.append((cache, row.prompt_tokens))
 
 
 def conversation(name, user, *texts, **more):
@@ -137,14 +122,6 @@ def test_with_fewer_bits_at_rest_as_many_tokens_are_cached_in_fewer_bytes():
         assert Report(replayed.result(), partings=partings, stored_bits=bits).differences() == []
     assert held[8][0] == held[None][0]
     assert held[8][1] < 0.6 * held[None][1]
-
-
-def test_a_wrong_restore_changes_answers(monkeypatch):
-    # The control of the test above: claim one token too many wherever a prompt parts from the last one.
-    right = caches.common_length
-    monkeypatch.setattr(caches, "common_length", lambda *pair: min(right(*pair) + 5, min(map(len, pair))))
-    runs = run("tiny:llama", ["none", "single"])
-    assert [row.output_hash for row in runs["none"].rows] != [row.output_hash for row in runs["single"].rows]
 
 
 @pytest.mark.parametrize("cache", CACHE_NAMES)
@@ -325,17 +302,6 @@ def test_the_system_prompt_is_found_if_the_record_asks_for_the_opening_of_a_repl
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
-def test_a_prompt_beyond_the_models_context_is_named_before_anything_runs():
-    loaded = load_model("tiny:llama")
-    long = conversation("long", "bob", "x" * loaded.context_length)
-    with pytest.raises(ScriptError, match=r"conversation long, turn 0: .* do not fit the model's context of 32,768"):
-        Script(loaded, schedule([*CONVERSATIONS, long]), max_tokens=4)
-    script = Script(loaded, schedule([*CONVERSATIONS, long]), max_tokens=4, skip_bad=True)
-    assert (len(script), script.skipped_requests) == (7, 1)
-    with pytest.raises(ScriptError, match="nothing to replay"):
-        Script(loaded, schedule([long]), max_tokens=4, skip_bad=True)
-
-
 def test_a_prompt_that_leaves_no_room_for_its_reply_is_refused():
     loaded, requests = load_model("tiny:llama"), schedule([conversation("a", "bob", "hello")])
     room_tokens = loaded.context_length - len(Script(loaded, requests, max_tokens=1)[0].prompt.tokens)
@@ -351,28 +317,6 @@ def test_a_text_too_long_whatever_its_tokens_are_is_not_tokenized_first(monkeypa
     monkeypatch.setattr("runner.script.script.render_chat", lambda *_, **__: pytest.fail("it was tokenized"))
     with pytest.raises(ScriptError, match=r"are at least 32,7\d\d tokens; the context of the model has 32,768"):
         Script(loaded, schedule([over]), max_tokens=4)
-
-
-@pytest.mark.parametrize("kind", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
-def test_a_cancelled_prefill_is_kept_and_a_retry_goes_on_from_there(kind):
-    loaded, cache = opened("radix", kind)
-    prompt = prompt_of(range(20, 220))
-    reached = []
-    with cache.begin(prompt) as session:
-        pieces = generate(
-            session,
-            loaded.model,
-            loaded.tokenizer,
-            max_tokens=4,
-            step_size=64,
-            cancelled=lambda: reached[-1:] == [128],
-            on_progress=lambda offset, _: reached.append(offset),
-        )
-        assert [piece.completion.done_reason for piece in pieces] == ["cancelled"]
-    assert reached == [0, 64, 128]
-    cached_tokens, _, reply = serve(cache, loaded, prompt)
-    assert cached_tokens == 128
-    assert reply == serve(open_cache("none", loaded, options()), loaded, prompt)[2]
 
 
 def test_an_exact_replay_resumes_on_the_grid_alone_and_says_so():
@@ -447,21 +391,6 @@ def test_the_observer_hears_of_every_request_and_peaks_are_within_bounds(two_use
     assert all(0 < row.peak_bytes <= BUDGET_BYTES for row in found.rows)
     assert all(row.ttft_ms > row.waited_ms >= 0 for row in found.rows)
     assert found.wall_s * 1e3 >= max(row.ttft_ms for row in found.rows)
-
-
-def test_the_report_of_several_users_has_a_row_for_each_way(two_users):
-    replayed, _ = two_users
-    report = Report(replayed.result(), is_parallel=True, alone=replayed.alone())
-    assert "In batches of mlx-lm, they took" in report.sentence()
-    assert report.sentence().endswith(" Every answer is the same as without a cache.")
-    document = report.document()
-    assert [each["cache"] for each in document["runs"]] == ["radix", "mlx-lm", "radix", "none"]
-    # A row has the figures that are measured for as many users.
-    first, alone = document["runs"][0]["rows"][0], document["runs"][2]["rows"][0]
-    assert first.keys() - alone.keys() == {"waited_ms"}
-    assert alone.keys() - first.keys() == {"begin_ms", "close_ms", "live_bytes", "paged_bytes", "allocated_bytes"}
-    assert {"users_at_a_time", "token_ms_p50"} <= document["runs"][0].keys()
-    assert "prefill_s" not in document["runs"][0]
 
 
 def test_an_answer_that_parts_is_said_by_how_near_the_two_tokens_were(two_users, monkeypatch):

@@ -8,8 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.routing.dispatcher import HALF_LIFE_S, Choice, Directory, Dispatcher, chain_digests, root_digest
-from runner.routing.routers import ROUTERS, UNEVEN, Ask, Coefficients, RoutingRates, View, make_router, weighed_s
+from runner.routing import (
+    HALF_LIFE_S,
+    ROUTERS,
+    UNEVEN,
+    Ask,
+    Choice,
+    Coefficients,
+    Directory,
+    Dispatcher,
+    RoutingRates,
+    View,
+    chain_digests,
+    make_router,
+    root_digest,
+    weighed_s,
+)
 
 #: A token takes a second to prefill, and nothing to decode.
 PLAIN = Coefficients(prefill_s=1.0, decode_s=0.0, output_tokens=1.0)

@@ -2,7 +2,8 @@
 
 An `Agent` holds a plain list of what the model sees, and notes a copy of the list for each request. Beside that, it
 writes the log of its kind of agent. Questions, calls, compactions, going back, forks, subagents and rows that are
-written again come in any order. What is read from the logs must be the noted lists.
+written again come in any order. What is read from the logs must be the noted lists. Logs of Gemini CLI and opencode are
+read by the same functions as those of qwen-code and pi; test_chat_sessions.py has an example of each.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.script.test_agent_sessions import ClaudeLog, call, codex_log, item, requests_of_log, thought, turn, written
-from tests.script.test_chat_sessions import QwenLog, function_call, open_said, pi_said
-from tests.script.test_forms import changed, read_or_refused
+from runner.script.chat_sessions import COMPACTED
+from tests.script.any_json import changed, read_or_refused
+from tests.script.logs import (
+    ClaudeLog,
+    QwenLog,
+    call,
+    codex_log,
+    function_call,
+    item,
+    pi_said,
+    requests_of_log,
+    thought,
+    turn,
+    written,
+)
 
 Line = tuple[str, str]  # what a message says, and the row that has it
 
@@ -66,10 +79,14 @@ class Agent:
         raise NotImplementedError
 
 
-class ClaudeCode(Agent):
+class LogAgent(Agent):
+    """An agent whose rows name the row before. A fork copies all rows into a file of its own."""
+
+    log: type[Any]
+
     def __init__(self) -> None:
         super().__init__()
-        self._log = ClaudeLog("s0")
+        self._log = self.log("s0")
         self.files["s0"] = self._log.records
         self._parent: str | None = None
 
@@ -77,6 +94,15 @@ class ClaudeCode(Agent):
         write = self._log.ask if role == "u" else self._log.reply
         self._parent = write(text, after=self._parent)
         self.view.append((f"{role}:{text}", self._parent))
+
+    def fork(self, number: int) -> None:
+        session = f"s{len(self.files)}"
+        self._log = self.log(session, self._log.records)
+        self.files[session] = self._log.records
+
+
+class ClaudeCode(LogAgent):
+    log = ClaudeLog
 
     def call(self, names: list[str], number: int) -> None:
         rows: list[str] = []
@@ -109,12 +135,6 @@ class ClaudeCode(Agent):
         # A row below a summary stands behind the kept messages.
         if len(view) < len(self.view) and not view[-1][1].startswith("summary"):
             self.view, self._parent = view, view[-1][1]
-
-    def fork(self, number: int) -> None:
-        session = f"s{len(self.files)}"
-        records, self._log = self._log.records, ClaudeLog(session)
-        self._log.records += [{**each, "sessionId": session} for each in records]
-        self.files[session] = self._log.records
 
     def again(self, number: int) -> None:
         record = self._log.records[number % len(self._log.records)]
@@ -213,17 +233,11 @@ class Codex(Agent):
         return ["s:Be kind.", *lines]
 
 
-class QwenCode(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._log = QwenLog("s0")
-        self.files["s0"] = self._log.records
-        self._parent: str | None = None
+class QwenCode(LogAgent):
+    log = QwenLog
 
     def say(self, role: str, text: str, number: int) -> None:
-        write = self._log.ask if role == "u" else self._log.reply
-        self._parent = write(text, after=self._parent)
-        self.view.append((f"{role}:{text}", self._parent))
+        super().say(role, text, number)
         if number % 2:
             self._parent = self._log.add("system", after=self._parent, subtype="ui_telemetry", systemPayload={})
 
@@ -248,12 +262,6 @@ class QwenCode(Agent):
         if len(view) < len(self.view) and view[-1][1]:  # it goes back to no row of a compressed history
             self.view, self._parent = view, self._log.add("system", after=view[-1][1], subtype="rewind")
 
-    def fork(self, number: int) -> None:
-        session = f"s{len(self.files)}"
-        records, self._log = self._log.records, QwenLog(session)
-        self._log.records += [{**each, "sessionId": session} for each in records]
-        self.files[session] = self._log.records
-
     def again(self, number: int) -> None:
         self._log.records.append(self._log.records[number % len(self._log.records)])
 
@@ -263,47 +271,6 @@ class QwenCode(Agent):
         log.reply(self.text(), isSidechain=True, agentId="a")
         self.files[f"side{len(self.files)}"] = log.records
         self.made.append([f"u:{text}"])
-
-
-class GeminiCli(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: list[dict[str, Any]] = [{"sessionId": "s", "projectHash": "p"}]
-        self.files["s"] = self._rows
-
-    def _row(self, kind: str, content: Any, **more: Any) -> str:
-        name = f"row {len(self._rows)}"
-        self._rows.append({"id": name, "timestamp": "2026-01-01", "type": kind, "content": content, **more})
-        return name
-
-    def say(self, role: str, text: str, number: int) -> None:
-        if number % 2:
-            self._row("info", "Told the user.")
-        content = [{"text": text}] if number % 3 else text
-        self.view.append((f"{role}:{text}", self._row("user" if role == "u" else "gemini", content)))
-
-    def call(self, names: list[str], number: int) -> None:
-        calls = [{"id": name, "name": "ls", "args": {}, "result": name} for name in names]
-        row = self._row("gemini", "", toolCalls=calls)
-        self.view += [("a:" + "(ls)" * len(names), row), *((f"t:{name}", row) for name in names)]
-
-    def compact(self, number: int) -> None:
-        text, kept = self.text(), [each for each in self.kept(number) if each[0][0] in "ua" and "(" not in each[0]]
-        said = [(f"u:{text}", ""), *kept]
-        kinds = {"u": "user", "a": "gemini"}
-        messages = [{"type": kinds[line[0]], "content": line[2:]} for line, _ in said]
-        self._rows.append({"$set": {"messages": messages}})
-        self.view = [(line, "") for line, _ in said]
-
-    def go_back(self, number: int) -> None:
-        view = self.cut(number)
-        if len(view) < len(self.view) and self.view[len(view)][1]:
-            self._rows.append({"$rewindTo": self.view[len(view)][1]})
-            self.view = view
-
-    def again(self, number: int) -> None:
-        said = [each for each in self._rows if "type" in each]
-        self._rows.append(said[number % len(said)] if number % 2 else {"$set": {"kind": "main"}})
 
 
 class Pi(Agent):
@@ -342,10 +309,7 @@ class Pi(Agent):
             return
         first = kept[0][1] if kept else "none"
         self._row(type="compaction", summary=text, firstKeptEntryId=first)
-        opening = (
-            "u:The conversation history before this point was compacted into the following summary:\n\n<summary>\n"
-        )
-        self.view = [(f"{opening}{text}\n</summary>", ""), *kept]
+        self.view = [(f"u:{COMPACTED}{text}\n</summary>", ""), *kept]
 
     def go_back(self, number: int) -> None:
         view = self.cut(number)
@@ -360,50 +324,7 @@ class Pi(Agent):
         self._rows.append(self._rows[number % len(self._rows)])
 
 
-class OpenCode(Agent):
-    def __init__(self) -> None:
-        super().__init__()
-        self._messages: list[dict[str, Any]] = []
-        self.files["s"] = [{"info": {"id": "s"}, "messages": self._messages}]
-
-    def _add(self, role: str, *parts: Any, **info: Any) -> str:
-        name = str(len(self._messages))
-        self._messages.append(open_said(name, role, *parts, **info))
-        return name
-
-    def say(self, role: str, text: str, number: int) -> None:
-        if role == "u":
-            self.view.append((f"u:{text}", self._add("user", text)))
-        elif number % 2 and self._messages[-1]["info"]["role"] == "assistant":  # a further step of the same message
-            self._messages[-1]["parts"] += [{"type": "step-start"}, {"type": "text", "text": text}]
-            self.view.append((f"a:{text}", self.view[-1][1]))
-        else:
-            self.view.append((f"a:{text}", self._add("assistant", {"type": "step-start"}, text)))
-
-    def call(self, names: list[str], number: int) -> None:
-        tools = [
-            {
-                "type": "tool",
-                "tool": "ls",
-                "callID": name,
-                "state": {"status": "completed", "input": {}, "output": name},
-            }
-            for name in names
-        ]
-        row = self._add("assistant", {"type": "step-start"}, *tools)
-        self.view += [("a:" + "(ls)" * len(names), row), *((f"t:{name}", row) for name in names)]
-
-    def compact(self, number: int) -> None:
-        kept, text = self.kept(number), self.text()
-        if any(not row for _, row in kept):
-            return
-        tail = {"tail_start_id": kept[0][1]} if kept else {}
-        self._add("user", {"type": "compaction", "auto": True, **tail})
-        self._add("assistant", text, summary=True)
-        self.view = [("u:What did we do so far?", ""), (f"a:{text}", ""), *kept]
-
-
-AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, QwenCode, GeminiCli, Pi, OpenCode)}
+AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, QwenCode, Pi)}
 MOVES = ("ask", "compact", "go_back", "fork", "again", "side")
 HISTORIES = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 59)), max_size=12)
 

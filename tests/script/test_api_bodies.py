@@ -18,7 +18,7 @@ from runner.script.schedule import requests_of, schedule
 from runner.serve.anthropic import MessagesBody
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
-from runner.serve.request import Request
+from runner.serve.request import Request, check_body
 from runner.serve.responses import ResponsesBody
 
 OPTIONS = ServeOptions()
@@ -27,26 +27,22 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 names = st.text("abc_", min_size=1, max_size=6)
-text_blocks = st.builds(lambda text: {"type": "text", "text": text}, texts)
-documents = st.builds(
-    lambda text, title: {"type": "document", "title": title, "source": {"type": "text", "data": text}}, texts, texts
-)
+text_blocks = texts.map(lambda text: {"type": "text", "text": text})
+sources = texts.map(lambda text: {"type": "text", "data": text})
+documents = st.builds(lambda source, title: {"type": "document", "title": title, "source": source}, sources, texts)
 results = st.builds(
     lambda content, is_error: {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": is_error},
     texts | st.lists(text_blocks, max_size=2),
     st.booleans(),
 )
-user_turns = st.builds(
-    lambda content: {"role": "user", "content": content},
-    texts | st.lists(text_blocks | documents | results, min_size=1, max_size=4),
-)
 uses = st.builds(lambda name, text: {"type": "tool_use", "id": "t", "name": name, "input": {"a": text}}, names, texts)
-thoughts = st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, texts)
+thoughts = texts.map(lambda text: {"type": "thinking", "thinking": text, "signature": "s"})
 searches = st.just({"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}})
-replies = st.builds(
-    lambda content: {"role": "assistant", "content": content},
-    texts | st.lists(text_blocks | uses | thoughts | searches, max_size=4),
+asked_blocks, said_blocks = text_blocks | documents | results, text_blocks | uses | thoughts | searches
+user_turns = (texts | st.lists(asked_blocks, min_size=1, max_size=4)).map(
+    lambda each: {"role": "user", "content": each}
 )
+replies = (texts | st.lists(said_blocks, max_size=4)).map(lambda each: {"role": "assistant", "content": each})
 anthropic_tools = st.builds(lambda name: {"name": name, "description": "d", "input_schema": {"type": "object"}}, names)
 anthropic_bodies = st.fixed_dictionaries(
     {
@@ -57,10 +53,7 @@ anthropic_bodies = st.fixed_dictionaries(
         ),
         "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 99}, {"type": "disabled"}, None]),
     },
-    optional={
-        "system": texts | st.lists(text_blocks, max_size=2),
-        "tools": st.lists(anthropic_tools, max_size=2),
-    },
+    optional={"system": texts | st.lists(text_blocks, max_size=2), "tools": st.lists(anthropic_tools, max_size=2)},
 )
 
 
@@ -104,17 +97,22 @@ def test_a_body_for_a_model_of_anthropic_s_may_be_openai_s(more: dict[str, Any])
     assert not is_anthropic({**given, **more})
 
 
+def test_a_turn_that_has_only_what_a_tool_of_anthropic_s_servers_did_is_anthropic_s() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    body = {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": [search]}]}
+    assert is_anthropic(body)
+
+
+input_texts = texts.map(lambda text: [{"type": "input_text", "text": text}])
+summaries = texts.map(lambda text: [{"type": "summary_text", "text": text}])
+calls, outputs = {"type": "custom_tool_call", "name": "n"}, {"type": "function_call_output"}
 items = st.lists(
     st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), texts)
-    | st.builds(
-        lambda text: {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}, texts
-    )
-    | st.builds(
-        lambda text: {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": text}]}, texts
-    )
-    | st.builds(lambda name: {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}, names)
-    | st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "n", "input": text}, texts)
-    | st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, texts)
+    | input_texts.map(lambda parts: {"type": "message", "role": "user", "content": parts})
+    | summaries.map(lambda parts: {"type": "reasoning", "id": "r", "summary": parts})
+    | names.map(lambda name: {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"})
+    | texts.map(lambda text: {**calls, "call_id": "c", "input": text})
+    | texts.map(lambda text: {**outputs, "call_id": "c", "output": text})
     | st.just({"type": "web_search_call", "id": "w"}),
     max_size=6,
 )
@@ -134,7 +132,7 @@ responses_bodies = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(responses_bodies)
 def test_a_body_of_the_responses_api_is_read_as_the_server_reads_it(body: dict[str, Any]) -> None:
-    prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+    prompts_are_equal(check_body(ResponsesBody, body).request(OPTIONS, ""), read_one(body))
 
 
 chat_bodies = st.fixed_dictionaries(
@@ -152,42 +150,31 @@ chat_bodies = st.fixed_dictionaries(
 @given(chat_bodies, st.booleans())
 def test_arguments_of_the_template_are_read_as_the_server_reads_them(body: dict[str, Any], is_chat: bool) -> None:
     turns = [{"role": "user", "content": text} for text in body.pop("messages")]
-    if is_chat:
-        body = {**body, "messages": turns}
-        prompts_are_equal(ChatBody.read(body, OPTIONS).request(""), read_one(body))
-    else:
-        body = {**body, "input": turns}
-        prompts_are_equal(ResponsesBody.read(body).request(OPTIONS, ""), read_one(body))
+    body = {**body, "messages" if is_chat else "input": turns}
+    request = (
+        ChatBody.read(body, OPTIONS).request("") if is_chat else check_body(ResponsesBody, body).request(OPTIONS, "")
+    )
+    prompts_are_equal(request, read_one(body))
 
 
 def test_what_no_template_has_text_for_is_left_out_and_named() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE, {"type": "text", "text": "42"}]}
-    thought = {"type": "redacted_thinking", "data": "x"}
-    found = read_one(
-        {
-            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Look", "citations": None}, IMAGE, pdf]},
-                {"role": "assistant", "content": [thought, {"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
-                {"role": "user", "content": [result]},
-            ],
-        }
-    )
+    thought, call = {"type": "redacted_thinking"}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Look", "citations": None}, IMAGE, pdf]},
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [result]},
+    ]
+    found = read_one({"tools": [{"type": "web_search_20250305", "name": "web_search"}], "messages": messages})
     assert [message["content"] for message in found.messages] == ["Look", "", "42"]
     assert found.left_out == {"tool web_search_20250305": 1, "image": 2, "document": 1, "redacted_thinking": 1}
-    image = {"type": "input_image", "file_id": "f"}
-    found = read_one(
-        {
-            "model": "m",
-            "previous_response_id": "resp_1",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "Look"}, image]},
-                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
-                {"type": "computer_call", "id": "c"},
-            ],
-        }
-    )
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look"}, {"type": "input_image", "file_id": "f"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+        {"type": "computer_call", "id": "c"},
+    ]
+    found = read_one({"model": "m", "previous_response_id": "resp_1", "input": items})
     assert found.messages[0] == {"role": "user", "content": "Look"}
     assert found.left_out == {"previous_response_id": 1, "input_image": 1, "reasoning": 1, "computer_call": 1}
 
@@ -202,11 +189,8 @@ def test_a_wrong_field_of_a_body_is_named() -> None:
 
 def test_conversations_in_openai_s_form_may_have_a_system_prompt_beside_them() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "42"},
-    ]
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "Go"}, calling, {"role": "tool", "content": "42"}]
     found = read_one({"system": "Be brief.", "messages": messages})
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool"]
 
@@ -228,82 +212,54 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def asked(path: Path) -> list[list[int]]:
+def asked_of(path: Path) -> list[list[int]]:
     """For each conversation the lengths of the prompts that it asks for, in messages."""
     conversations = read_conversations(path).conversations
     return [[len(request.messages) for request in requests_of(each)] for each in conversations]
 
 
 def test_each_request_of_a_log_is_asked_once_and_in_its_order(tmp_path: Path) -> None:
-    def body(*contents: str) -> dict[str, Any]:
-        roles = ["user", "assistant"] * len(contents)
-        return {
-            "model": "m",
-            "system": "s",
-            "messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)],
-        }
+    def body(contents: str, **more: Any) -> dict[str, Any]:
+        turns = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(contents)]
+        return {"model": "m", "messages": turns, **more}
 
-    by_users = [{**body(text), "user": user} for text, user in zip("abcd", "xyyx", strict=True)]
+    by_users = [body(text, system="s", user=user) for text, user in zip("abcd", "xyyx", strict=True)]
     order = schedule(read_conversations(write(tmp_path / "users.jsonl", *by_users)).conversations)
     assert [each.messages[-1]["content"] for each in order] == [*"abcd"]
-    path = write(
-        tmp_path / "log.jsonl",
-        body("a", "b", "c"),  # begins in the middle of a conversation: its first turn was never asked
-        body("a", "b", "c", "d", "e"),
-        body("a", "b", "c", "d", "e"),  # the same request again
-        body("x"),
-    )
-    assert asked(path) == [[2, 4], [6], [6], [2]]
+    # The first one begins in the middle of a conversation, the third one is the second again.
+    path = write(tmp_path / "log.jsonl", *(body(each, system="s") for each in ("abc", "abcde", "abcde", "x")))
+    assert asked_of(path) == [[2, 4], [6], [6], [2]]
     assert {each.user for each in read_conversations(path).conversations} == {"log"}
-    whole = {"model": "m", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    assert asked(write(tmp_path / "talks.jsonl", whole, whole)) == [[1], [1]]
+    assert asked_of(write(tmp_path / "talks.jsonl", body("ab"), body("ab"))) == [[1], [1]]
 
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Go"}]}
 REPLY = {"role": "assistant", "content": "42"}
 
 
+REPLIED = {"choices": [{"message": REPLY}]}
+TOLD = {"role": "assistant", "content": [{"type": "text", "text": "42"}]}
+ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42"}]}
+TALK = ["user", "assistant"]
+
+
 @pytest.mark.parametrize(
     ("record", "roles"),
     [
-        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
-        ({"custom_id": "a", "params": {**BODY, "system": "s"}}, ["system", "user"]),
+        ({"method": "POST", "url": "/v1/chat/completions", "body": BODY}, ["user"]),
+        ({"params": {**BODY, "system": "s"}}, ["system", "user"]),
+        ({"body": BODY, "response": {"body": REPLIED}}, TALK),
+        ({"request": json.dumps(BODY), "response": REPLIED}, TALK),
+        ({"request": {"url": "/v1/messages", "body": {**BODY, "system": "s"}}, "response": TOLD}, ["system", *TALK]),
         (
-            {"custom_id": "a", "body": BODY, "response": {"body": {"choices": [{"message": REPLY}]}}},
-            ["user", "assistant"],
-        ),
-        (
-            {"id": "a", "request": json.dumps(BODY), "response": {"choices": [{"message": REPLY}]}},
-            ["user", "assistant"],
-        ),
-        (
-            {
-                "id": "a",
-                "request": {"url": "/v1/messages", "body": {**BODY, "system": "s"}},
-                "response": {"role": "assistant", "content": [{"type": "text", "text": "42"}]},
-            },
-            ["system", "user", "assistant"],
-        ),
-        (
-            {
-                "custom_id": "a",
-                "url": "/v1/responses",
-                "body": {"model": "m", "input": "Go"},
-                "response": {
-                    "body": {
-                        "output": [
-                            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "42"}]}
-                        ]
-                    }
-                },
-            },
-            ["user", "assistant"],
+            {"url": "/v1/responses", "body": {"model": "m", "input": "Go"}, "response": {"body": {"output": [ITEM]}}},
+            TALK,
         ),
     ],
     ids=["batch", "batch of Anthropic", "stored completion", "proxy", "proxy with a body", "responses"],
 )
 def test_a_body_may_be_inside_another_record_with_its_response(record: Any, roles: list[str]) -> None:
-    found = read_one(record)
+    found = read_one({"custom_id": "a", **record})
     assert found.conversation_id == "a"
     assert [message["role"] for message in found.messages] == roles
     assert found.messages[-1]["content"] == ("42" if roles[-1] == "assistant" else "Go")

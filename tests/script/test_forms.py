@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,14 @@ from runner.files import InputError
 from runner.script import conversation
 from runner.script.conversation import Conversation
 from runner.script.conversation_formats import FORMS
-from runner.script.conversation_reader import read_conversations
-from runner.script.schedule import requests_of, schedule
+from runner.script.conversation_reader import ReadResult, read_conversations
+from runner.script.schedule import requests_of
+from tests.script.any_json import changed, read_or_refused, values
 
 #: A turn: a role and a text; of the role "call", the name of a tool and the text of its argument.
 Turns = list[tuple[str, str]]
 Writer = Callable[[Turns, bool], Any]
+Reader = Callable[..., ReadResult]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 questions = texts.map(lambda text: [("user", text)])
@@ -108,9 +109,8 @@ def sharegpt(turns: Turns, is_short: bool) -> Any:
 
 def preferred(turns: Turns, _: bool) -> Any:
     messages = in_chats(turns)
-    cut = (
-        len(messages) - 1 if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1] else len(messages)
-    )
+    has_reply = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    cut = len(messages) - has_reply
     return {"input": {"messages": messages[:cut]}, "preferred_output": messages[cut:]}
 
 
@@ -119,21 +119,14 @@ def openwebui(turns: Turns, is_short: bool) -> Any:
         str(index): {"id": str(index), "parentId": str(index - 1) if index else None, "role": role, "content": text}
         for index, (role, text) in enumerate(turns)
     }
-    history = {"messages": nodes, "currentId": str(len(turns) - 1)}
-    return {
-        "id": "a",
-        "user_id": "u",
-        "chat": {"messages": in_chats(turns), **({} if is_short else {"history": history})},
-    }
+    history = {} if is_short else {"history": {"messages": nodes, "currentId": str(len(turns) - 1)}}
+    return {"id": "a", "user_id": "u", "chat": {"messages": in_chats(turns), **history}}
 
 
 def langfuse(turns: Turns, is_short: bool) -> Any:
-    messages = in_chats(turns)
-    asked = (
-        messages
-        if is_short
-        else {"messages": messages, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
-    )
+    asked: Any = in_chats(turns)
+    if not is_short:
+        asked = {"messages": asked, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     generation = {"id": "a", "traceId": "t", "type": "GENERATION", "input": asked, "output": None}
     span = {"id": "b", "traceId": "t", "type": "SPAN", "input": {"args": []}}
     return {**generation, "input": json.dumps(asked)} if is_short else {"id": "t", "observations": [span, generation]}
@@ -154,28 +147,20 @@ def chatgpt(turns: Turns, is_short: bool) -> Any:
         content = {"content_type": "text", "parts": [text]}
         if role == "call" or (role == "tool" and is_short):
             content = {"content_type": "code", "text": text}
-        message = {
-            "author": {"role": "assistant" if role == "call" else role},
-            "content": content,
-            "recipient": "look_up" if role == "call" else "all",
-        }
+        author = {"role": "assistant" if role == "call" else role}
+        message = {"author": author, "content": content, "recipient": "look_up" if role == "call" else "all"}
         parent = str(index - 1) if index else "root"
         mapping[str(index)] = {"id": str(index), "message": message, "parent": parent, "children": []}
     return {"title": "t", "conversation_id": "a", "mapping": mapping, "current_node": str(len(turns) - 1)}
 
 
 def oasst_rows(turns: Turns, is_short: bool) -> list[Any]:
-    roles = {"user": "prompter"}
-    return [
-        {
-            "message_id": str(index),
-            **({"parent_id": str(index - 1)} if index else {"parent_id": None} if is_short else {}),
-            "message_tree_id": "0",
-            "text": text,
-            "role": roles.get(role, role),
-        }
-        for index, (role, text) in enumerate(turns)
-    ]
+    rows = []
+    for index, (role, text) in enumerate(turns):
+        row = {"message_id": str(index), "message_tree_id": "0", "text": text}
+        parent = {"parent_id": str(index - 1)} if index else {"parent_id": None} if is_short else {}
+        rows.append({**row, **parent, "role": "prompter" if role == "user" else role})
+    return rows
 
 
 def oasst_tree(turns: Turns, _: bool) -> Any:
@@ -206,10 +191,7 @@ WRITERS: dict[str, list[tuple[Writer, st.SearchStrategy[Turns]]]] = {
     ],
     "OpenAI's Responses API": [(responses, with_calls)],
     "batches of APIs, stored completions, logs of proxies": [
-        (
-            lambda turns, is_short: {"custom_id": "a", "body": (anthropic if is_short else responses)(turns, is_short)},
-            with_calls,
-        ),
+        (lambda turns, is_short: {"body": (anthropic if is_short else responses)(turns, is_short)}, with_calls),
         (lambda turns, is_short: {"custom_id": "a", "params": anthropic(turns, is_short)}, with_calls),
         (lambda turns, _: {"request": json.dumps({"messages": in_chats(turns)})}, with_calls),
     ],
@@ -251,13 +233,9 @@ def turns_of(conversation: Conversation) -> Turns:
 def write(folder: str, value: Any, *, is_packed: bool, indent: int | None, is_array: bool) -> Path:
     """One record, in a line, over several lines or in an array."""
     records = value if isinstance(value, list) and "message_id" in value[0] else [value]
-    text = (
-        json.dumps(records, indent=indent)
-        if is_array
-        else "\n".join(json.dumps(each, indent=indent) for each in records)
-    )
-    path = Path(folder) / ("a.json" + ".gz" * is_packed)
-    path.write_bytes(gzip.compress(text.encode()) if is_packed else text.encode())
+    lines = [json.dumps(records, indent=indent)] if is_array else [json.dumps(each, indent=indent) for each in records]
+    path, content = Path(folder) / ("a.json" + ".gz" * is_packed), "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if is_packed else content)
     return path
 
 
@@ -286,79 +264,50 @@ def branches(*parents: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, parent in enumerate(parents):
         depths.append(0 if parent is None else depths[parent] + 1)
-        role = "assistant" if depths[-1] % 2 else "prompter"
-        rows.append(
-            {
-                "message_id": f"m{index}",
-                "message_tree_id": f"m{index}" if parent is None else rows[parent]["message_tree_id"],
-                "parent_id": None if parent is None else f"m{parent}",
-                "text": str(index),
-                "role": role,
-            }
-        )
+        about = {"text": str(index), "role": "assistant" if depths[-1] % 2 else "prompter"}
+        tree = f"m{index}" if parent is None else rows[parent]["message_tree_id"]
+        above = None if parent is None else f"m{parent}"
+        rows.append({"message_id": f"m{index}", "message_tree_id": tree, "parent_id": above, **about})
     return rows
 
 
-def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(tmp_path: Path) -> None:
+def prompts(result: ReadResult) -> list[list[str]]:
+    requests = (request for each in result.conversations for request in requests_of(each))
+    return [[message["content"] for message in request.messages] for request in requests]
+
+
+def test_each_path_of_a_tree_asks_what_no_path_before_has_asked(read: Reader) -> None:
     #     m0 user - m1 - m2 user - m3          the first path
     #                  \ m4 user - m5          an edited question: it asks its second turn
     #             \ m6                         another reply: it asks the first turn again
     #     m7 user                              another tree
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in branches(None, 0, 1, 2, 1, 4, 0, None)))
-    found = read_conversations(path).conversations
-    assert [(each.conversation_id, each.user, each.asked_messages) for each in found] == [
-        ("m0", "m0", 0), ("m0/1", "m0", 1), ("m0/2", "m0", 0), ("m7", "m7", 0),
-    ]  # fmt: skip
-    asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
-    assert asked == [["0"], ["0", "1", "2"], ["0", "1", "4"], ["0"], ["7"]]
-    assert [each.source for each in found] == ["rows.jsonl:1"] * 3 + ["rows.jsonl:8"]
+    result = read(*branches(None, 0, 1, 2, 1, 4, 0, None))
+    found = [(each.conversation_id, each.user, each.asked_messages) for each in result.conversations]
+    assert found == [("m0", "m0", 0), ("m0/1", "m0", 1), ("m0/2", "m0", 0), ("m7", "m7", 0)]
+    assert prompts(result) == [["0"], ["0", "1", "2"], ["0", "1", "4"], ["0"], ["7"]]
+    assert [each.source for each in result.conversations] == ["a.jsonl:1"] * 3 + ["a.jsonl:8"]
 
 
-def test_trees_of_one_record_are_asked_each_from_its_first_turn(tmp_path: Path) -> None:
-    rows = branches(None, 0, 1, 2, 1, None)
-    path = tmp_path / "conversations.json"
-    nodes = {
-        row["message_id"]: {
-            "parent": row["parent_id"],
-            "message": {
-                "author": {"role": "user" if row["role"] == "prompter" else "assistant"},
-                "content": {"content_type": "text", "parts": [row["text"]]},
-            },
-        }
-        for row in rows
-    }
-    path.write_text(json.dumps({"conversation_id": "a", "mapping": nodes}))
-    found = read_conversations(path).conversations
-    assert [(each.conversation_id, each.asked_messages, len(each.messages)) for each in found] == [
-        ("a", 0, 4), ("a/1", 1, 3), ("a/2", 0, 1),
-    ]  # fmt: skip
-
-
-def chatgpt_export(path: Path, *nodes: tuple[str, str | None, str, Any]) -> Path:
+def chatgpt_export(*nodes: tuple[str, str | None, str, Any]) -> list[Any]:
     """An export with one conversation of nodes: name, parent, role, content (a text, or as it is)."""
     mapping = {}
     for name, parent, role, content in nodes:
         plain = {"content_type": "text", "parts": [content]} if isinstance(content, str) else content
         mapping[name] = {"parent": parent, "message": {"author": {"role": role}, "content": plain}}
-    path.write_text(json.dumps([{"conversation_id": "a", "mapping": mapping}]))
-    return path
+    return [{"conversation_id": "a", "mapping": mapping}]
 
 
-def test_a_path_that_parts_within_a_turn_asks_for_its_own_replies_alone(tmp_path: Path) -> None:
+def test_a_path_that_parts_within_a_turn_asks_for_its_own_replies_alone(read: Reader) -> None:
     nodes = ("u", None, "user", "Q"), ("a", "u", "assistant", "call"), ("t", "a", "tool", "R")
-    ends = ("b", "t", "assistant", "B"), ("c", "t", "assistant", "C")
-    found = read_conversations(chatgpt_export(tmp_path / "conversations.json", *nodes, *ends)).conversations
-    asked = [[message["content"] for message in request.messages] for each in found for request in requests_of(each)]
-    assert asked == [["Q"], ["Q", "call", "R"], ["Q", "call", "R"]]
+    result = read(chatgpt_export(*nodes, ("b", "t", "assistant", "B"), ("c", "t", "assistant", "C")))
+    assert prompts(result) == [["Q"], ["Q", "call", "R"], ["Q", "call", "R"]]
 
 
-def test_what_a_user_has_set_in_chatgpt_and_empty_beginnings_are_no_turns(tmp_path: Path) -> None:
+def test_what_a_user_has_set_in_chatgpt_and_empty_beginnings_are_no_turns(read: Reader) -> None:
     about = {"content_type": "user_editable_context", "user_profile": "p", "user_instructions": "i"}
     nodes = ("root", None, "system", ""), ("leaf", "root", "system", ""), ("set", "root", "user", about)
-    path = chatgpt_export(tmp_path / "c.json", *nodes, ("u", "set", "user", "hi"), ("a", "u", "assistant", "yo"))
-    (found,) = read_conversations(path).conversations
-    assert [message["content"] for message in found.messages] == ["hi", "yo"]
+    asked = ("u", "set", "user", "hi"), ("a", "u", "assistant", "yo"), ("b", "a", "user", "so")
+    assert prompts(read(chatgpt_export(*nodes, *asked))) == [["hi"], ["hi", "yo", "so"]]
 
 
 @pytest.mark.parametrize(
@@ -366,22 +315,17 @@ def test_what_a_user_has_set_in_chatgpt_and_empty_beginnings_are_no_turns(tmp_pa
     [
         ([{**branches(None)[0], "parent_id": "gone"}], "the parent of m0 is str 'gone'; wanted a message of the tree."),
         ([{**branches(None)[0], "parent_id": "m0"}], "messages in circles are int 1; wanted none."),
-        (
-            branches(None, *range(10), *([10] * 10)),
-            "the messages on all paths of the tree are int 48; wanted at most 42.",
-        ),
+        (branches(None, *range(10), *([10] * 10)), "the messages on all paths of the tree are int 48; wanted at most"),
     ],
     ids=["no parent", "circle", "too many paths"],
 )
 def test_a_tree_that_is_none_or_has_too_many_paths_is_refused(
-    rows: list[Any], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[Any], wanted: str, read: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversation, "MOST_REPEATS", 2)
     monkeypatch.setattr(conversation, "FEW_MESSAGES", 0)
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=f"rows.jsonl:1: {wanted}"):
-        read_conversations(path)
+    with pytest.raises(InputError, match=f"a.jsonl:1: {wanted}"):
+        read(*rows)
 
 
 def test_the_paths_of_a_tree_share_their_messages(tmp_path: Path) -> None:
@@ -405,142 +349,45 @@ def test_the_paths_of_a_tree_share_their_messages(tmp_path: Path) -> None:
     assert peak_bytes < 30 * read_bytes + 8 * sum(len(each.messages) for each in found)
 
 
-def test_files_of_openai_messages_are_no_rows_of_a_tree(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(branches(None, 0)))
-    assert len(read_conversations(path).conversations) == 1
-    path.write_text(json.dumps([{"role": "user", "content": "a", "message_id": "m"}]))
-    assert read_conversations(path).conversations[0].messages == ({"role": "user", "content": "a"},)
+def test_files_of_openai_messages_are_no_rows_of_a_tree(read: Reader) -> None:
+    assert len(read(branches(None, 0)).conversations) == 1
+    assert prompts(read([{"role": "user", "content": "a", "message_id": "m"}])) == [["a"]]
 
 
-def test_rows_of_trees_trees_and_chats_may_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mixed.jsonl"
-    first, second = branches(None, 0)
-    tree = {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "T"}}
-    chat = {"messages": [{"role": "user", "content": "C"}]}
-    path.write_text("".join(json.dumps(each) + "\n" for each in (first, tree, chat, second)))
-    found = read_conversations(path).conversations
-    assert [(each.source, [message["content"] for message in each.messages]) for each in found] == [
-        ("mixed.jsonl:2", ["T"]), ("mixed.jsonl:3", ["C"]), ("mixed.jsonl:1", ["0", "1"]),
-    ]  # fmt: skip
+def test_rows_of_trees_trees_and_chats_may_share_a_file(read: Reader) -> None:
+    (first, second), chat = branches(None, 0), {"messages": [{"role": "user", "content": "C"}]}
+    result = read(first, {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "T"}}, chat, second)
+    assert [each.source for each in result.conversations] == ["a.jsonl:2", "a.jsonl:3", "a.jsonl:1"]
+    assert prompts(result) == [["T"], ["C"], ["0"]]
 
 
 @pytest.mark.parametrize("foreign", [{"a": 1}, {"message_id": "m", "role": "prompter"}])
-def test_a_record_that_is_no_row_of_a_tree_is_refused_or_skipped_by_its_line(foreign: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (*branches(None, 0), foreign)))
-    with pytest.raises(InputError, match=r"rows\.jsonl:3: no known form of conversation \(keys: "):
-        read_conversations(path)
-    result = read_conversations(path, skip_bad=True)
+def test_a_record_that_is_no_row_of_a_tree_is_refused_or_skipped_by_its_line(foreign: Any, read: Reader) -> None:
+    with pytest.raises(InputError, match=r"a\.jsonl:3: no known form of conversation \(keys: "):
+        read(*branches(None, 0), foreign)
+    result = read(*branches(None, 0), foreign, skip_bad=True)
     assert (len(result.conversations), len(result.skipped)) == (1, 1)
 
 
 @pytest.mark.parametrize("late", [branches(None)[0], {"type": "user", "sessionId": "s", "uuid": "u"}])
 def test_a_row_far_behind_the_beginning_of_a_file_of_another_form_is_refused_by_its_line(
-    late: Any, tmp_path: Path
+    late: Any, read: Reader
 ) -> None:
-    path = tmp_path / "chats.jsonl"
     chats = [{"messages": [{"role": "user", "content": "C"}]}] * 120
-    path.write_text("".join(json.dumps(each) + "\n" for each in (*chats, late)))
-    with pytest.raises(InputError, match=r"chats\.jsonl:121: is of .*, in a file of another form; wanted a file of"):
-        read_conversations(path)
-    assert len(read_conversations(path, skip_bad=True).conversations) == 120
+    with pytest.raises(InputError, match=r"a\.jsonl:121: is of .*, in a file of another form; wanted a file of"):
+        read(*chats, late)
+    assert len(read(*chats, late, skip_bad=True).conversations) == 120
 
 
-def test_parts_of_chatgpt_s_export_without_text_are_named(tmp_path: Path) -> None:
+def test_parts_of_chatgpt_s_export_without_text_are_named(read: Reader) -> None:
     image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"}
-    contents = [
-        ("system", {"content_type": "text", "parts": [""]}),
-        ("user", {"content_type": "multimodal_text", "parts": [image, "Look"]}),
-        ("assistant", {"content_type": "thoughts", "thoughts": [{"summary": "s", "content": "Hm."}]}),
-        ("assistant", {"content_type": "text", "parts": ["A cat."]}),
-    ]
-    mapping = {
-        str(at): {"parent": str(at - 1) if at else None, "message": {"author": {"role": role}, "content": content}}
-        for at, (role, content) in enumerate(contents)
-    }
-    path = tmp_path / "conversations.json"
-    path.write_text(json.dumps([{"title": "t", "mapping": mapping}]))
-    result = read_conversations(path)
+    look = {"content_type": "multimodal_text", "parts": [image, "Look"]}
+    thoughts = {"content_type": "thoughts", "thoughts": [{"summary": "s", "content": "Hm."}]}
+    nodes = ("0", None, "system", ""), ("1", "0", "user", look), ("2", "1", "assistant", thoughts)
+    result = read(chatgpt_export(*nodes, ("3", "2", "assistant", "A cat.")))
     assert [message["content"] for message in result.conversations[0].messages] == ["Look", "A cat."]
     said = "left out of the prompts, as they are no text of a message: 1 image_asset_pointer, 1 thoughts."
     assert result.notes == [said]
-
-
-KEYS = sorted(
-    {
-        key
-        for form in FORMS
-        for names in (form.keys, form.role, form.content, form.id, form.user, form.parent, form.callee)
-        for key in re.findall(r"\w+", names)
-    }
-    | {
-        "message",
-        "author",
-        "parts",
-        "content_type",
-        "text",
-        "type",
-        "tools",
-        "functions",
-        "function",
-        "name",
-        "arguments",
-    }
-    | {"tool_calls", "function_call", "system", "first_turn", "replies_recorded", "chat_template_kwargs", "left_out"}
-    | {
-        "actions",
-        "observations",
-        "query",
-        "parent",
-        "recipient",
-        "replies",
-        "response",
-        "choices",
-        "output",
-        "metadata",
-    }
-    | {
-        "source",
-        "thinking",
-        "output_config",
-        "input_schema",
-        "instructions",
-        "reasoning",
-        "previous_response_id",
-        "calls",
-    }
-    | {"info", "task", "task_id", "uuid", "parentUuid", "sessionId", "timestamp", "url", "custom_id", "is_request"}
-)
-words = st.sampled_from(
-    ["", "user", "assistant", "tool", "system", "human", "text", "image", "tool_use", "tool_result", "message", "code"]
-)  # fmt: skip
-leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.just(1e400) | words | st.just("\ud800")
-#: Values of the words that readers look for, in any order and nesting.
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
-    max_leaves=24,
-)
-
-
-def read_or_refused(text: str) -> None:
-    """Check that a file with this text is read, or refused in one line with the file and a line of it."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "a.json"
-        path.write_text(text)
-        try:
-            conversations = read_conversations(path).conversations
-        except InputError as error:
-            line = str(error)
-            assert "\n" not in line
-            # A file without a record has no line to name.
-            assert re.match(rf"{re.escape(str(path))}:(\d+: | no conversation found\.| the file is empty)", line), line
-        else:
-            for request in schedule(conversations):
-                talk = request.conversation
-                given = [request.messages, talk.tools, dict(talk.arguments), talk.user, talk.source]
-                assert json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
 
 
 @settings(max_examples=150, deadline=None)
@@ -550,20 +397,6 @@ def test_any_json_is_read_or_refused_in_one_line_with_its_file_and_line(
 ) -> None:
     text = json.dumps(value, indent=indent)
     read_or_refused(text[: len(text) - cut])
-
-
-def changed(value: Any, data: st.DataObject) -> Any:
-    """A value in which one place is another value, or is gone."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    if not keys or not data.draw(st.integers(0, 4)):
-        return data.draw(values)
-    key = data.draw(st.sampled_from(keys))
-    copy = value.copy()
-    if data.draw(st.integers(0, 5)):
-        copy[key] = changed(value[key], data)
-    else:
-        del copy[key]
-    return copy
 
 
 @settings(max_examples=150, deadline=None)
@@ -590,53 +423,42 @@ def test_deep_json_is_refused_wherever_it_is(opening: str, tmp_path: Path) -> No
             read_conversations(path)
 
 
-def test_the_reply_that_is_not_preferred_and_what_is_no_generation_are_left_out(tmp_path: Path) -> None:
+def test_the_reply_that_is_not_preferred_and_what_is_no_generation_are_left_out(read: Reader) -> None:
     asked = {"input": {"messages": [{"role": "user", "content": "Go"}]}}
     replies = [[{"role": "assistant", "content": text}] for text in ("Yes.", "No.")]
-    value = {**asked, "preferred_output": replies[0], "non_preferred_output": replies[1]}
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(value))
-    (found,) = read_conversations(path).conversations
+    result = read({**asked, "preferred_output": replies[0], "non_preferred_output": replies[1]})
+    (found,) = result.conversations
     assert (turns_of(found), found.left_out) == ([("user", "Go"), ("assistant", "Yes.")], {"further choice": 1})
     said = {"role": "assistant", "content": "Done."}
     generation = {"traceId": "t", "type": "GENERATION", "input": asked["input"]["messages"], "output": said}
     span = {"traceId": "t", "type": "SPAN", "input": {"args": []}, "output": {}}
-    rows = [span, generation, {**generation, "output": "Done."}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert [turns_of(each) for each in read_conversations(path).conversations] == [
-        [("user", "Go"), ("assistant", "Done.")]
-    ] * 2
-    path.write_text(json.dumps({**generation, "input": {"args": []}}))
+    result = read(span, generation, {**generation, "output": "Done."})
+    assert [*map(turns_of, result.conversations)] == [[("user", "Go"), ("assistant", "Done.")]] * 2
     with pytest.raises(InputError, match=r"an observation of Langfuse has input .*args.*; wanted messages"):
-        read_conversations(path)
-    path.write_text(json.dumps({"request_id": "a", "request_body": None, "request_path": "/v1"}))
+        read({**generation, "input": {"args": []}})
     with pytest.raises(InputError, match=r"Helicone has no request_body; wanted an export with --include-body"):
-        read_conversations(path)
+        read({"request_id": "a", "request_body": None, "request_path": "/v1"})
 
 
-def test_reasoning_has_other_names_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
-    path, question = tmp_path / "log.jsonl", {"role": "user", "content": "Hi", "images": ["a", "b"]}
+def test_reasoning_has_other_names_and_what_cannot_be_read_is_counted(read: Reader) -> None:
+    question = {"role": "user", "content": "Hi", "images": ["a", "b"]}
     for reply in ({"reasoning": "Hm."}, {"thinking": "Hm.", "reasoning": [1]}, {"reasoning_content": "Hm."}):
-        path.write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "Yes", **reply}]}))
-        (conversation,) = read_conversations(path).conversations
-        assert conversation.messages[1] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
-        assert conversation.left_out == {"image": 2} | ({"reasoning": 1} if "thinking" in reply else {})
+        (found,) = read({"messages": [question, {"role": "assistant", "content": "Yes", **reply}]}).conversations
+        assert found.messages[1] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+        assert found.left_out == {"image": 2} | ({"reasoning": 1} if "thinking" in reply else {})
 
 
-def test_functions_may_be_json_text_and_nothing_else_than_a_list(tmp_path: Path) -> None:
-    path, function = tmp_path / "log.jsonl", {"name": "f", "parameters": {}}
+def test_functions_may_be_json_text_and_nothing_else_than_a_list(read: Reader) -> None:
+    body, function = {"messages": [{"role": "user", "content": "Hi"}]}, {"name": "f", "parameters": {}}
     for functions in ([function], json.dumps([function])):
-        path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": functions}))
-        assert read_conversations(path).conversations[0].tools == ({"type": "function", "function": function},)
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}], "functions": {"f": 1}}))
+        (found,) = read({**body, "functions": functions}).conversations
+        assert found.tools == ({"type": "function", "function": function},)
     with pytest.raises(InputError, match=r"functions is .*; wanted a list of function definitions"):
-        read_conversations(path)
+        read({**body, "functions": {"f": 1}})
 
 
-def test_documents_beside_messages_are_counted_as_left_out(tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "One."}, {"text": "Two."}]}
-    path = tmp_path / "log.jsonl"
-    path.write_text(json.dumps(body))
-    read = read_conversations(path)
-    assert read.conversations[0].left_out == {"document beside messages": 2}
-    assert "2 document beside messages" in read.notes[0]
+def test_documents_beside_messages_are_counted_as_left_out(read: Reader) -> None:
+    documents = [{"text": "One."}, {"text": "Two."}]
+    result = read({"messages": [{"role": "user", "content": "Hi"}], "documents": documents})
+    assert result.conversations[0].left_out == {"document beside messages": 2}
+    assert "2 document beside messages" in result.notes[0]

@@ -62,12 +62,8 @@ def test_only_what_ends_with_the_user_or_comes_before_a_reply_is_asked() -> None
     (request,) = schedule([Conversation("a", "ann", (said("user", "one"), said("user", "two")))])
     assert (request.turn, len(request.messages), request.recorded_reply) == (1, 2, None)
     requests = schedule([talk("a", "ann", 3), talk("b", "ann", 3, asked_messages=5)])
-    assert [(each.conversation.conversation_id, each.turn) for each in requests] == [
-        ("a", 0),
-        ("a", 1),
-        ("a", 2),
-        ("b", 2),
-    ]
+    turns = [(each.conversation.conversation_id, each.turn) for each in requests]
+    assert turns == [("a", 0), ("a", 1), ("a", 2), ("b", 2)]
 
 
 def test_users_are_interleaved_and_the_requests_of_each_stay_in_order() -> None:
@@ -98,7 +94,6 @@ def test_users_takes_the_first_ones_and_max_requests_the_beginning() -> None:
     conversations = [talk(f"{user}{number}", user, 2) for number in (1, 2) for user in ("ann", "bob", "cyd")]
     assert {request.conversation.user for request in schedule(conversations, users=2)} == {"ann", "bob"}
     assert schedule(conversations, max_requests=5) == schedule(conversations)[:5]
-    assert schedule(conversations, max_requests=500) == schedule(conversations)
 
 
 @pytest.mark.parametrize(

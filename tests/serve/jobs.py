@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from runner.models.load import LoadedModel
 from runner.serve.app import make_app
 from runner.serve.metrics import Watch
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord
+from runner.serve.request import ApiError, ModelNames, OpenRequest, ReplyEvent, Request, RequestRecord, Sampling
 from runner.serve.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -60,6 +61,13 @@ def local_client(app: FastAPI) -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + GUARD_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def noting(ended: list[str], name: str) -> Callable[[OpenRequest, ReplyEvent], None]:
     """For `on_answer`: note the name of a request that ends."""
     return lambda _, answer: ended.append(name) if isinstance(answer, RequestRecord) else None
@@ -74,7 +82,8 @@ class Waiting:
         more = {"names": ModelNames(), "max_tokens": 12, **asked}
         if "messages" not in more:
             more.setdefault("prompt", "The quick brown fox")
-        self.opened = OpenRequest(Request(**more), self._put)
+        sampling = Sampling(**{name: more.pop(name) for name in Sampling.model_fields if name in more})
+        self.opened = OpenRequest(Request(**more, sampling=sampling), self._put)
         self._on_answer = on_answer
         thread.ask(self.opened)
 

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runner.engine.token import Token
-from runner.serve.request import (
-    ApiError,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Request,
-    RequestRecord,
-)
+from runner.serve.request import ApiError, OpenRequest, PrefillProgress, ReplyEvent, Request, RequestRecord
 from tests.serve import watched
 
 PROMPT_TOKENS, MATCHED_TOKENS, CACHED_TOKENS = 20, 16, 12

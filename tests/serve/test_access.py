@@ -34,10 +34,7 @@ def serve(tmp_path: Path) -> Serve:
         for path in (keys, admin_key):
             path.chmod(0o600)
         options = ServeOptions(
-            api_keys=keys if tenants else None,
-            admin_key_file=admin_key if admin else None,
-            namespace_by=by,
-            **more,
+            api_keys=keys if tenants else None, admin_key_file=admin_key if admin else None, namespace_by=by, **more
         )
         app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
         for path in ["/health", "/v1/models", "/v1/messages", *ADMINS]:

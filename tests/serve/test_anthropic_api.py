@@ -15,13 +15,12 @@ import pytest
 
 from runner.engine.token import Token
 from runner.serve import service
-from runner.serve.request import ApiError, OpenRequest, PrefillProgress
+from runner.serve.request import OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, MESSAGES, USER, scripted_app
+from tests.serve.scripted_app import MESSAGES, USER, events, scripted_app, whole
 
 T = TypeVar("T")
 
-BODY: dict[str, Any] = BODIES[MESSAGES]
 USAGE = {
     "input_tokens": PROMPT_TOKENS - CACHED_TOKENS, "cache_creation_input_tokens": 0,
     "cache_read_input_tokens": CACHED_TOKENS, "output_tokens": 3,
@@ -46,27 +45,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
-def post(runs: ScriptedRuns, body: Any, path: str = MESSAGES) -> httpx2.Response:
-    async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(scripted_app(runs))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, content=body if isinstance(body, str) else json.dumps(body))
-
-    return run(send())
-
-
-def events_of(runs: ScriptedRuns) -> list[dict[str, Any]]:
-    """Data of a stream's events, each of which has its type as its name."""
-    response = post(runs, {**BODY, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for event in response.text.split("\n\n")[:-1]:
-        name, data = event.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
 def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
     transport = httpx2.ASGITransport(scripted_app(runs))
     http_client = anthropic.DefaultAsyncHttpxClient(transport=transport)
@@ -75,9 +53,7 @@ def client_of(runs: ScriptedRuns) -> anthropic.AsyncAnthropic:
 
 def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> None:
     runs = ScriptedRuns(*HELLO)
-    response = post(runs, BODY)
-    assert response.status_code == 200
-    assert response.json() == {
+    assert whole(MESSAGES, runs) == {
         "id": f"msg_{runs.opened[0].id}",
         "type": "message",
         "role": "assistant",
@@ -90,14 +66,8 @@ def test_a_reply_is_a_message_whose_usage_counts_each_prompt_token_once() -> Non
 
 
 def test_reasoning_text_and_tool_calls_are_blocks_and_white_space_between_them_is_none() -> None:
-    message = post(ScriptedRuns(*FULL), BODY).json()
+    message = whole(MESSAGES, ScriptedRuns(*FULL))
     assert (message["content"], message["stop_reason"]) == (FULL_CONTENT, "tool_use")
-
-
-def test_what_the_end_of_a_reply_brings_to_light_is_part_of_it() -> None:
-    message = post(ScriptedRuns(said("a"), flushed=said(calls=[("t", "{}")])), BODY).json()
-    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
-    assert message["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +81,7 @@ def test_what_the_end_of_a_reply_brings_to_light_is_part_of_it() -> None:
     ],
 )
 def test_a_reply_says_why_it_ended(runs: ScriptedRuns, reason: str, word: str | None) -> None:
-    message = post(runs, BODY).json()
+    message = whole(MESSAGES, runs)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, word)
 
 
@@ -121,30 +91,26 @@ def test_a_reply_says_why_it_ended(runs: ScriptedRuns, reason: str, word: str | 
 )
 def test_a_tools_input_is_always_an_object_of_json(arguments: str, wanted: dict[str, Any]) -> None:
     script = (said(calls=[("t", arguments)], finish="stop"),)
-    message = post(ScriptedRuns(*script), BODY).json()
+    message = whole(MESSAGES, ScriptedRuns(*script))
     assert message["content"][0]["input"] == wanted
-    event = next(event for event in events_of(ScriptedRuns(*script)) if event["type"] == "content_block_delta")
+    event = next(event for event in events(MESSAGES, ScriptedRuns(*script)) if event["type"] == "content_block_delta")
     assert json.loads(event["delta"]["partial_json"]) == wanted
 
 
 def test_a_stream_has_anthropics_events_in_their_order() -> None:
-    start, *events = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
+    start, *others = events(MESSAGES, ScriptedRuns(PrefillProgress(8, 20), *HELLO))
     usage = start["message"].pop("usage")
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (PROMPT_TOKENS - 8, 8)
     assert usage["output_tokens"] == 0
     assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
     delta = {"type": "content_block_delta", "index": 0}
-    assert events == [
+    assert others == [
         {"type": "ping"},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
         {**delta, "delta": {"type": "text_delta", "text": "Hel"}},
         {**delta, "delta": {"type": "text_delta", "text": "lo"}},
         {"type": "content_block_stop", "index": 0},
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": USAGE,
-        },
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": USAGE},
         {"type": "message_stop"},
     ]
 
@@ -158,19 +124,12 @@ def test_a_stream_that_waits_pings_until_it_knows_what_was_cached(monkeypatch: p
             threading.Timer(0.1, super().ask, [opened]).start()
 
     monkeypatch.setattr(service, "IDLE_S", 0.01)
-    events = events_of(Waits(PrefillProgress(8, PROMPT_TOKENS), said("x")))
-    kinds = [event["type"] for event in events]
+    found = events(MESSAGES, Waits(PrefillProgress(8, PROMPT_TOKENS), said("x")))
+    kinds = [event["type"] for event in found]
     begin = kinds.index("message_start")
     assert begin > 0
     assert set(kinds[:begin]) == {"ping"}
-    assert events[begin]["message"]["usage"]["cache_read_input_tokens"] == 8
-
-
-def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
-    error = {"type": "api_error", "message": "the model broke."}
-    assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
-    assert events[-1] == {"type": "error", "error": error}
+    assert found[begin]["message"]["usage"]["cache_read_input_tokens"] == 8
 
 
 def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> None:
@@ -182,9 +141,9 @@ def test_the_real_client_reads_a_stream_to_the_message_that_comes_whole() -> Non
                 streamed = await stream.get_final_message()
             return streamed, await client.messages.create(**arguments), text
 
-    streamed, whole, text = run(read())
-    assert [block.to_dict() for block in whole.content] == FULL_CONTENT
-    assert streamed.to_dict() == {**whole.to_dict(), "id": streamed.id, "stop_details": None}
+    streamed, ended, text = run(read())
+    assert [block.to_dict() for block in ended.content] == FULL_CONTENT
+    assert streamed.to_dict() == {**ended.to_dict(), "id": streamed.id, "stop_details": None}
     assert text == "\n\nLet me look.\n"
 
 
@@ -197,34 +156,22 @@ def test_the_real_client_of_openai_reads_a_stream_to_the_reply_that_comes_whole(
             usage: Any = {"include_usage": True}
             stream = await client.chat.completions.create(stream=True, stream_options=usage, **arguments)
             *chunks, last = [chunk async for chunk in stream]
-            whole = await client.chat.completions.create(**arguments)
+            ended = await client.chat.completions.create(**arguments)
             text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            return text, whole.choices[0].message.content, last.usage.prompt_tokens_details.cached_tokens
+            return text, ended.choices[0].message.content, last.usage.prompt_tokens_details.cached_tokens
 
     assert run(read()) == ("Hello", "Hello", CACHED_TOKENS)
-
-
-def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
-    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
-        async with client_of(runs) as client:
-            await client.messages.create(**{**BODY, **fields})
-
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens: Input should be greater"):
-        run(ask(ScriptedRuns(), max_tokens=0))
-    with pytest.raises(anthropic.RateLimitError) as full:
-        run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
-    assert full.value.response.headers["retry-after"] == "7"
-    with pytest.raises(anthropic.NotFoundError, match="no model nowhere/nothing"):
-        run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
 
 
 def test_a_cut_tool_call_is_a_block_with_the_arguments_that_came() -> None:
     runs = ScriptedRuns(
         said(calls=[("write", '{"path": "a.txt", "text": "Once up')], finish="length"), outcome="length"
     )
-    whole = post(runs, BODY).json()
-    block = whole["content"][0]
+    message = whole(MESSAGES, runs)
+    block = message["content"][0]
     assert (block["type"], block["input"]) == ("tool_use", {"path": "a.txt", "text": "Once up"})
-    assert whole["stop_reason"] == "max_tokens"
-    written = [event["delta"]["partial_json"] for event in events_of(runs) if event["type"] == "content_block_delta"]
+    assert message["stop_reason"] == "max_tokens"
+    written = [
+        event["delta"]["partial_json"] for event in events(MESSAGES, runs) if event["type"] == "content_block_delta"
+    ]
     assert "".join(written) == '{"path": "a.txt", "text": "Once up'

@@ -11,7 +11,7 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve.anthropic import MessagesBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import ApiError, Constraint, Request
+from runner.serve.request import ApiError, Request
 
 USER = {"role": "user", "content": "Hi"}
 BODY: dict[str, Any] = {"model": "claude-sonnet", "max_tokens": 16, "messages": [USER]}
@@ -147,52 +147,6 @@ def test_a_prompt_is_marked_where_a_marked_text_ends_and_others_with_that_beginn
     assert monday.tokens[: ends[0]] == sunday.tokens[: ends[0]]
 
 
-def test_tools_become_functions_whatever_the_choice() -> None:
-    function = {"name": "weather", "description": "of a place", "parameters": {"type": "object"}}
-    as_function = [{"type": "function", "function": function}]
-    assert asked(tools=[TOOL]).tools == as_function
-    assert asked(tools=[TOOL], tool_choice={"type": "auto"}).tools == as_function
-    for choice, calls in (("none", "none"), ("any", "required"), ("tool", "required")):
-        request = asked(tools=[TOOL], tool_choice={"type": choice, "name": "weather"})
-        assert request.tools == as_function
-        assert request.constraint is not None
-        assert (request.constraint.calls, request.constraint.is_single) == (calls, choice == "tool")
-    single = asked(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-    assert single.constraint == Constraint(is_single=True, has_tools=True, at="output_config.format")
-    assert asked(tools=[TOOL]).constraint is None
-    assert asked(tools=[]).tools is None
-
-
-def test_thinking_is_an_argument_of_the_chat_template_where_it_is_said() -> None:
-    on, off = ({"enable_thinking": is_on, "thinking": is_on} for is_on in (True, False))
-    assert asked(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == on
-    assert asked(thinking={"type": "disabled"}).chat_template_kwargs == off
-    assert asked(thinking={"type": "adaptive"}).chat_template_kwargs is None
-    assert asked(output_config={"effort": "low"}).chat_template_kwargs == {"reasoning_effort": "low"}
-    assert asked().chat_template_kwargs is None
-
-
-def test_a_last_turn_of_the_assistant_stays_the_last_message() -> None:
-    begun = {"role": "assistant", "content": "So I"}
-    assert asked(messages=[USER, begun]).messages == [USER, begun]
-
-
-def test_sampling_is_the_bodys_and_else_the_servers() -> None:
-    options = ServeOptions(temp=0.5, top_p=0.8, top_k=30, min_p=0.1, num_draft_tokens=5)
-    mine = asked(options, temperature=1, top_p=0.9, top_k=40, stop_sequences=["END", "\n"])
-    assert (mine.max_tokens, mine.stop_words, mine.namespace) == (16, ["END", "\n"], "ann")
-    assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (1.0, 0.9, 40, 0.1)
-    mine = asked(options, temperature=None)
-    assert (mine.temperature, mine.top_p, mine.top_k, mine.min_p) == (0.5, 0.8, 30, 0.1)
-    assert asked(options).num_draft_tokens == 5
-    assert asked(options, temperature=0).temperature == 0
-
-
-def test_the_name_of_the_model_is_handed_on() -> None:
-    assert asked(model="claude-opus-9").names.model == "claude-opus-9"
-    assert asked(model="").names.model == ""
-
-
 BLOCKS = "messages.0.user.content.0"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -235,11 +189,6 @@ def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], param: str
     with pytest.raises(ApiError) as refusal:
         asked(**fields)
     assert (refusal.value.status, refusal.value.param) == (400, param)
-
-
-def test_null_and_unknown_fields_change_nothing() -> None:
-    plain = asked()
-    assert asked(system=None, tools=None, metadata={"user_id": "u"}, service_tier="auto", thinking=None) == plain
 
 
 def test_documents_search_results_and_references_to_tools_are_text() -> None:

@@ -1,7 +1,8 @@
-"""What a request costs is bounded before it is done: JSON values, characters, prompts that are made at a time."""
+"""What a request costs is bounded before it is done: JSON values, bytes, characters, prompts made at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -12,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks import bench_hostile
 from radixcache.chat_template import ChatTemplate
 from runner.models.tiny import SPECIAL_TOKENS, tiny_tokenizer
 from runner.serve import prompts, service
+from runner.serve.middleware import MAX_BODIES, BodyLimit
 from runner.serve.prompts import RenderedPrompt, prompt_of
-from runner.serve.request import CLIENT, MAX_TOOLS, ApiError, ModelNames, Request
+from runner.serve.request import MAX_TOOLS, ApiError, ModelNames, Request
 from runner.serve.service import CONTAINER_COST, LARGE_BYTES, FairThreads, require_few_values
-from tests.chat.test_chat import CHATML, make_tokenizer
+from tests.chat.templates import CHATML
+from tests.chat.tokenizers import make_tokenizer
 from tests.serve.jobs import GUARD_S, Waiting, application, local_client, running
-from tests.serve.test_running_ends import slow
-
-__all__ = ["slow"]  # a fixture
 
 SOON_S = 10
 WORDS = TokenizerWrapper(make_tokenizer(CHATML))
@@ -125,6 +126,82 @@ def test_a_long_body_is_read_beside_the_event_loop_and_makes_the_same_request() 
             body = {"messages": [user("What is two and two?")], "max_tokens": 4, **more}
             answers.append(client.post("/v1/chat/completions", json=body).json()["choices"])
         assert answers[0] == answers[1]
+
+
+# Bytes
+
+
+MIB = 1 << 20
+GONE: Message = {"type": "http.disconnect"}
+
+
+class Sending:
+    """A request that comes in these messages, and what the route behind the limit makes of it."""
+
+    def __init__(self, *messages: Message, length: int | None = None) -> None:
+        self.unread = list(messages)
+        self.received: list[Message] = []
+        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        self.scope: Scope = {"type": "http", "headers": headers}
+
+    def send(self, *, max_mib: float = 1) -> None:
+        asyncio.run(BodyLimit(self.route, max_mib=max_mib)(self.scope, self.receive, self.answer))
+
+    async def receive(self) -> Message:
+        return self.unread.pop(0)
+
+    async def answer(self, _: Message) -> None:
+        raise AssertionError("the limit answers nothing itself")
+
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received += [await receive(), await receive()]
+
+
+def part(size: int, *, is_last: bool = False) -> Message:
+    return {"type": "http.request", "body": b"x" * size, "more_body": not is_last}
+
+
+def test_bodies_together_are_limited_until_their_requests_are_over() -> None:
+    async def send() -> None:
+        is_done = asyncio.Event()
+
+        async def route(scope: Scope, receive: Receive, send: Send) -> None:
+            await is_done.wait()
+
+        limit = BodyLimit(route, max_mib=1)
+
+        async def ask() -> None:
+            request = Sending(part(MIB, is_last=True))
+            await limit(request.scope, request.receive, request.answer)
+
+        asked = [asyncio.ensure_future(ask()) for _ in range(MAX_BODIES)]
+        await asyncio.sleep(0)  # they all begin
+        with pytest.raises(ApiError, match="try again later") as refused:
+            await ask()
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
+        is_done.set()
+        await asyncio.gather(*asked)
+        await ask()
+
+    asyncio.run(send())
+
+
+def test_what_a_request_goes_on_with_counts_like_its_body_until_it_is_over() -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["hold"](MIB - 1)
+        with pytest.raises(ApiError, match="larger than 1 MiB"):
+            scope["state"]["hold"](1)
+
+    limit = BodyLimit(route, max_mib=1)
+    for _ in range(MAX_BODIES + 1):
+        request = Sending(part(1, is_last=True))
+        asyncio.run(limit(request.scope, request.receive, request.answer))
+
+
+def test_nothing_is_done_for_a_client_that_leaves_before_its_body_is_whole() -> None:
+    request = Sending(part(3), GONE, length=5)
+    request.send()
+    assert request.received == []
 
 
 # Characters
@@ -236,25 +313,6 @@ def test_a_long_text_is_tokenized_up_to_the_end_of_the_context(monkeypatch: pyte
     assert sum(lengths) < 5 * most_tokens < len(text)
 
 
-@pytest.mark.parametrize(("max_tokens", "used"), [(3, 6), (None, 2000)])
-def test_of_a_prediction_no_more_is_tokenized_than_a_reply_can_use(
-    max_tokens: int | None, used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    tokenizer = make_tokenizer(CHATML)
-    encode = type(tokenizer)._encode_plus
-
-    def counting(self: Any, text: Any, **arguments: Any) -> Any:
-        lengths.extend(map(len, [text] if isinstance(text, str) else text))
-        return encode(self, text, **arguments)
-
-    request = Request(ModelNames(), max_tokens, messages=[user("?")], prediction="zq" * 1_500_000)
-    monkeypatch.setattr(type(tokenizer), "_encode_plus", counting)
-    prompt = prompt_of(request, TokenizerWrapper(tokenizer), {}, most_tokens=2000)
-    assert len(prompt.prediction or ()) == used
-    assert sum(lengths) < 70_000
-
-
 def test_a_text_of_few_tokens_for_its_length_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 1000)
     text = "You are a helpful assistant. " * 100
@@ -330,31 +388,6 @@ def test_clients_take_turns_and_one_has_some_of_the_threads_at_most() -> None:
     assert not threads._work
     assert not threads._running
     threads.close()
-
-
-def test_work_has_the_context_of_its_caller_and_its_error_is_the_futures() -> None:
-    threads = FairThreads(1, 1, "fair")
-    token = CLIENT.set("ann")
-    try:
-        assert threads.submit("x", CLIENT.get).result(GUARD_S) == "ann"
-        assert Request(ModelNames(), 1).client == "ann"
-    finally:
-        CLIENT.reset(token)
-    with pytest.raises(ZeroDivisionError):
-        threads.submit("x", lambda: 1 // 0).result(GUARD_S)
-    assert threads.submit("x", lambda: 5).result(GUARD_S) == 5
-    threads.close()
-
-
-def test_what_waits_when_the_threads_are_closed_is_cancelled() -> None:
-    threads, held, begun = FairThreads(1, 1, "fair"), threading.Event(), threading.Event()
-    running_one = threads.submit("a", lambda: (begun.set(), held.wait(GUARD_S)))
-    waiting = [threads.submit(client, int) for client in "ab"]
-    assert begun.wait(GUARD_S)
-    threads.close()
-    assert all(each.cancelled() for each in waiting)
-    held.set()
-    assert running_one.result(GUARD_S) == (None, True)
 
 
 def test_a_prompt_that_takes_long_to_make_holds_up_its_own_client_alone(slow: threading.Event) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from radixcache.chat_template import ChatTemplate
 from radixcache.observe.tree_view import read_view
@@ -23,10 +22,8 @@ from runner.serve import prompts
 from runner.serve.prompts import part_at, prompt_of
 from runner.serve.request import ModelNames, Request
 from runner.serve.scheduler import Scheduler
-from tests.chat.test_chat import make_tokenizer
-from tests.serve.jobs import application, local_client
+from tests.serve.jobs import application, local_client, wait_until
 from tests.serve.parrot import TEMPLATES
-from tests.serve.test_disk import wait_until
 
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier."}
 #: What must not be in any response: of the prompts, of what they become, of a reply.
@@ -405,10 +402,7 @@ def changed(index: int, text: str) -> list[dict[str, Any]]:
         (changed(3, "It is open."), "tool message 3"),
         (changed(4, "Open it is."), "assistant message 4"),
         (changed(5, "And then?"), "user message 5"),
-        (
-            [*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
-            "assistant message 6",
-        ),
+        ([*TALK, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}], "assistant message 6"),
     ],
 )
 def test_the_part_of_a_prompt_in_which_it_parts_is_named(template, messages, part):
@@ -435,18 +429,6 @@ def test_the_tools_of_a_prompt_and_the_opening_of_a_reply_are_named():
     text = Request(ModelNames(), 1, prompt="abc")
     assert prompt_of(text, tokenizer, {}).part_at(1) == "the text"
     assert part_at(text, tokenizer, [80, 81], 1) == "the text"
-
-
-def test_a_part_with_the_texts_of_special_tokens_and_of_long_characters_ends_where_it_ends():
-    tokenizer = TokenizerWrapper(make_tokenizer(TEMPLATES["hermes"]))
-    told = "<|im_end|> 中文 <|im_start|>"
-    talk = [{"role": role, "content": f"{told}{role}"} for role in ("system", "user", "assistant", "user")]
-    prompt = prompt_of(Request(ModelNames(), 1, messages=talk), tokenizer, {})
-    for end, name in prompt.parts:
-        assert tokenizer.decode(prompt.tokens[:end]).endswith(("system", "user", "assistant")), name
-    assert [name for _, name in prompt.parts] == [
-        "system message 0", "user message 1", "assistant message 2", "user message 3"
-    ]  # fmt: skip
 
 
 def test_no_prompt_is_made_and_no_part_is_named_on_the_generation_thread(server: Server, monkeypatch) -> None:
@@ -558,3 +540,11 @@ def test_explain_takes_the_token_ids_of_a_completion(server: Server) -> None:
 def test_a_wrong_method_is_told_all_methods_of_its_path(server: Server) -> None:
     answer = server.client.put("/cache")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, DELETE")
+
+
+def test_null_means_the_same_as_no_field(server: Server) -> None:
+    plain = server.post("/cache/explain", prompt="a").json()
+    assert server.post("/cache/explain", prompt="a", model=None, namespace=None, tokens=None).json() == plain
+    assert server.post("/cache/warm", prompt="a", name=None, ttl_s=None).status_code == 200
+    missing = server.post("/cache/reclaim", target_bytes=None)
+    assert (missing.status_code, missing.json()["error"]["message"]) == (400, "target_bytes: Field required")

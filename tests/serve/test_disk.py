@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from radixcache.stores.files import scan
 from runner.serve.request import NOT_KEPT
-from tests.serve.jobs import Waiting, running
+from tests.serve.jobs import Waiting, running, wait_until
 from tests.serve.serving import GUARD_S, serving
 from tests.stores.redis_server import own_server  # noqa: F401
 
@@ -25,13 +23,6 @@ def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     reply: dict[str, Any] = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=GUARD_S).json()
     return reply
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + GUARD_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def cached_tokens(reply: dict[str, Any]) -> int:

@@ -12,9 +12,8 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve.metrics import in_a_line
 from runner.serve.options import ServeOptions, require_compatible
 from runner.serve.request import RequestRecord
-from tests.serve import test_tenants
 from tests.serve.jobs import application, local_client
-from tests.serve.test_tenants import ANN, BOB, USER
+from tests.serve.tenants import ANN, BOB, ROOT, USER, serving
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -47,18 +46,18 @@ def drafted(answer: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_what_one_tenant_said_is_proposed_to_that_tenant_alone(tmp_path: Path) -> None:
-    with test_tenants.serving(tmp_path, speculate="tree") as server:
+    with serving(tmp_path, speculate="tree") as server:
         answers = [ask(server.client, key) for key in (ANN, ANN, BOB, BOB)]
         tree = ["tree" in record.drafted for record in server.records]
         assert tree == [False, True, False, True]
         assert len({answer["choices"][0]["message"].get("content") for answer in answers}) == 1
         assert drafted(answers[1])[0] > 0
-        metrics = server.client.get("/metrics", headers={"x-api-key": test_tenants.ROOT}).text
+        metrics = server.client.get("/metrics", headers={"x-api-key": ROOT}).text
         counts = {line.split(" ")[0]: float(line.split(" ")[1]) for line in metrics.splitlines() if line[:1] != "#"}
         for what, of in (("proposed_tokens", "proposed"), ("accepted_tokens", "accepted"), ("draft_passes", "passes")):
             wanted = sum(getattr(record.drafted["tree"], of) for record in server.records if "tree" in record.drafted)
             assert counts[f'radixcache_serve_{what}_total{{source="tree"}}'] == wanted > 0
-        rows = server.client.get("/cache/state", headers={"x-api-key": test_tenants.ROOT}).json()["requests"]
+        rows = server.client.get("/cache/state", headers={"x-api-key": ROOT}).json()["requests"]
         assert [row["accepted_tokens"] for row in rows] == [each.accepted_tokens for each in reversed(server.records)]
         assert f"({server.records[1].accepted_tokens} of " in in_a_line(server.records[1])
 

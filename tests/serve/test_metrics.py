@@ -159,7 +159,7 @@ def test_the_last_requests_are_kept_with_the_time_and_the_bytes_at_their_end(lla
         session.prefill(llama)
     for number in range(LISTED_REQUESTS + 5):
         watch.on_record(record(prompt_tokens=number + 100))
-    seen = watch.ended()
+    seen = watch.last_requests()
     assert [(time_s, each.prompt_tokens - 100) for time_s, each in seen] == [
         (number, number) for number in range(LISTED_REQUESTS + 4, 4, -1)
     ]
@@ -178,7 +178,7 @@ def test_the_time_saved_is_that_of_the_tokens_that_were_not_prefilled() -> None:
             ttft_ms=5.0 + 30.0 + 2.0 * evaluated_tokens,  # 30 ms for each request, 2 ms for each token
         )
         watch.on_record(asked)
-    assert [each.saved_s for _, each in reversed(watch.ended())] == pytest.approx([0, 0, 1.8, 4.0])
+    assert [each.saved_s for _, each in reversed(watch.last_requests())] == pytest.approx([0, 0, 1.8, 4.0])
     # Another model has a speed of its own, which one request does not tell.
     other = record(names=ModelNames("large", None, None), prompt_tokens=1000, cached_tokens=900)
     watch.on_record(other)
@@ -190,5 +190,5 @@ def test_the_last_refused_requests_are_kept_with_their_reasons() -> None:
     watch.on_http("/v1/models", 200, "", "/v1/models")
     for number in range(LISTED_REFUSALS + 1):
         watch.on_http("other", 404, f"reason {number}", "/v2/messages")
-    assert watch.refused()[0] == (7.0, "/v2/messages", 404, f"reason {LISTED_REFUSALS}")
-    assert len(watch.refused()) == LISTED_REFUSALS
+    assert watch.refusals()[0] == (7.0, "/v2/messages", 404, f"reason {LISTED_REFUSALS}")
+    assert len(watch.refusals()) == LISTED_REFUSALS

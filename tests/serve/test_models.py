@@ -21,7 +21,7 @@ from radixcache.observe.trace import FORMAT
 from runner.engine.generator import ParallelGenerator
 from runner.models.load import ModelError, load_model
 from runner.serve import served_model
-from runner.serve.models import Models, WarmFileError, read_warm_file
+from runner.serve.models import Models, read_warm_file
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import prompt_of
@@ -171,20 +171,6 @@ def test_coming_back_to_a_model_finds_its_prefixes_and_those_of_no_other() -> No
         assert [names for names, _ in thread.caches()] == [LLAMA, MAMBA]
 
 
-def test_all_caches_share_one_ledger_and_the_idle_one_gives_first(models: Models) -> None:
-    served = models.open(LLAMA)
-    served.warm(served.tokenizer.encode(LONG))
-    idle = served.cache
-    held = idle.stats.paged_bytes + idle.stats.live_bytes
-    served = models.open(MAMBA)
-    assert models.ledger is not None
-    assert models.ledger.total_bytes >= held > 0
-    served.cache.reclaim(0)
-    assert served.cache.make_room(models.ledger.budget_bytes - held // 2)
-    assert idle.stats.paged_bytes + idle.stats.live_bytes < held
-    models.ledger.check()
-
-
 def test_a_model_that_goes_takes_its_weights_along(models: Models) -> None:
     served = models.open(LLAMA)
     gone, layer = weakref.ref(served.model), weakref.ref(served.model.layers[0])
@@ -249,7 +235,7 @@ def test_an_adapter_changes_what_is_said_and_shares_nothing_with_the_model_alone
     folder, adapter = write_model(tmp_path / "model"), save_adapter(tmp_path / "adapter")
     with running(model=None) as thread:
         names = [ModelNames(str(folder), each, None) for each in (None, str(adapter), None)]
-        answers = [Waiting(thread, names=each, prompt=LONG, logit_bias={1: -1e6}) for each in names]
+        answers = [Waiting(thread, names=each, prompt=LONG, logit_bias={1: -1e4}) for each in names]
         said = [answer.tokens for answer in answers]
         assert said[0] == said[2] != said[1]
         assert answers[1].record.cached_tokens == 0
@@ -331,13 +317,6 @@ def test_a_file_of_what_to_warm_that_makes_no_sense_is_refused(tmp_path, name, c
     file.write_text(content)
     with pytest.raises(ValueError, match=found):
         read_warm_file(file)
-
-
-def test_a_file_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
-    with pytest.raises(WarmFileError, match="cannot be read"), running(warm=tmp_path / "none.json"):
-        pass
-    with pytest.raises(ValueError, match="--warm is for the model"), running(warm=tmp_path / "none.json", model=None):
-        pass
 
 
 def test_what_happens_once_happens_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi.testclient import TestClient
 from mlx.utils import tree_flatten
@@ -21,11 +18,11 @@ from runner.models.tiny import TINY_KINDS, build
 from runner.serve import ollama, openai
 from runner.serve.ollama import CHAT, GENERATE, SHOW
 from runner.serve.options import ServeOptions
-from runner.serve.request import NOT_KEPT, ApiError, Constraint, PrefillProgress, Request
+from runner.serve.request import NOT_KEPT, Constraint, PrefillProgress, Request
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import USER, scripted_app, scripted_client
-from tests.serve.talking_model import CALL, CALLED, END, HINT, THINK, THOUGHT, TOOL_F, saying, write_talking_model
+from tests.serve.scripted_app import ROUTES, USER, events, request_of, scripted_client, whole
+from tests.serve.talking_model import HINT, write_talking_model
 
 HELLO = (said("Hel"), said("lo", finish="stop"))
 FULL = (
@@ -37,16 +34,12 @@ FULL = (
     said(calls=[("f", '{"x": NaN}')], finish="stop"),
 )
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-OWN = {CHAT: {"messages": [USER]}, GENERATE: {"prompt": "?"}}
+OWN = {path: ROUTES[path] for path in (CHAT, GENERATE)}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def request_of(path: str, served: ServeOptions | None = None, **body: Any) -> Request:
-    runs = ScriptedRuns(*HELLO)
-    with scripted_client(runs, served) as client:
-        answer = client.post(path, json={**OWN[path], "stream": False, **body})
-    assert answer.status_code == 200, answer.text
-    return runs.opened[0].request
+def asked_of(path: str, served: ServeOptions | None = None, **body: Any) -> Request:
+    return request_of(path, {**OWN[path], "stream": False, **body}, served)
 
 
 def refusal(path: str, **body: Any) -> str:
@@ -55,24 +48,6 @@ def refusal(path: str, **body: Any) -> str:
     assert answer.status_code == 400, answer.text
     assert set(answer.json()) == {"error"}
     return str(answer.json()["error"])
-
-
-def whole(runs: ScriptedRuns, path: str = CHAT, **body: Any) -> dict[str, Any]:
-    with scripted_client(runs) as client:
-        answer = client.post(path, json={"model": "m", **OWN[path], "stream": False, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def lines_of(runs: ScriptedRuns, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
-    """The lines of a stream, which is what a client gets that does not say."""
-    with scripted_client(runs) as client:
-        answer = client.post(path, json={"model": "m", **OWN[path], **body})
-    assert answer.headers["content-type"] == "application/x-ndjson"
-    assert answer.text.endswith("\n")
-    return [json.loads(line) for line in answer.text.splitlines()]
 
 
 # Bodies
@@ -85,24 +60,24 @@ def test_every_option_reaches_the_generation_thread() -> None:
         "mirostat": 1, "no_such": {},
     }  # fmt: skip
     for path in OWN:
-        asked = request_of(path, options=options, model="tiny:latest", logprobs=True, top_logprobs=2, keep_alive="5m")
+        asked = asked_of(path, options=options, model="tiny:latest", logprobs=True, top_logprobs=2, keep_alive="5m")
         wanted = {
-            "max_tokens": 9, "temperature": 0.5, "top_p": 0.75, "top_k": 40, "min_p": 0.25, "seed": 7,
-            "stop_words": ["x"], "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+            "temperature": 0.5, "top_p": 0.75, "top_k": 40, "min_p": 0.25, "seed": 7,
+            "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
             "repetition_context_size": 33, "presence_context_size": 33, "frequency_context_size": 33, "logprobs": True,
             "top_logprobs": 2,
         }  # fmt: skip
-        assert {name: getattr(asked, name) for name in wanted} == wanted
-        assert asked.names.model == "tiny"
+        assert {name: getattr(asked.sampling, name) for name in wanted} == wanted
+        assert (asked.max_tokens, asked.stop_words, asked.names.model) == (9, ["x"], "tiny")
 
 
 def test_negative_options_mean_no_limit_a_drawn_seed_and_penalties_of_the_whole_text() -> None:
-    asked = request_of(CHAT, options={"num_predict": -1, "seed": -1, "repeat_last_n": -1, "repeat_penalty": 2})
-    assert (asked.max_tokens, asked.seed, asked.repetition_context_size) == (None, None, 2**31 - 1)
-    assert request_of(CHAT, options={"num_predict": -2}).max_tokens is None
-    assert request_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).repetition_penalty == 0
-    asked = request_of(CHAT, ServeOptions(temp=0.5, max_tokens=7), options={"num_predict": None}, think=None, format="")
-    assert (asked.max_tokens, asked.temperature, asked.constraint) == (7, 0.5, None)
+    asked = asked_of(CHAT, options={"num_predict": -1, "seed": -1, "repeat_last_n": -1, "repeat_penalty": 2})
+    assert (asked.max_tokens, asked.sampling.seed, asked.sampling.repetition_context_size) == (None, None, 2**31 - 1)
+    assert asked_of(CHAT, options={"num_predict": -2}).max_tokens is None
+    assert asked_of(CHAT, options={"repeat_last_n": 0, "repeat_penalty": 2}).sampling.repetition_penalty == 0
+    asked = asked_of(CHAT, ServeOptions(temp=0.5, max_tokens=7), options={"num_predict": None}, think=None, format="")
+    assert (asked.max_tokens, asked.sampling.temperature, asked.constraint) == (7, 0.5, None)
 
 
 def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answer() -> None:
@@ -117,7 +92,7 @@ def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answe
         {"role": "assistant", "content": None, "tool_calls": [{"id": "own", "function": {"name": "g"}}]},
         {"role": "tool", "tool_call_id": "own", "content": "4"},
     ]
-    found = request_of(CHAT, messages=messages, tools=[TOOL]).messages
+    found = asked_of(CHAT, messages=messages, tools=[TOOL]).messages
     assert [message["role"] for message in found] == [message["role"] for message in messages]
     assert found[2]["reasoning_content"] == "Hm."
     assert [call["id"] for call in found[2]["tool_calls"]] == ["000000000", "000000001", "000000002"]
@@ -132,34 +107,19 @@ def test_messages_are_those_of_a_chat_and_results_find_the_calls_that_they_answe
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("think", "arguments"),
-    [
-        (None, None),
-        (True, {"enable_thinking": True, "thinking": True}),
-        (False, {"enable_thinking": False, "thinking": False}),
-        ("low", {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
-        ("none", {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
-    ],
-)
-def test_think_is_an_argument_of_the_chat_template(think: Any, arguments: Any) -> None:
-    for path in OWN:
-        assert request_of(path, think=think).chat_template_kwargs == arguments
-
-
 def test_a_format_is_enforced_and_other_fields_are_those_of_a_chat() -> None:
     for path, body in ((CHAT, {}), (GENERATE, {}), (GENERATE, {"raw": True})):
-        assert request_of(path, format="json", **body).constraint == Constraint({"type": "object"}, at="format")
-        assert request_of(path, format=SCHEMA, **body).constraint == Constraint(SCHEMA, at="format")
-    asked = request_of(CHAT, tools=[TOOL], tool_choice="none", n=3, cache_salt="mine")
+        assert asked_of(path, format="json", **body).constraint == Constraint({"type": "object"}, at="format")
+        assert asked_of(path, format=SCHEMA, **body).constraint == Constraint(SCHEMA, at="format")
+    asked = asked_of(CHAT, tools=[TOOL], tool_choice="none", n=3, cache_salt="mine")
     assert asked.constraint is not None
     assert (asked.constraint.calls, asked.namespace) == ("none", " mine")
 
 
 def test_a_prompt_is_a_turn_of_the_user_and_as_it_is_if_raw() -> None:
-    asked = request_of(GENERATE, prompt="Why?", system="Be brief.", context=[], suffix="", template="")
+    asked = asked_of(GENERATE, prompt="Why?", system="Be brief.", context=[], suffix="", template="")
     assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    asked = request_of(GENERATE, prompt="Why?", raw=True)
+    asked = asked_of(GENERATE, prompt="Why?", raw=True)
     assert (asked.prompt, asked.messages) == ("Why?", ())
 
 
@@ -207,7 +167,7 @@ def test_a_body_without_messages_or_prompt_loads_the_model_and_leaves_nothing_be
 
 def test_a_whole_reply_has_its_counts_durations_and_what_was_reused() -> None:
     runs = ScriptedRuns(*HELLO)
-    reply = whole(runs)
+    reply = whole(CHAT, runs)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", reply.pop("created_at"))
     assert reply.pop("timings")["cache_n"] == CACHED_TOKENS
     assert reply == {
@@ -216,12 +176,12 @@ def test_a_whole_reply_has_its_counts_durations_and_what_was_reused() -> None:
         "prompt_eval_duration": 39_000_000, "eval_count": 3, "eval_duration": 50_000_000,
         "id": runs.opened[0].id, "cached_tokens": CACHED_TOKENS,
     }  # fmt: skip
-    assert whole(ScriptedRuns(*HELLO), GENERATE)["response"] == "Hello"
+    assert whole(GENERATE, ScriptedRuns(*HELLO))["response"] == "Hello"
 
 
 def test_a_stream_is_the_whole_reply_in_pieces_and_ends_with_what_the_whole_has() -> None:
     for path in OWN:
-        *parts, last = lines_of(ScriptedRuns(*FULL), path)
+        *parts, last = events(path, ScriptedRuns(*FULL), stream=None)
         said_ = [part["message"] if path == CHAT else part for part in parts]
         text = "content" if path == CHAT else "response"
         assert [part[text] for part in said_] == ["", "\n\nI ", "look.", ""]
@@ -229,7 +189,7 @@ def test_a_stream_is_the_whole_reply_in_pieces_and_ends_with_what_the_whole_has(
         called = [{"id": "call_0", "function": {"name": "f", "arguments": {"x": "NaN"}}}]
         assert said_[3]["tool_calls"] == called
         assert not any(part["done"] for part in parts)
-        ended = whole(ScriptedRuns(*FULL), path)
+        ended = whole(path, ScriptedRuns(*FULL))
         message = ended["message"] if path == CHAT else ended
         assert (message[text], message["thinking"], message["tool_calls"]) == ("\n\nI look.", "Hm.", called)
         own = {"created_at", "id", "message", "response", "thinking", "tool_calls"}
@@ -240,7 +200,7 @@ def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came(
     cut = ScriptedRuns(
         said("a"), said(), outcome="length", flushed=Token("", tool_calls=said(calls=[("f", '{"x": "y')]).tool_calls)
     )
-    *_, part, last = lines_of(cut)
+    *_, part, last = events(CHAT, cut)
     assert part["message"]["tool_calls"][0]["function"]["arguments"] == {"x": "y"}
     assert (last["done"], last["done_reason"]) == (True, "length")
 
@@ -248,50 +208,20 @@ def test_a_reply_that_is_cut_off_says_so_and_a_cut_call_comes_as_far_as_it_came(
 def test_logprobs_come_with_the_text_that_their_tokens_are_in() -> None:
     likely = (LikelyToken(7, b"Hel", -0.5), LikelyToken(8, b"x", -2.0))
     script = [Token("", 7, -0.5, likely, None, data=b"Hel"), Token("Hello", 9, -0.25, likely, "stop", data=b"lo")]
-    part, last = lines_of(ScriptedRuns(*script), logprobs=True, top_logprobs=2)
+    part, last = events(CHAT, ScriptedRuns(*script), logprobs=True, top_logprobs=2)
     assert [(each["token"], each["logprob"]) for each in part["logprobs"]] == [("Hel", -0.5), ("lo", -0.25)]
     assert [each["token"] for each in part["logprobs"][0]["top_logprobs"]] == ["Hel", "x"]
     assert "logprobs" not in last
-    assert whole(ScriptedRuns(*script), logprobs=True)["logprobs"] == part["logprobs"]
-    assert "logprobs" not in whole(ScriptedRuns(*script))
+    assert whole(CHAT, ScriptedRuns(*script), logprobs=True)["logprobs"] == part["logprobs"]
+    assert "logprobs" not in whole(CHAT, ScriptedRuns(*script))
 
 
 def test_a_long_prefill_sends_empty_lines_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (PrefillProgress(8, 20), *HELLO)
-    assert len(lines_of(ScriptedRuns(*script))) == 3
+    assert len(events(CHAT, ScriptedRuns(*script))) == 3
     monkeypatch.setattr(ollama, "IDLE_S", 0)
-    first, *rest = lines_of(ScriptedRuns(*script))
+    first, *rest = events(CHAT, ScriptedRuns(*script))
     assert (first["message"], first["done"], len(rest)) == ({"role": "assistant", "content": ""}, False, 3)
-
-
-# What goes wrong
-
-
-def test_errors_are_a_text_with_their_status_before_a_reply_and_in_its_stream() -> None:
-    for stream in (False, True):
-        with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
-            answer = client.post(CHAT, json={**OWN[CHAT], "stream": stream})
-        assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (429, {"error": "full"}, "1")
-    part, error = lines_of(ScriptedRuns(said("x"), ApiError(500, "it broke")))
-    assert (part["message"]["content"], error) == ("x", {"error": "it broke"})
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(stream: bool) -> None:
-    runs = ScriptedRuns(said("x"), is_endless=True)
-
-    async def leave() -> None:
-        transport = httpx2.ASGITransport(scripted_app(runs))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-            asking = asyncio.create_task(client.post(CHAT, json={**OWN[CHAT], "stream": stream}))
-            async with asyncio.timeout(60):
-                while not runs.opened:
-                    await asyncio.sleep(0.001)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    asyncio.run(leave())
-    assert runs.opened[0].is_cancelled
 
 
 # Models
@@ -365,51 +295,3 @@ def test_a_format_holds_a_model_loads_and_requests_are_found_by_their_ids(tiny_s
     found = tiny_server.get(f"/cache/requests/{reply['id']}").json()
     assert found["prompt_tokens"] == reply["prompt_eval_count"]
     assert tiny_server.post(GENERATE, json={"model": "m"}).json()["done_reason"] == "load"
-
-
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name":"{{ call.function.name }}","arguments":
-{{- call.function.arguments | tojson | replace(" ", "") }}}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def words(*parts: int | str) -> dict[str, Any]:
-    """A body that makes the reply these parts, see `saying`."""
-    spoken = saying(*parts)
-    options = {"num_predict": spoken["max_tokens"], "frequency_penalty": 100, "repeat_last_n": 12}
-    return {"logit_bias": spoken["logit_bias"], "options": options, "stream": False}
-
-
-CALLING = words(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END)
-SPEAKING = words(THINK, "ok", THOUGHT, "Grey.", END)
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATE + HINT, encoding="utf-8")
-    with application(model=str(folder)) as (app, _), local_client(app) as client:
-        yield client
-
-
-def test_a_session_with_tool_calls_and_thinking_reuses_every_turn_before_it(talking: TestClient) -> None:
-    messages: list[Any] = []
-    before_tokens = 0
-    for question in ("Look.", "Look again."):
-        messages.append({"role": "user", "content": question})
-        for said_ in (
-            words(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END),
-            words(THINK, "ok", THOUGHT, "Grey.", END),
-        ):
-            reply = talking.post(CHAT, json={"messages": messages, "tools": [TOOL], **said_}).json()
-            assert reply["cached_tokens"] >= before_tokens - 1
-            before_tokens = reply["prompt_eval_count"] + reply["eval_count"]
-            messages.append(reply["message"])
-            for call in reply["message"].get("tool_calls", ()):
-                assert call["function"]["arguments"] == {"x": 1}
-                messages.append({"role": "tool", "tool_name": "f", "content": "It is grey."})
-        assert (reply["message"]["thinking"], reply["message"]["content"]) == ("ok", "Grey.")
-    shown = talking.post(SHOW, json={"model": "m"}).json()
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]

@@ -15,27 +15,53 @@ from runner.serve import openai
 from runner.serve.options import ServeOptions
 from runner.serve.request import ApiError, OpenRequest, PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, CHAT, MESSAGES, TEXT, USER, scripted_app, scripted_client
+from tests.serve.scripted_app import (
+    BODIES,
+    CHAT,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
+    TEXT,
+    USER,
+    events,
+    scripted_app,
+    scripted_client,
+    whole,
+)
 
-# What goes wrong on the way
+# What goes wrong on the way, in each API
+
+
+def error_in(path: str, text: str) -> Any:
+    """The error of an answer, or of the last event of a stream."""
+    *_, last = (line for line in text.replace("data: [DONE]", "").splitlines() if line)
+    found = json.loads(last.removeprefix("data: "))
+    return found.get("response", found)["error"]
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_generation_thread_refuses_is_an_error_before_anything_of_a_reply(path, stream):
-    with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=1))) as client:
+    with scripted_client(ScriptedRuns(refusal=ApiError(429, "full", retry_after_s=7))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    error = {"message": "full", "type": "rate_limit_error", "param": None, "code": None}
+    wanted = {OLLAMA: "full", MESSAGES: {"type": "rate_limit_error", "message": "full"}}.get(path, error)
+    assert (answer.status_code, error_in(path, answer.text), answer.headers["retry-after"]) == (429, wanted, "7")
 
 
-def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
-    with scripted_client(ScriptedRuns(said("x"), ApiError(500, "it broke"))) as client:
-        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
-    *_, chunk, error, done, rest = answer.text.split("\n\n")
-    assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "x"
-    wanted = {"message": "it broke", "type": "server_error", "param": None, "code": None}
-    assert json.loads(error.removeprefix("data: ")) == {"error": wanted}
-    assert (done, rest) == ("data: [DONE]", "")
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_fails_on_the_way_is_an_error_or_ends_its_stream_with_it(path, stream):
+    with scripted_client(ScriptedRuns(said("said so far"), ApiError(500, "it broke"))) as client:
+        answer = client.post(path, json={**BODIES[path], "stream": stream})
+    assert (answer.status_code, "said so far" in answer.text) == (200 if stream else 500, stream)
+    kind = {MESSAGES: "api_error"}.get(path, "server_error")
+    error = error_in(path, answer.text)
+    assert (error if path == OLLAMA else error["message"]) == "it broke"
+    assert path == OLLAMA or error["type"] == kind
+    if stream and path == RESPONSES:
+        assert (error["code"], "response.failed" in answer.text, '"usage": null' in answer.text) == (kind, True, True)
+    assert answer.text.endswith("data: [DONE]\n\n") == (stream and path == CHAT)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -43,15 +69,15 @@ def test_a_reply_that_fails_on_the_way_ends_its_stream_with_the_error():
 def test_an_error_of_the_generation_thread_keeps_its_code_and_field(path, stream):
     with scripted_client(ScriptedRuns(said("x"), ApiError.of_length(9, 8))) as client:
         answer = client.post(path, json={**BODIES[path], "stream": stream})
-    error = json.loads(answer.text.split("data: ")[-2] if stream and path == CHAT else answer.text.split("data: ")[-1])
+    error = error_in(path, answer.text)
     if path == MESSAGES:
         wanted = {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 8 maximum"}
-        assert error == {"type": "error", "error": wanted}
+        assert error == wanted
     else:
-        error = error.get("response", error)["error"]
-        field = {CHAT: "messages", TEXT: "prompt"}.get(path, "input")
-        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-        assert "This model's maximum context length is 8 tokens. However, your " in error["message"]
+        message = error if path == OLLAMA else error["message"]
+        assert "This model's maximum context length is 8 tokens. However, your " in message
+        field = {CHAT: "messages"}.get(path, "input")
+        assert path == OLLAMA or (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 
 def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_asked():
@@ -69,49 +95,40 @@ def test_a_stream_tells_the_progress_of_its_prompt_in_comments_and_its_usage_if_
 
 
 def test_only_the_first_chunk_of_a_stream_has_a_role():
-    with scripted_client(ScriptedRuns(said("a"), said("b"), said("c", finish="stop"))) as client:
-        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
-    deltas = [json.loads(part.removeprefix("data: "))["choices"][0]["delta"] for part in answer.text.split("\n\n")[:-2]]
+    chunks = events(CHAT, ScriptedRuns(said("a"), said("b"), said("c", finish="stop")))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[:2] == [{"role": "assistant", "content": "a"}, {"content": "b"}]
     assert not [delta for delta in deltas[1:] if "role" in delta]
 
 
 def test_a_reply_cut_to_nothing_by_a_stop_word_has_an_empty_text():
-    with scripted_client(ScriptedRuns(said("", finish="stop", stop_word="x"))) as client:
-        (choice,) = client.post(CHAT, json={"messages": [USER]}).json()["choices"]
-        assert choice["message"] == {"role": "assistant", "content": ""}
-        stream = client.post(CHAT, json={"messages": [USER], "stream": True}).text
-    first = json.loads(stream.partition("data: ")[2].partition("\n")[0])
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    runs = ScriptedRuns(said("", finish="stop", stop_word="x"))
+    assert whole(CHAT, runs)["choices"][0]["message"] == {"role": "assistant", "content": ""}
+    assert events(CHAT, runs)[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
 def test_tool_calls_of_a_stream_are_numbered_and_end_it():
     calls = ([("f", "{}"), ("g", "{}")], [("h", "{}")])
     runs = ScriptedRuns(said(calls=calls[0]), said(calls=calls[1], finish="stop"))
-    with scripted_client(runs) as client:
-        answer = client.post(CHAT, json={"messages": [USER], "stream": True})
-        whole = client.post(CHAT, json={"messages": [USER]}).json()["choices"][0]
-    chunks = [json.loads(part.removeprefix("data: "))["choices"][0] for part in answer.text.split("\n\n")[:-2]]
+    choice = whole(CHAT, runs)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(CHAT, runs)]
     streamed = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
     assert [(call["index"], call["function"]["name"]) for call in streamed] == [(0, "f"), (1, "g"), (2, "h")]
-    assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["f", "g", "h"]
-    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f", "g", "h"]
+    assert chunks[-1]["finish_reason"] == choice["finish_reason"] == "tool_calls"
 
 
 def test_a_stream_of_several_choices_has_chunks_of_each_and_one_usage():
     runs = ScriptedRuns(said("x"), said("y", finish="stop"))
-    body = {"messages": [USER], "stream": True, "n": 3, "stream_options": {"include_usage": True}}
-    with scripted_client(runs) as client:
-        answer = client.post(CHAT, json=body)
-        whole = client.post(CHAT, json={"messages": [USER], "n": 3}).json()
-    *chunks, usage = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]
+    ended = whole(CHAT, runs, n=3)
+    *chunks, usage = events(CHAT, runs, n=3, stream_options={"include_usage": True})
     texts, ends = ["", "", ""], []
     for choice in (chunk["choices"][0] for chunk in chunks):
         texts[choice["index"]] += choice["delta"].get("content", "")
         ends += [choice["finish_reason"]] if choice["finish_reason"] else []
     assert (texts, ends) == (["xy"] * 3, ["stop"] * 3)
-    assert [choice["message"]["content"] for choice in whole["choices"]] == ["xy"] * 3
-    for counts in (usage["usage"], whole["usage"]):
+    assert [choice["message"]["content"] for choice in ended["choices"]] == ["xy"] * 3
+    for counts in (usage["usage"], ended["usage"]):
         assert (counts["prompt_tokens"], counts["completion_tokens"]) == (PROMPT_TOKENS, 9)
         assert counts["prompt_tokens_details"] == {"cached_tokens": CACHED_TOKENS}
     assert usage["choices"] == []
@@ -134,14 +151,11 @@ def test_one_choice_that_fails_ends_the_others(stream):
 
 def test_a_completion_counts_likely_tokens_in_its_own_form_and_has_its_own_object():
     runs = ScriptedRuns(said("x"), said("yz", finish="stop"))
-    body = {"prompt": "?", "logprobs": 0, "stream_options": {"include_usage": True}}
-    with scripted_client(runs) as client:
-        whole = client.post(TEXT, json=body).json()["choices"][0]["logprobs"]
-        parts = client.post(TEXT, json={**body, "stream": True}).text.split("\n\n")[:-2]
-    chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
+    ended = whole(TEXT, runs, logprobs=0)["choices"][0]["logprobs"]
+    chunks = events(TEXT, runs, logprobs=0, stream_options={"include_usage": True})
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     found = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if "logprobs" in choice]
-    for logprobs in (whole, {name: [value for each in found for value in each[name]] for name in whole}):
+    for logprobs in (ended, {name: [value for each in found for value in each[name]] for name in ended}):
         assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
         assert logprobs["token_logprobs"] == [-0.5, -0.5]
         assert len(logprobs["tokens"]) == 2
@@ -149,14 +163,11 @@ def test_a_completion_counts_likely_tokens_in_its_own_form_and_has_its_own_objec
 
 def test_reasoning_has_both_names_and_the_last_chunk_has_timings():
     runs = ScriptedRuns(said(reasoning="hm"), said("x", finish="stop"))
-    with scripted_client(runs) as client:
-        whole = client.post(CHAT, json={"messages": [USER]}).json()
-        parts = client.post(CHAT, json={"messages": [USER], "stream": True}).text.split("\n\n")[:-2]
-    chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
-    for message in (whole["choices"][0]["message"], chunks[0]["choices"][0]["delta"]):
+    ended, chunks = whole(CHAT, runs), events(CHAT, runs)
+    for message in (ended["choices"][0]["message"], chunks[0]["choices"][0]["delta"]):
         assert (message["reasoning"], message["reasoning_content"]) == ("hm", "hm")
     assert [("timings" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    for timings in (whole["timings"], chunks[-1]["timings"]):
+    for timings in (ended["timings"], chunks[-1]["timings"]):
         assert (timings["prompt_n"], timings["cache_n"]) == (PROMPT_TOKENS - CACHED_TOKENS, CACHED_TOKENS)
         assert (timings["prompt_ms"], timings["predicted_n"], timings["predicted_ms"]) == (39.0, 3, 50.0)
         assert (timings["predicted_per_second"], timings["predicted_per_token_ms"]) == (40.0, 25.0)
@@ -175,18 +186,16 @@ def test_log_probabilities_name_the_sampled_token_with_its_bytes_in_streams_too(
     tops = (LikelyToken(5, b"a", -0.1), LikelyToken(6, b"\xc3", -3.0))
     tokens = (Token("", 6, -3.0, tops, None, data=b"\xc3"), Token("\u00e9", 9, -0.5, tops, "stop", data=b"\xa9"))
     runs = ScriptedRuns(*tokens)
-    body = {"messages": [USER], "logprobs": True, "top_logprobs": 2}
-    with scripted_client(runs) as client:
-        whole = client.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
-        streamed = client.post(CHAT, json={**body, "stream": True}).text.split("\n\n")
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    found = whole(CHAT, runs, **asked)["choices"][0]["logprobs"]["content"]
+    chunks = [chunk["choices"][0] for chunk in events(CHAT, runs, **asked)]
     top = [
         {"id": 5, "token": "a", "bytes": [97], "logprob": -0.1},
         {"id": 6, "token": "\ufffd", "bytes": [0xC3], "logprob": -3.0},
     ]
-    assert whole[0] == {"id": 6, "token": "\ufffd", "bytes": [0xC3], "logprob": -3.0, "top_logprobs": top}
-    assert bytes(each for token in whole for each in token["bytes"]).decode() == "\u00e9"
-    chunks = [json.loads(part.removeprefix("data: "))["choices"][0] for part in streamed[:-2]]
-    assert [each for chunk in chunks for each in chunk.get("logprobs", {"content": []})["content"]] == whole
+    assert found[0] == {"id": 6, "token": "\ufffd", "bytes": [0xC3], "logprob": -3.0, "top_logprobs": top}
+    assert bytes(each for token in found for each in token["bytes"]).decode() == "\u00e9"
+    assert [each for chunk in chunks for each in chunk.get("logprobs", {"content": []})["content"]] == found
 
 
 async def leave(app: Any, runs: ScriptedRuns, path: str, body: dict[str, Any]) -> None:

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from runner.serve.admin import explained_request
 from runner.serve.openai import ChatBody
 from runner.serve.options import ServeOptions
-from runner.serve.request import ModelNames, Request
+from runner.serve.request import ModelNames, Request, Sampling
 from runner.serve.volatile import behind_tools
 from tests.serve.scripted import ScriptedRuns, said
-from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
+from tests.serve.scripted_app import CHAT, TEXT, USER, request_of, scripted_client
 
 OPTIONS = ServeOptions(temp=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=33, num_draft_tokens=4)
 MOVING = ServeOptions(move_volatile=True)
 
 
-def asked_by(body: dict[str, Any], path: str = CHAT) -> Request:
-    runs = ScriptedRuns(said("x", finish="stop"))
-    with scripted_client(runs, OPTIONS) as client:
-        answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return runs.opened[0].request
+def asked_by(body: dict[str, Any]) -> Request:
+    return request_of(CHAT, body, OPTIONS)
 
 
 def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started():
     wanted = Request(
-        ModelNames(), 33, messages=[USER], temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, logit_bias={},
-        stop_words=[], num_draft_tokens=4,
+        ModelNames(), 33, messages=[USER], stop_words=[],
+        sampling=Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, num_draft_tokens=4),
     )  # fmt: skip
     nulls = ("model", "max_tokens", "temperature", "top_k", "stop", "tools", "stream", "seed", "logit_bias", "n")
     assert asked_by({"messages": [USER]}) == wanted
@@ -57,10 +51,13 @@ def test_every_field_of_a_chat_reaches_the_generation_thread():
     }  # fmt: skip
     assert asked_by(body) == Request(
         ModelNames("m", "a", "d"), 8, messages=messages, tools=[tool], role_mapping={"user": "U"},
-        chat_template_kwargs={"think": False}, temperature=1.0, top_p=0.5, top_k=3, min_p=0.0, xtc_probability=1.0,
-        xtc_threshold=0.2, logit_bias={5: -100.0}, repetition_penalty=1.1, repetition_context_size=5,
-        presence_penalty=-1.0, presence_context_size=6, frequency_penalty=2.5, frequency_context_size=7,
-        stop_words=["x", "y"], num_draft_tokens=2, logprobs=True, top_logprobs=3, seed=2**64 - 1,
+        chat_template_kwargs={"think": False}, stop_words=["x", "y"],
+        sampling=Sampling(
+            temperature=1.0, top_p=0.5, top_k=3, min_p=0.0, xtc_probability=1.0, xtc_threshold=0.2,
+            logit_bias={5: -100.0}, repetition_penalty=1.1, repetition_context_size=5, presence_penalty=-1.0,
+            presence_context_size=6, frequency_penalty=2.5, frequency_context_size=7, num_draft_tokens=2,
+            logprobs=True, top_logprobs=3, seed=2**64 - 1,
+        ),
     )  # fmt: skip
 
 
@@ -176,20 +173,6 @@ def test_functions_of_older_clients_are_tools():
     assert asked_by({**older, "tools": others}).tools == others
 
 
-def test_a_prompt_is_explained_as_it_is_asked():
-    system = f"Be brief.\n{PI}"
-    chat = {"messages": [{"role": "system", "content": system}, USER]}
-    options = replace(OPTIONS, move_volatile=True)
-    wanted = ChatBody.read(chat, options).request("").messages
-    assert len(wanted) == 3
-    for body in (
-        chat,
-        {"instructions": system, "input": [USER]},
-        {"model": "m", "system": system, "messages": [USER]},
-    ):
-        assert explained_request(body, options)[0].messages == wanted
-
-
 def test_a_text_with_half_of_a_known_part_stays_as_it_is():
     text = "Say: Here is useful information\n</env>\nEnvironment you are running in:\n<env>\nMore"
     messages = [{"role": "system", "content": text}, USER]
@@ -204,8 +187,8 @@ def test_any_number_of_openings_without_an_end_takes_no_time():
 
 
 def test_a_temperature_that_float16_cannot_tell_from_greedy_is_greedy():
-    assert asked_by({"messages": [USER], "temperature": 1e-8}).temperature == 0
-    assert asked_by({"messages": [USER], "temperature": 1e-3}).temperature == 1e-3
+    assert asked_by({"messages": [USER], "temperature": 1e-8}).sampling.temperature == 0
+    assert asked_by({"messages": [USER], "temperature": 1e-3}).sampling.temperature == 1e-3
 
 
 def test_null_as_a_draft_model_is_none_and_no_draft_model_is_the_servers():
@@ -325,7 +308,7 @@ def prompts_of(body: dict[str, Any]) -> list[Any]:
     with scripted_client(runs, OPTIONS) as client:
         answer = client.post(TEXT, json=body)
     assert [choice["index"] for choice in answer.json()["choices"]] == [*range(len(runs.opened))]
-    return [(opened.request.prompt, opened.request.seed) for opened in runs.opened]
+    return [(opened.request.prompt, opened.request.sampling.seed) for opened in runs.opened]
 
 
 def test_a_prompt_is_text_or_token_ids_or_a_list_of_these_with_n_choices_each():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.engine.token import LikelyToken, Token
-from runner.serve.calls import read_calls
 from runner.serve.mlx_lm_border import TextStateMachine
+from runner.serve.reply_reader import ReplyReader
 from runner.serve.request import OpenRequest, PrefillProgress
-from runner.serve.service import ReplyReader
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, record
 from tests.serve.scripted_app import CHAT, TEXT, USER, scripted_client
 from tests.serve.stock_server import stock_answer
@@ -44,10 +42,8 @@ class SpokenRuns(ScriptedRuns):
         self.tokens, self.initial_state, self.parser = steps, initial_state, parser
 
     def ask(self, opened: OpenRequest) -> None:
-        reader = partial(read_calls, self.parser, {})
-        opened.put(
-            PrefillProgress(0, PROMPT_TOKENS, ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, reader))
-        )
+        reader = ReplyReader(TextStateMachine(TRANSITIONS), self.initial_state, self.parser, {})
+        opened.put(PrefillProgress(0, PROMPT_TOKENS, reader))
         for step in self.tokens:
             opened.put(step)
         outcome = self.tokens[-1].finish_reason or "cancelled"
@@ -130,9 +126,7 @@ def test_bodies_and_chunks_are_those_of_mlx_lm_server_whatever_the_tokens(
 
 
 def reading(parser: Any = parse_tool_call) -> ReplyReader:
-    return ReplyReader(
-        TextStateMachine(TRANSITIONS), "normal", partial(read_calls, parser, {}), call_marks=("<call>", "</call>")
-    )
+    return ReplyReader(TextStateMachine(TRANSITIONS), "normal", parser, {}, call_marks=("<call>", "</call>"))
 
 
 @pytest.mark.parametrize("parsed", [ValueError("x"), KeyError("x"), 5, {"name": "f"}, {"arguments": {}}, ["x"]])

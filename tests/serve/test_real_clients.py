@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,7 +41,6 @@ ALONE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 #: Tokens behind which a prompt may stop being what the next prompt begins with: the opening of a reply.
 OPENING = 16
 WORDS = ("marmalade", "quicksand", "tambourine")
-CLAUDE_CODE = ("-p", "--allowedTools=Read")
 OFFLINE = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
@@ -183,96 +182,58 @@ class Turn:
         about = {"HOME": str(self.folder / "home"), **OFFLINE, **QUIET, **environment}
         return self.network.run(command, cwd=self.folder, env=about)
 
-    def require_words(self, question: Callable[[int, str], str]) -> None:
-        """Ask a client for each of three files; the last line that it prints is what the file says."""
-        for index, word in enumerate(WORDS):
-            file = self.folder / f"{word}.txt"
-            file.write_text(f"[[{word}]]\n")
-            assert question(index, str(file)).splitlines()[-1].strip() == f"It says {word}."
 
+def agent(
+    command: Sequence[str], again: Sequence[str], more: Sequence[str], tool: str, *, launched: str = "", **values: str
+) -> Callable[[Turn], None]:
+    """A coding agent that is asked for each of three files; the last line that it prints is what the file says.
 
-def claude_code(turn: Turn) -> None:
-    def ask(index: int, file: str) -> str:
-        return turn.start(
-            *CLAUDE_CODE, *(["-c"] if index else []), f'Have a look. <<Read {{"file_path": "{file}"}}>>',
-            ANTHROPIC_BASE_URL=turn.url, ANTHROPIC_API_KEY="dummy",
-        )  # fmt: skip
+    `again` goes on with the session before, `values` are variables. URL and FILE stand for the server and the file.
+    With `launched`, `radixcache launch` starts it under that name.
+    """
 
-    turn.require_words(ask)
-
-
-def launched_claude_code(turn: Turn) -> None:
-    def ask(index: int, file: str) -> str:
-        question = f'Have a look. <<Read {{"file_path": "{file}"}}>>'
-        return turn.launch("claude-code", *CLAUDE_CODE, *(["-c"] if index else []), question)
-
-    turn.require_words(ask)
-
-
-def codex(turn: Turn) -> None:
-    provider = f'model_providers.local={{name="local",base_url="{turn.url}/v1",wire_api="responses",env_key="KEY"}}'
-    options = ["-c", provider, "-c", 'model_provider="local"', "-m", "some-model", "--skip-git-repo-check"]
-
-    def ask(index: int, file: str) -> str:
-        command = ["exec", *(["resume", "--last"] if index else []), *options]
-        return turn.start(*command, f'Have a look. <<exec_command {{"cmd": "cat {file}"}}>>', KEY="dummy")
-
-    turn.require_words(ask)
-
-
-def launched_codex(turn: Turn) -> None:
-    def ask(index: int, file: str) -> str:
-        command = ["exec", *(["resume", "--last"] if index else []), "--skip-git-repo-check"]
-        return turn.launch("codex", *command, f'Have a look. <<exec_command {{"cmd": "cat {file}"}}>>')
-
-    turn.require_words(ask)
-
-
-def launched_codex_with_a_server(turn: Turn) -> None:
-    """The tool is one of an MCP server, which Codex runs."""
-    flags = (
-        "--dangerously-bypass-approvals-and-sandbox", "-c", f"mcp_servers.files.command={json.dumps(sys.executable)}",
-        "-c", f"mcp_servers.files.args={json.dumps([str(MCP_SERVER)])}",
-    )  # fmt: skip
-
-    def ask(index: int, file: str) -> str:
-        command = ["exec", *(["resume", "--last"] if index else []), "--skip-git-repo-check", *flags]
-        return turn.launch("codex", *command, f'Have a look. <<mcp__files__look {{"path": "{file}"}}>>')
-
-    turn.require_words(ask)
-
-
-def launched_opencode(turn: Turn) -> None:
-    def ask(index: int, file: str) -> str:
-        question = f'Have a look. <<read {{"filePath": "{file}"}}>>'
-        return turn.launch("opencode", "run", *(["-c"] if index else []), question)
-
-    turn.require_words(ask)
-
-
-def python_client(name: str) -> Callable[[Turn], None]:
     def run(turn: Turn) -> None:
-        assert turn.start(SESSIONS, name, turn.url).split("\n") == [
-            "It says Rome.",
-            "It says Oslo.",
-            "It says Lima.",
-            "",
-        ]
+        for index, word in enumerate(WORDS):
+            file = turn.folder / f"{word}.txt"
+            file.write_text(f"[[{word}]]\n")
+            question = f"Have a look. <<{tool}>>".replace("FILE", str(file))
+            asked = [*command, *(again if index else ()), *(each.replace("URL", turn.url) for each in more), question]
+            if launched:
+                said = turn.launch(launched, *asked)
+            else:
+                said = turn.start(*asked, **{name: value.replace("URL", turn.url) for name, value in values.items()})
+            assert said.splitlines()[-1].strip() == f"It says {word}."
 
     return run
 
 
-@dataclass(frozen=True)
-class Client:
-    """One client. `templates`: those that its session runs on; `waits`: by template, why it fails for now."""
+def python_client(name: str) -> Callable[[Turn], None]:
+    def run(turn: Turn) -> None:
+        said = turn.start(SESSIONS, name, turn.url)
+        assert said.splitlines() == ["It says Rome.", "It says Oslo.", "It says Lima."]
+
+    return run
+
+
+class Client(NamedTuple):
+    """One client, and the templates that its session runs on."""
 
     name: str
     run: Callable[[Turn], None]
     program: str = "python"
     templates: tuple[str, ...] = ("hermes",)
-    waits: Mapping[str, str] = field(default_factory=dict)
 
 
+CLAUDE_CODE: Any = (("-p", "--allowedTools=Read"), ("-c",), (), 'Read {"file_path": "FILE"}')
+CODEX: Any = (("exec",), ("resume", "--last"))
+CAT, ANYWHERE = 'exec_command {"cmd": "cat FILE"}', "--skip-git-repo-check"
+PROVIDER = 'model_providers.local={name="local",base_url="URL/v1",wire_api="responses",env_key="KEY"}'
+#: The tool is one of an MCP server, which Codex runs.
+WITH_SERVER = (
+    ANYWHERE, "--dangerously-bypass-approvals-and-sandbox", "-c",
+    f"mcp_servers.files.command={json.dumps(sys.executable)}", "-c",
+    f"mcp_servers.files.args={json.dumps([str(MCP_SERVER)])}",
+)  # fmt: skip
 CLIENTS = (
     Client("openai_chat", python_client("openai_chat"), templates=TEMPLATES),
     Client("openai_responses", python_client("openai_responses"), templates=("hermes", "strict")),
@@ -283,23 +244,22 @@ CLIENTS = (
     Client("langchain", python_client("langchain"), templates=("qwen3",)),
     Client("litellm", python_client("litellm")),
     Client("ollama", python_client("ollama"), templates=("hermes", "strict")),
-    Client("claude_code", claude_code, "claude", ("chatml", "qwen3", "strict")),
-    Client("launched_claude_code", launched_claude_code, "claude"),
-    Client("codex", codex, "codex", ("strict",)),
-    Client("launched_codex", launched_codex, "codex"),
-    Client("launched_codex_with_a_server", launched_codex_with_a_server, "codex", ("strict",)),
-    Client("launched_opencode", launched_opencode, "opencode", ("qwen3",)),
-)
-
-
-def case(client: Client, template: str) -> Any:
-    reason = client.waits.get(template)
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-    return pytest.param(client, template, id=f"{client.name}-{template}", marks=marks)
+    Client("claude_code", agent(*CLAUDE_CODE, ANTHROPIC_BASE_URL="URL", ANTHROPIC_API_KEY="dummy"), "claude",
+           ("chatml", "qwen3", "strict")),
+    Client("launched_claude_code", agent(*CLAUDE_CODE, launched="claude-code"), "claude"),
+    Client("codex", agent(*CODEX, ("-c", PROVIDER, "-c", 'model_provider="local"', "-m", "some-model", ANYWHERE), CAT,
+                          KEY="dummy"), "codex", ("strict",)),
+    Client("launched_codex", agent(*CODEX, (ANYWHERE,), CAT, launched="codex"), "codex"),
+    Client("launched_codex_with_a_server",
+           agent(*CODEX, WITH_SERVER, 'mcp__files__look {"path": "FILE"}', launched="codex"), "codex", ("strict",)),
+    Client("launched_opencode", agent(("run",), ("-c",), (), 'read {"filePath": "FILE"}', launched="opencode"),
+           "opencode", ("qwen3",)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("client", "template"), [case(client, template) for client in CLIENTS for template in client.templates]
+    ("client", "template"),
+    [pytest.param(each, template, id=f"{each.name}-{template}") for each in CLIENTS for template in each.templates],
 )
 def test_no_request_is_refused_and_each_prompt_is_reused(
     client: Client, template: str, network: Network, request: pytest.FixtureRequest, tmp_path: Path

@@ -16,18 +16,9 @@ from fastapi.testclient import TestClient
 
 from radixcache.observe.hints import Edge
 from runner.engine.token import Token
-from runner.routing.dispatcher import BLOCK_TOKENS, chain_digests, root_digest
-from runner.routing.routers import Ask
+from runner.routing import BLOCK_TOKENS, Ask, chain_digests, root_digest
 from runner.serve.options import ServeOptions
-from runner.serve.request import (
-    ApiError,
-    ModelNames,
-    OpenRequest,
-    PrefillProgress,
-    ReplyEvent,
-    Request,
-    RequestRecord,
-)
+from runner.serve.request import ApiError, ModelNames, OpenRequest, PrefillProgress, ReplyEvent, Request, RequestRecord
 from tests.commands.conftest import command  # noqa: F401
 from tests.serve.jobs import application, local_client
 from tests.serve.watched import record

@@ -22,7 +22,7 @@ from runner.models.tiny import tiny_tokenizer
 from runner.serve import served_model
 from runner.serve.scheduler import Scheduler
 from runner.serve.served_model import keep_first_space, token_bytes
-from tests.chat.test_turns import QWEN3
+from tests.chat.templates import QWEN3
 from tests.serve.jobs import Waiting, application, local_client
 from tests.serve.scripted_app import CHAT, MESSAGES, USER
 from tests.serve.talking_model import END, saying, write_talking_model

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
-from runner.serve.request import ApiError, PrefillProgress
-from tests.serve.jobs import application, local_client
+from runner.serve.request import PrefillProgress
 from tests.serve.scripted import CACHED_TOKENS, PROMPT_TOKENS, ScriptedRuns, said
-from tests.serve.scripted_app import BODIES, RESPONSES, scripted_app, scripted_client
-from tests.serve.talking_model import CALL, CALLED, END, HINT, THINK, THOUGHT, TOOL_F, saying, write_talking_model
+from tests.serve.scripted_app import BODIES, RESPONSES, events, scripted_app, scripted_client, whole
 
 BODY: dict[str, Any] = BODIES[RESPONSES]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -46,30 +41,19 @@ FULL_OUTPUT = [
 ]
 
 
-def whole(runs: ScriptedRuns, **fields: Any) -> dict[str, Any]:
-    with scripted_client(runs) as client:
-        answer = client.post(RESPONSES, json={**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    Response.model_validate(answer.json())
-    found: dict[str, Any] = answer.json()
-    return found
+def response_to(runs: ScriptedRuns, **fields: Any) -> dict[str, Any]:
+    response = whole(RESPONSES, runs, **fields)
+    Response.model_validate(response)
+    return response
 
 
 def events_of(runs: ScriptedRuns, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream: each of the client's types, named and numbered."""
-    with scripted_client(runs) as client:
-        answer = client.post(RESPONSES, json={**BODY, "stream": True, **fields})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for event in answer.text.split("\n\n")[:-1]:
-        if event.startswith(":"):
-            continue
-        name, data = event.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-        assert events[-1]["sequence_number"] == len(events) - 1
-        EVENT.validate_python(events[-1])
-    return events
+    """The events of a stream: each of the client's types, and numbered."""
+    found = events(RESPONSES, runs, **fields)
+    for number, event in enumerate(found):
+        EVENT.validate_python(event)
+        assert event["sequence_number"] == number
+    return found
 
 
 def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +65,7 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_reply_is_a_response_that_repeats_what_was_asked() -> None:
     runs = ScriptedRuns(*HELLO)
     asked = {"instructions": "Be brief.", "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "tools": TOOLS}
-    response = whole(runs, **asked, temperature=0.5, text={"verbosity": "low"}, max_output_tokens=9, store=False)
+    response = response_to(runs, **asked, temperature=0.5, text={"verbosity": "low"}, max_output_tokens=9, store=False)
     assert response["id"] == f"resp_{runs.opened[0].id}"
     message = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
     assert without_ids(response["output"]) == [{"type": "message", "role": "assistant", "content": [message]}]
@@ -103,7 +87,7 @@ def test_a_reply_is_a_response_that_repeats_what_was_asked() -> None:
 
 
 def test_reasoning_text_and_calls_are_items_and_white_space_between_them_is_none() -> None:
-    response = whole(ScriptedRuns(*FULL), tools=TOOLS)
+    response = response_to(ScriptedRuns(*FULL), tools=TOOLS)
     assert without_ids(response["output"]) == FULL_OUTPUT
     assert response["status"] == "completed"
     # The mark before the reasoning, and one whose text came later; not the mark behind it.
@@ -111,9 +95,9 @@ def test_reasoning_text_and_calls_are_items_and_white_space_between_them_is_none
 
 
 def test_a_stream_of_text_has_the_events_of_the_api_in_their_order() -> None:
-    events = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
-    created, started, added, part_added, *deltas, text_done, part_done, done, completed = events
-    assert [event["type"].removeprefix("response.") for event in events] == [
+    found = events_of(ScriptedRuns(PrefillProgress(8, 20), *HELLO))
+    created, started, added, part_added, *deltas, text_done, part_done, done, completed = found
+    assert [event["type"].removeprefix("response.") for event in found] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
         "output_text.done", "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
@@ -128,8 +112,8 @@ def test_a_stream_of_text_has_the_events_of_the_api_in_their_order() -> None:
 
 
 def test_a_stream_of_all_kinds_of_items_ends_with_what_comes_whole() -> None:
-    events = events_of(ScriptedRuns(*FULL), tools=TOOLS)
-    assert [event["type"].removeprefix("response.") for event in events[2:-1]] == [
+    found = events_of(ScriptedRuns(*FULL), tools=TOOLS)
+    assert [event["type"].removeprefix("response.") for event in found[2:-1]] == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
         "reasoning_text.done", "content_part.done", "output_item.done",
         "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
@@ -137,13 +121,13 @@ def test_a_stream_of_all_kinds_of_items_ends_with_what_comes_whole() -> None:
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
         "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
     ]  # fmt: skip
-    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    items = [event["item"] for event in found if event["type"] == "response.output_item.done"]
     assert without_ids(items) == FULL_OUTPUT
-    response = events[-1]["response"]
+    response = found[-1]["response"]
     assert response["output"] == items
-    ended = whole(ScriptedRuns(*FULL), tools=TOOLS)
+    ended = response_to(ScriptedRuns(*FULL), tools=TOOLS)
     assert response["usage"] == ended["usage"]
-    added = [event for event in events if event["type"] == "response.output_item.added"]
+    added = [event for event in found if event["type"] == "response.output_item.added"]
     assert [event["output_index"] for event in added] == [0, 1, 2, 3]
     assert [event["item"].get("arguments", event["item"].get("input")) for event in added] == [None, None, "", ""]
 
@@ -158,9 +142,9 @@ def test_a_stream_of_all_kinds_of_items_ends_with_what_comes_whole() -> None:
     ids=["length", "cancelled", "call"],
 )
 def test_a_reply_that_was_cut_off_is_incomplete_and_so_is_its_last_item(runs: ScriptedRuns) -> None:
-    events = events_of(runs)
-    assert events[-1]["type"] == "response.incomplete"
-    response = events[-1]["response"]
+    found = events_of(runs)
+    assert found[-1]["type"] == "response.incomplete"
+    response = found[-1]["response"]
     assert (response["status"], response["completed_at"]) == ("incomplete", None)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     *before, last = response["output"]
@@ -168,20 +152,14 @@ def test_a_reply_that_was_cut_off_is_incomplete_and_so_is_its_last_item(runs: Sc
     assert all(item["status"] == "completed" for item in before)
 
 
-def test_a_failure_on_the_way_is_a_streams_last_event() -> None:
-    events = events_of(ScriptedRuns(said("a"), ApiError(500, "the model broke.")))
-    assert events[-1]["type"] == "response.failed"
-    response = events[-1]["response"]
-    assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "the model broke.")
-    assert (response["status"], response["usage"]) == ("failed", None)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_of_a_tool_in_a_namespace_has_the_name_that_the_client_knows(*, stream: bool) -> None:
     tools = [{"type": "namespace", "name": "mcp__files", "description": "", "tools": TOOLS}]
     calls = [("mcp__files__f", '{"x": 1}'), ("mcp__files__patch", '{"input": "+a"}'), ("f", "{}")]
     runs = ScriptedRuns(said(calls=calls, finish="stop"))
-    items = events_of(runs, tools=tools)[-1]["response"]["output"] if stream else whole(runs, tools=tools)["output"]
+    items = (
+        events_of(runs, tools=tools)[-1]["response"]["output"] if stream else response_to(runs, tools=tools)["output"]
+    )
     assert without_ids(items) == [
         {"type": "function_call", "call_id": "call_0", "name": "f", "namespace": "mcp__files", "arguments": '{"x": 1}'},
         {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "namespace": "mcp__files", "input": "+a"},
@@ -192,10 +170,10 @@ def test_a_call_of_a_tool_in_a_namespace_has_the_name_that_the_client_knows(*, s
 
 def test_an_input_that_is_no_json_is_given_whole_to_a_custom_tool() -> None:
     calls = [("patch", "+a"), ("patch", '{"other": 1}'), ("patch", '["input"]')]
-    response = whole(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
+    response = response_to(ScriptedRuns(said(calls=calls, finish="stop")), tools=TOOLS)
     assert [item["input"] for item in response["output"]] == ["+a", '{"other": 1}', '["input"]']
     cut = ScriptedRuns(said(), outcome="length", flushed=said(calls=[("patch", '{"input": "+a')]))
-    assert whole(cut, tools=TOOLS)["output"][0]["input"] == "+a"
+    assert response_to(cut, tools=TOOLS)["output"][0]["input"] == "+a"
 
 
 def test_a_long_prefill_is_told_in_comments_and_now_and_then_in_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +186,14 @@ def test_a_long_prefill_is_told_in_comments_and_now_and_then_in_events(monkeypat
 
 
 def test_reasoning_goes_into_the_field_that_clients_send_back_if_they_ask_for_it() -> None:
-    plain = whole(ScriptedRuns(*FULL))["output"][0]
+    plain = response_to(ScriptedRuns(*FULL))["output"][0]
     assert "encrypted_content" not in plain
-    events = events_of(ScriptedRuns(*FULL), include=["reasoning.encrypted_content"])
-    reasoning = events[-1]["response"]["output"][0]
+    found = events_of(ScriptedRuns(*FULL), include=["reasoning.encrypted_content"])
+    reasoning = found[-1]["response"]["output"][0]
     assert reasoning["content"][0]["text"] == "Hmm."
     runs = ScriptedRuns(*HELLO)
     # Codex sends reasoning back without its text.
-    whole(runs, input=[{**reasoning, "content": None}, *BODY["input"]])
+    response_to(runs, input=[{**reasoning, "content": None}, *BODY["input"]])
     assert runs.opened[0].request.messages[0] == {"role": "assistant", "content": "", "reasoning_content": "Hmm."}
 
 
@@ -244,83 +222,6 @@ def test_the_real_client_reads_a_stream_to_the_response_that_comes_whole() -> No
     assert [item["type"] for item in parsed] == [item["type"] for item in FULL_OUTPUT]
     assert ended.usage is not None
     assert ended.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
-
-
-def test_the_real_client_raises_what_goes_wrong_by_its_kind() -> None:
-    async def ask(runs: ScriptedRuns, **fields: Any) -> None:
-        async with client_of(runs) as client:
-            await client.responses.create(**{"model": "m", "input": "Hi", **fields})
-
-    with pytest.raises(openai.BadRequestError) as wrong:
-        asyncio.run(ask(ScriptedRuns(), max_output_tokens=0))
-    assert wrong.value.param == "max_output_tokens"
-    with pytest.raises(openai.RateLimitError):
-        asyncio.run(ask(ScriptedRuns(refusal=ApiError(429, "256 requests wait.", retry_after_s=7))))
-    with pytest.raises(openai.NotFoundError, match="no model nowhere/nothing"):
-        asyncio.run(ask(ScriptedRuns(ApiError(404, "no model nowhere/nothing")), model="nowhere/nothing"))
-
-
-# On a real model
-
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name":"{{ call.function.name }}","arguments":
-{{- call.function.arguments | tojson | replace(" ", "") }}}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-CALLING = saying(THINK, "ok", THOUGHT, "My", CALL, TOOL_F, CALLED, END)
-SPEAKING = saying(THINK, "ok", THOUGHT, "Grey.", END)
-RESULT = {"type": "function_call_output", "call_id": "", "output": "It is grey."}
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    folder = write_talking_model(tmp_path_factory.mktemp("talking") / "model", "llama")
-    (folder / "chat_template.jinja").write_text(TEMPLATE + HINT, encoding="utf-8")
-    with application(model=str(folder)) as (app, _), local_client(app) as client:
-        yield client
-
-
-def ask(client: TestClient, words: dict[str, Any], **body: Any) -> dict[str, Any]:
-    spoken = {name: value for name, value in words.items() if name != "max_tokens"}
-    answer = client.post(RESPONSES, json={**spoken, "max_output_tokens": 12, "tools": TOOLS, **body})
-    assert answer.status_code == 200, answer.text
-    response: dict[str, Any] = answer.json()
-    assert response["status"] == "completed"
-    return response
-
-
-def grows(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether all of a turn but the mark of its end was reused by the next one."""
-    used, found = before["usage"], after["usage"]["input_tokens_details"]["cached_tokens"]
-    is_grown: bool = found >= used["input_tokens"] + used["output_tokens"] - 1
-    return is_grown
-
-
-@pytest.mark.parametrize("way", ["items", "sealed", "previous"])
-def test_a_session_with_tool_calls_and_reasoning_reuses_every_turn_before_it(talking: TestClient, way: str) -> None:
-    items: list[Any] = []
-    turns: list[dict[str, Any]] = []
-
-    def turn(words: dict[str, Any], *fresh: Any) -> dict[str, Any]:
-        about: dict[str, Any] = {"input": [*fresh], "previous_response_id": turns[-1]["id"] if turns else None}
-        if way != "previous":
-            items.extend(fresh)
-            about = {"input": items, "store": False, "include": ["reasoning.encrypted_content"] * (way == "sealed")}
-        turns.append(ask(talking, words, **about))
-        for item in turns[-1]["output"]:
-            # Codex sends no text of reasoning back.
-            items.append({**item, "content": []} if way == "sealed" and item["type"] == "reasoning" else item)
-        return turns[-1]
-
-    for question in ("Look.", "Look again.", f"And once more, {way}."):
-        *_, call = turn(CALLING, {"role": "user", "content": question})["output"]
-        assert (call["type"], call["arguments"]) == ("function_call", '{"x": 1}')
-        thought, message = turn(SPEAKING, {**RESULT, "call_id": call["call_id"]})["output"]
-        assert thought["content"][0]["text"] == "ok"
-        assert message["content"][0]["text"] == "Grey."
-    assert all(grows(*pair) for pair in itertools.pairwise(turns))
-    assert turns[0]["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
 
 
 def test_a_remembered_response_is_read_listed_counted_and_deleted() -> None:

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from runner.serve import responses
 from runner.serve.options import ServeOptions
-from runner.serve.request import DEFAULT, ApiError, Request
+from runner.serve.request import ApiError, Request, check_body
 from runner.serve.responses import ResponseMemory, ResponsesBody
 from tests.serve.scripted import ScriptedRuns, said
 from tests.serve.scripted_app import RESPONSES, USER, scripted_client
@@ -31,41 +31,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 
 
 def asked(options: ServeOptions | None = None, **fields: Any) -> Request:
-    return ResponsesBody.read({"input": [USER], **fields}).request(options or ServeOptions(), "ann")
-
-
-def test_a_text_is_a_users_message_behind_the_instructions() -> None:
-    request = asked(input="Hi", instructions="Be brief.", model="m", max_output_tokens=5, temperature=0.5, top_k=3)
-    system = {"role": "system", "content": "Be brief."}
-    assert request.messages == [system, {"role": "user", "content": "Hi"}]
-    assert (request.names.model, request.max_tokens, request.namespace) == ("m", 5, "ann")
-    assert (request.temperature, request.top_k, request.tools) == (0.5, 3, None)
-
-
-def test_an_effort_reaches_the_template_by_the_names_of_chats() -> None:
-    assert asked(reasoning={"effort": "high", "summary": "auto"}).chat_template_kwargs == {"reasoning_effort": "high"}
-    assert asked(reasoning={"effort": "none"}).chat_template_kwargs["enable_thinking"] is False
-    assert asked(reasoning={"effort": None}, chat_template_kwargs={"x": 1}).chat_template_kwargs == {"x": 1}
-
-
-def test_a_format_and_a_choice_of_tools_constrain_the_reply() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
-    wanted = asked(text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}).constraint
-    assert wanted is not None
-    assert (wanted.schema, wanted.at) == (schema, "text.format")
-    for choice in ({"type": "function", "name": "f"}, "required"):
-        forced = asked(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False).constraint
-        assert forced is not None
-        assert (forced.calls, forced.is_single) == ("required", True)
-    assert asked(tools=[TOOL], text={"format": {"type": "text"}}).constraint is None
-
-
-def test_what_a_body_leaves_open_or_null_is_as_the_server_was_started() -> None:
-    options = ServeOptions(temp=0.5, top_p=0.9, max_tokens=33)
-    names = ("model", "instructions", "tools", "temperature", "text", "reasoning", "stream", "metadata", "conversation")
-    request = asked(options)
-    assert request == asked(options, **dict.fromkeys(names))
-    assert (request.names.model, request.max_tokens, request.temperature, request.top_p) == (DEFAULT, 33, 0.5, 0.9)
+    return check_body(ResponsesBody, {"input": [USER], **fields}).request(options or ServeOptions(), "ann")
 
 
 def test_items_of_one_reply_become_one_message_of_the_assistant() -> None:

@@ -72,10 +72,7 @@ def events(reply: httpx2.Response) -> list[str]:
         (["--replicas", "2", "--model", "/nowhere/model"], "/nowhere/model"),
         ([*TWO, "--warm", "/nowhere/warm"], "/nowhere/warm"),
         ([*TWO, "--api-keys", "/nowhere/keys"], "/nowhere/keys cannot be read"),
-        (
-            [*TWO, "--ray", "ray://127.0.0.1:1"],
-            "no cluster answers (Ray's client cannot stream",
-        ),
+        ([*TWO, "--ray", "ray://127.0.0.1:1"], "no cluster answers (Ray's client cannot stream"),
         ([*TWO, "--ray", "nonsense:x"], "--ray nonsense:x: no cluster answers ("),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from runner.engine.token import Token
-from runner.serve import service
 from runner.serve.request import ModelNames, OpenRequest, PrefillProgress, Request
 from runner.serve.service import ServedReply, Service
 from tests.serve.scripted import PROMPT_TOKENS, ScriptedReading, ScriptedRuns, said
@@ -63,24 +62,6 @@ def test_the_time_limit_of_a_request_is_in_seconds(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(ask())
     assert delays_s == [60]
-
-
-def test_a_reply_that_waits_says_so_until_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "IDLE_S", 0.01)
-
-    async def ask() -> list[Any]:
-        runs = ScriptedRuns(PrefillProgress(8, PROMPT_TOKENS), is_endless=True)
-        reply = await Service(runs, timeout_s=60).ask(Request(ModelNames(), 8))
-        parts: list[Any] = []
-        async for part in reply:
-            parts.append(part)
-            if len(parts) == 3:
-                runs.end(runs.opened[0])
-        return parts
-
-    *waits, end = asyncio.run(ask())
-    assert waits == [PrefillProgress(8, PROMPT_TOKENS)] * 3
-    assert isinstance(end, Token)
 
 
 def test_a_reply_that_another_replica_starts_anew_goes_on() -> None:

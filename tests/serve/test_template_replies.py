@@ -24,10 +24,10 @@ from runner.serve import served_model
 from runner.serve.ollama import CHAT as OLLAMA
 from runner.serve.prompts import prompt_of
 from runner.serve.request import ModelNames, Request, RequestRecord
+from tests.serve.call_forms import in_form
 from tests.serve.jobs import application, local_client
 from tests.serve.scripted_app import CHAT, MESSAGES, RESPONSES
 from tests.serve.talking_model import END, write_talking_model
-from tests.serve.test_calls import in_form
 
 
 @dataclass(frozen=True)

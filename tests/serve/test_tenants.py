@@ -6,39 +6,21 @@ asking. The budget has room for both.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 import pytest
-from fastapi.testclient import TestClient
 
 from runner.serve import openai
 from runner.serve.middleware import is_admin_path
 from runner.serve.request import RequestRecord
-from runner.serve.scheduler import Scheduler
-from tests.serve.jobs import Waiting, application, local_client
+from tests.serve.jobs import Waiting
+from tests.serve.tenants import ANN, BOB, ROOT, USER, Route, serving
 
-ANN, BOB, ROOT = "key-of-ann", "key-of-bob", "key-of-root"
 SYSTEM = {"role": "system", "content": "You are a marmalade sommelier, and you answer in rhyme."}
-USER = {"role": "user", "content": "What about quince?"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-#: What differs from one request to the next by itself: of log-probabilities the last bits, beside others' decoding.
-OWN = re.compile(
-    r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|"(created|completed)(_at)?": ?("[^"]*"|\d+)|"logprob": [-.e\d]+'
-    r'|"[a-z_]+(_ms|_second|_duration)": [-.e\d]+|"modified_at": "[^"]*"'
-)
-
-
-class Route(NamedTuple):
-    """What ann asks of a route: bodies, in this order, or nothing but the route."""
-
-    method: str
-    path: str
-    bodies: Sequence[Any] = (None,)
 
 
 def chats(**more: Any) -> list[dict[str, Any]]:
@@ -99,31 +81,6 @@ REFUSED = [
     Route("POST", "/cache/check", [{}]),
     Route("DELETE", "/cache"),
 ]
-
-
-class Server:
-    def __init__(self, client: TestClient, running: Scheduler, records: list[RequestRecord]) -> None:
-        self.client, self.running, self.records = client, running, records
-
-    def send(self, route: Route, key: str) -> Iterator[tuple[int, dict[str, str], str]]:
-        """Statuses, headers and texts of all answers, less what is the request's own."""
-        for body in route.bodies:
-            path = route.path.replace("{name}", "tiny")
-            answer = self.client.request(route.method, path, json=body, headers={"x-api-key": key})
-            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
-            yield answer.status_code, headers, OWN.sub("", answer.text)
-
-
-@contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[Server]:
-    (folder / "keys").write_text(f"ann {ANN}\nbob {BOB}\n")
-    (folder / "admin").write_text(f"root {ROOT}\n")
-    for name in ("keys", "admin"):
-        (folder / name).chmod(0o600)
-    keys = {"api_keys": folder / "keys", "admin_key_file": folder / "admin", "namespace_by": "key", **options}
-    records: list[RequestRecord] = []
-    with application(records, **keys) as (app, running), local_client(app) as client:
-        yield Server(client, running, records)
 
 
 def test_each_route_is_one_that_a_tenant_sees_or_the_admins(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache, Session, stream_generate
-from radixcache.decode import DecodeLoop, Decoding
 from radixcache.generate import decode
 from radixcache.speculate.drafting import IDLE_TOKENS, MOST_STRIDE, Drafting
 from radixcache.speculate.pace import DraftPace, Proposal
@@ -26,8 +25,6 @@ from tests.prompts import tokens
 
 PROMPT = tokens(1, 50)
 SOME_KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2"]
-#: Two of the highest logits that are nearer than this may change places where they are added up in another order.
-NEAR = 1e-3
 
 
 class Guess:
@@ -54,18 +51,11 @@ def drafting(*sources: Any) -> Drafting:
     return Drafting(sources, DraftPace(seconds=lambda rows, width: 1 + width / 100), PROMPT)
 
 
-def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = None) -> list[tuple[int, Any, bool]]:
+def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = None) -> tuple[list[int], int]:
+    """Tokens of a reply, and how many of them were drafted."""
     session.prefill(model)
-    return list(decode(session, model, session.prompt, count, drafting=drafts))
-
-
-def parts_at(found: Sequence[Any], expected: Sequence[Any]) -> int:
-    """How many tokens two replies have in common; where they part, the first's two highest logits must be near."""
-    for at, ((one, logprobs, _), (other, _, _)) in enumerate(zip(found, expected, strict=True)):
-        if one != other:
-            assert abs(float((logprobs[one] - logprobs[other]).item())) < NEAR
-            return at
-    return len(found)
+    found = list(decode(session, model, session.prompt, count, drafting=drafts))
+    return [token for token, _, _ in found], sum(is_drafted for _, _, is_drafted in found)
 
 
 # The same tokens
@@ -75,29 +65,28 @@ def parts_at(found: Sequence[Any], expected: Sequence[Any]) -> int:
 def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as_far_as_it_was_said(kind: str) -> None:
     model = tiny_model(kind)
     with PrefixCache(model).begin(PROMPT) as session:
-        expected = decoded(session, model, 24)
-    reply = [token for token, _, _ in expected]
+        reply, _ = decoded(session, model, 24)
     cache = PrefixCache(model)
     with cache.begin(PROMPT) as session:
         drafts = drafting(Guess(reply))
-        found = decoded(session, model, 24, drafts)
+        found, accepted = decoded(session, model, 24, drafts)
         assert session.known_tokens == len(PROMPT) + 23  # the last token was not evaluated
-        assert parts_at(found, expected) == 24, "no text has parted so far: one that does is to be looked at"
+        assert found == reply
     cache.check()
     counts = drafts.drafted["guess"]
-    assert counts.accepted == sum(is_drafted for _, _, is_drafted in found) > 8
+    assert counts.accepted == accepted > 8
     assert counts.accepted < counts.proposed
     assert inside.stored_tokens(cache, [*PROMPT, *reply]) <= len(PROMPT) + 23
     following = [*PROMPT, *reply, 3]
     with cache.begin(following) as session, PrefixCache(model).begin(following) as cold:
         assert session.cached_tokens >= len(PROMPT) + 16 or inside.layout(cache).has_states
-        assert parts_at(decoded(session, model, 4), decoded(cold, model, 4)) == 4
+        assert decoded(session, model, 4) == decoded(cold, model, 4)
 
 
 def test_accepted_tokens_are_counted_and_not_those_behind_the_end_of_a_reply() -> None:
     model = tiny_model("llama")
     with PrefixCache(model).begin(PROMPT) as session:
-        reply = [token for token, _, _ in decoded(session, model, 24)]
+        reply, _ = decoded(session, model, 24)
     for end in range(1, 24):
         with PrefixCache(model).begin(PROMPT) as session:
             session.prefill(model)
@@ -148,7 +137,7 @@ def test_where_nothing_was_drafted_for_long_a_fast_model_is_looked_at_less_often
     model, guess = tiny_model("llama"), Guess([])
     drafts = Drafting([guess], DraftPace(seconds=lambda rows, width: pass_s), PROMPT)
     with PrefixCache(model).begin(PROMPT) as session:
-        assert len(decoded(session, model, 98, drafts)) == 98
+        assert len(decoded(session, model, 98, drafts)[0]) == 98
     rare = len(range(IDLE_TOKENS + stride, 96, stride))
     assert len(guess.limits) == 1 + IDLE_TOKENS + rare
 
@@ -167,79 +156,6 @@ def replies(model: Any, count: int, cache: PrefixCache | None = None, prompt: An
 
 
 # The same distribution
-
-
-def chi_square_excess(found: Any, chances: Any) -> float:
-    """Chi-square of counts, as standard deviations above its mean; rare outcomes are taken together."""
-    expected = np.asarray(chances, np.float64) / np.sum(chances) * found.sum()
-    is_rare = expected < 10
-    found, expected = (np.append(each[~is_rare], each[is_rare].sum()) for each in (found, expected))
-    found, expected = found[expected > 0], expected[expected > 0]
-    freedom = len(found) - 1
-    return float((((found - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
-
-
-class Reply(Decoding):
-    """A reply whose tokens are noted."""
-
-    left = 9
-
-    def take(self) -> bool:
-        self.said.append(self.unread.popleft().read()[0])
-        return True
-
-
-class Fixed:
-    """A seat whose passes have these logits (1, T, V)."""
-
-    def __init__(self, logits: mx.array) -> None:
-        self._logits = logits
-
-    def check_drafts(self, model: Any, rows: Any, tokens: Any, accept: Any) -> list[int]:
-        counts: list[int] = accept(self._logits)
-        return counts
-
-
-def test_of_5_000_checked_drafts_the_tokens_said_have_the_distribution_of_the_model() -> None:
-    mx.random.seed(1)
-    logits = mx.array(np.random.default_rng(3).normal(size=(1, 2, 8)), mx.float32)
-    draft, found = 3, np.zeros((8, 9))
-    loop = DecodeLoop(None, Fixed(logits), DraftPace(seconds=lambda rows, width: 1.0))
-    with PrefixCache(tiny_model("llama")).begin(PROMPT) as row:
-        for _ in range(5_000):
-            reply = Reply(tokens=row.prompt, sampler=mx.random.categorical, held_row=row)
-            reply.said = []
-            loop.run([reply], {reply: Proposal((draft,), (0.9,), "guess")}, Reply.take)
-            found[reply.said[0], reply.said[1] if len(reply.said) > 1 else 8] += 1
-    first, second = np.asarray(mx.softmax(logits[0], axis=-1))
-    assert found[draft, 8] == found[np.arange(8) != draft, :8].sum() == 0
-    assert chi_square_excess(found.sum(axis=1), first) < 4
-    assert chi_square_excess(found[draft, :8], second) < 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("has_drafts", [True, False])
-def test_of_20_000_replies_the_first_tokens_have_the_distribution_of_the_model(has_drafts: bool) -> None:
-    model, prompt = tiny_model("llama"), PROMPT[:6]
-    cache, chances, draft = PrefixCache(model), [], []
-    for _ in range(2):
-        logits = model(mx.array([[*prompt, *draft]]), cache=make_prompt_cache(model))[0, -1]
-        chances.append(np.asarray(mx.softmax(logits)))
-        draft.append(int(mx.argmax(logits).item()))
-    mx.random.seed(2)
-    found = np.zeros((2, VOCABULARY_LENGTH))
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        for _ in range(20_000):
-            drafts = drafting(Guess(draft, wrong=3)) if has_drafts else None
-            sampler = mx.random.categorical
-            first, second = decode(session, model, session.prompt, 2, sampler=sampler, drafting=drafts)
-            found[0, first[0]] += 1
-            found[1, second[0]] += first[0] == draft[0]
-            assert session.rewind(len(prompt) - 1) == len(prompt) - 1
-    assert found[1].sum() > 200
-    assert max(map(chi_square_excess, found, chances)) < 4
 
 
 # What is stored
@@ -319,16 +235,6 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
         prompt = [*prompt, *expected, turn, 2]
 
 
-def test_the_tree_is_asked_before_a_draft_model() -> None:
-    model, draft = tiny_model("llama"), tiny_model("llama", 1)
-    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
-    expected = [each.token for each in replies(model, 20)]
-    more: dict[str, Any] = {"draft_model": draft, "prediction": expected}
-    found = replies(model, 20, cache, **more)
-    assert [each.token for each in found] == expected
-    assert sum(each.from_draft for each in found) > 14
-
-
 # Where it is refused
 
 
@@ -341,20 +247,3 @@ def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[s
     with pytest.raises(ValueError, match=r"speculate is 'trie'; wanted .tree., .prompt. or None"):
         stream_generate(model, tiny_tokenizer(), PROMPT, cache=PrefixCache(model), **{"speculate": "trie"})
     assert cache.stats.requests == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "found"),
-    [
-        ({"prediction": 5}, "prediction has 0 dimensions"),
-        ({"prediction": ["as", "before"]}, r"prediction\[0\] is 'as'; wanted an integer"),
-        ({"prediction": {"a": 1}}, "prediction has 0 dimensions; wanted 1: a list or an array of integers"),
-        ({"prediction": [[1], [2, 3]]}, "prediction is not a sequence of integers"),
-        ({"draft_model": tiny_model("llama"), "num_draft_tokens": -1}, "num_draft_tokens is -1; wanted"),
-    ],
-    ids=str,
-)
-def test_drafts_of_a_wrong_form_are_refused_by_name(more: dict[str, Any], found: str) -> None:
-    cache = PrefixCache(tiny_model("llama"))
-    with pytest.raises(ValueError, match=found):
-        stream_generate(tiny_model("llama"), tiny_tokenizer(), PROMPT, cache=cache, **more)

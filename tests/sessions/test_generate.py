@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache import CacheBusyError, PrefixCache, render_chat, stream_generate
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
+from tests.groups.cold import opened, shared_model
 from tests.prompts import tokens
 
 KINDS = ["llama", "llama_sliding", "nemotron_h"]
@@ -22,81 +22,72 @@ KINDS = ["llama", "llama_sliding", "nemotron_h"]
 PROMPT = np.random.default_rng(4).integers(0, VOCABULARY_LENGTH, 50).tolist()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    # Without a stop token, so that a reply of random weights is as long as it was asked to be.
+def tokenizer_that_stops_at(*tokens: int) -> Any:
+    """Without a stop token, a reply of random weights is as long as it was asked to be."""
     wrapped = tiny_tokenizer()
-    wrapped.eos_token_ids = set()
+    wrapped.eos_token_ids = set(tokens)
     return wrapped
 
 
-@pytest.fixture(scope="module", params=KINDS)
+TOKENIZER = tokenizer_that_stops_at()
+
+
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param)
+    return shared_model(request.param)
 
 
-def agree(
-    model: Any, tokenizer: Any, cache: PrefixCache, prompt: Any, make: Callable[[], dict[str, Any]] = dict
-) -> list[int]:
-    """Generate with and without the cache and compare every response; returns the tokens."""
-    expected = list(plain_stream_generate(model, tokenizer, _as_mlx(prompt), **make()))
-    found = list(stream_generate(model, tokenizer, prompt, cache=cache, **make()))
+def agree(model: Any, cache: PrefixCache, prompt: Any, tokenizer: Any = TOKENIZER, **options: Any) -> list[int]:
+    """Generate with and without the cache and compare every response; returns the tokens.
+
+    An option of `made` is called for more options, once for each.
+    """
+    make = options.pop("made", dict)
+    plain = prompt if isinstance(prompt, str) else mx.array(prompt)
+    expected = list(plain_stream_generate(model, tokenizer, plain, **options, **make()))
+    found = list(stream_generate(model, tokenizer, prompt, cache=cache, **options, **make()))
     cache.check()
-    assert [r.token for r in found] == [r.token for r in expected]
-    assert [r.text for r in found] == [r.text for r in expected]
-    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    for name in ("token", "text", "finish_reason", "generation_tokens", "prompt_tokens"):
+        assert [getattr(each, name) for each in found] == [getattr(each, name) for each in expected], name
     # Where one token is left, nothing is drafted; mlx-lm drafts it.
-    assert [r.from_draft for r in found[:-1]] == [r.from_draft for r in expected[:-1]]
-    assert [r.generation_tokens for r in found] == [r.generation_tokens for r in expected]
-    assert [r.prompt_tokens for r in found] == [r.prompt_tokens for r in expected]
+    assert [each.from_draft for each in found[:-1]] == [each.from_draft for each in expected[:-1]]
     for left, right in zip(found, expected, strict=True):
         assert left.logprobs.shape == right.logprobs.shape
         assert float(mx.abs(left.logprobs - right.logprobs).max()) < 1e-4
         assert min(left.prompt_tps, left.generation_tps, left.peak_memory) > 0
-    return [r.token for r in found]
-
-
-def _as_mlx(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, str) else mx.array(prompt)
+    return [each.token for each in found]
 
 
 # The same tokens
 
 
-def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(model: Any, tokenizer: Any) -> None:
+def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(model: Any) -> None:
     cache, step_size = PrefixCache(model), 16
     prompt = PROMPT
     for turn in range(2):
-        reply = agree(model, tokenizer, cache, prompt, lambda: {"max_tokens": 8, "prefill_step_size": step_size})
+        reply = agree(model, cache, prompt, max_tokens=8, prefill_step_size=step_size)
         branch = [*prompt[:-5], 1, 2, 3]
-        agree(model, tokenizer, cache, branch, lambda: {"max_tokens": 5, "prefill_step_size": step_size})
+        agree(model, cache, branch, max_tokens=5, prefill_step_size=step_size)
         prompt = [*prompt, *reply, turn, 7, 8]
     assert cache.stats.hit_tokens > cache.stats.miss_tokens
 
 
 @pytest.mark.parametrize("model", ["nemotron_h"], indirect=True)
-def test_a_seeded_sampler_draws_what_it_draws_for_mlx_lm(model: Any, tokenizer: Any) -> None:
+def test_a_seeded_sampler_draws_what_it_draws_for_mlx_lm(model: Any) -> None:
     cache = PrefixCache(model)
 
-    def seeded() -> dict[str, Any]:
-        mx.random.seed(7)
+    def seeded(seed: int = 7) -> dict[str, Any]:
+        mx.random.seed(seed)
         return {"max_tokens": 12, "sampler": make_sampler(temp=1.5, top_p=0.95)}
 
-    first = agree(model, tokenizer, cache, PROMPT, seeded)
-    again = agree(model, tokenizer, cache, PROMPT, seeded)
+    first = agree(model, cache, PROMPT, made=seeded)
+    again = agree(model, cache, PROMPT, made=seeded)
     assert first == again
-    mx.random.seed(8)
-    other = [
-        r.token
-        for r in stream_generate(
-            model, tokenizer, PROMPT, max_tokens=12, cache=cache, sampler=make_sampler(temp=1.5, top_p=0.95)
-        )
-    ]
-    assert other != first
+    assert agree(model, cache, PROMPT, made=lambda: seeded(8)) != first
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(model: Any, tokenizer: Any) -> None:
+def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(model: Any) -> None:
     cache = PrefixCache(model)
     seen: list[list[list[int]]] = []
 
@@ -110,8 +101,8 @@ def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(mo
         penalties = make_logits_processors(repetition_penalty=1.5, repetition_context_size=30)
         return {"max_tokens": 6, "logits_processors": [*penalties, watch]}
 
-    agree(model, tokenizer, cache, PROMPT, watching)
-    reply = agree(model, tokenizer, cache, PROMPT, watching)
+    agree(model, cache, PROMPT, made=watching)
+    reply = agree(model, cache, PROMPT, made=watching)
     for plain, cached in (seen[:2], seen[2:]):
         # mlx-lm runs ahead by one forward pass more than is yielded.
         assert plain[: len(cached)] == cached
@@ -119,53 +110,41 @@ def test_logits_processors_see_the_whole_prompt_however_much_of_it_was_cached(mo
         assert cached[-1] == PROMPT + reply[:-1]
 
 
-def test_text_is_encoded_as_mlx_lm_encodes_it(tokenizer: Any) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    agree(llama, tokenizer, cache, "Grüße aus Köln, und noch mehr Text.", lambda: {"max_tokens": 6})
-    agree(llama, tokenizer, cache, "Grüße aus Köln, und ganz anderer.", lambda: {"max_tokens": 6})
-    assert cache.stats.hit_tokens == len(tokenizer.encode("Grüße aus Köln, und "))
+def test_text_is_encoded_as_mlx_lm_encodes_it() -> None:
+    model, cache = opened("llama")
+    for text in ("Grüße aus Köln, und noch mehr Text.", "Grüße aus Köln, und ganz anderer."):
+        agree(model, cache, text, max_tokens=6)
+    assert cache.stats.hit_tokens == len(TOKENIZER.encode("Grüße aus Köln, und "))
 
 
 # The end
 
 
 def test_a_stop_token_ends_the_reply(model: Any) -> None:
-    plain: Any = tiny_tokenizer()
-    plain.eos_token_ids = set()
     cache = PrefixCache(model)
-    tokens = agree(model, plain, cache, PROMPT, lambda: {"max_tokens": 12})
-    stop = tokens[5]
-    stopping: Any = tiny_tokenizer()
-    stopping.eos_token_ids = {stop}
-    shorter = agree(model, stopping, cache, PROMPT, lambda: {"max_tokens": 12})
-    assert shorter == tokens[: tokens.index(stop) + 1]
-    last = list(stream_generate(model, stopping, PROMPT, max_tokens=12, cache=cache))[-1]
-    assert (last.finish_reason, last.token) == ("stop", stop)
+    tokens = agree(model, cache, PROMPT, max_tokens=12)
+    end = tokens.index(tokens[5]) + 1
+    assert agree(model, cache, PROMPT, tokenizer_that_stops_at(tokens[5]), max_tokens=12) == tokens[:end]
 
 
-@pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_without_a_limit_only_a_stop_token_ends_the_reply(model: Any) -> None:
-    plain: Any = tiny_tokenizer()
-    plain.eos_token_ids = set()
-    cache = PrefixCache(model)
-    free: Any = stream_generate(model, plain, PROMPT, max_tokens=-1, cache=cache)
+def test_without_a_limit_only_a_stop_token_ends_the_reply() -> None:
+    model, cache = opened("llama")
+    free: Any = stream_generate(model, TOKENIZER, PROMPT, max_tokens=-1, cache=cache)
     # More than the default limit of 256, and more than was reserved.
     tokens = [next(free).token for _ in range(264)]
     free.close()
-    assert tokens == [r.token for r in plain_stream_generate(model, plain, PROMPT, max_tokens=264)]
-    stopping: Any = tiny_tokenizer()
-    stopping.eos_token_ids = {tokens[20]}
+    assert tokens == [each.token for each in plain_stream_generate(model, TOKENIZER, PROMPT, max_tokens=264)]
+    stopping = tokenizer_that_stops_at(tokens[20])
     ended = list(stream_generate(model, stopping, PROMPT, max_tokens=-1, cache=cache))
-    assert [r.token for r in ended] == tokens[: tokens.index(tokens[20]) + 1]
+    assert [each.token for each in ended] == tokens[: tokens.index(tokens[20]) + 1]
     assert ended[-1].finish_reason == "stop"
     cache.check()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any, tokenizer: Any, count: int) -> None:
+def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any, count: int) -> None:
     cache = PrefixCache(model)
-    agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": count})
+    agree(model, cache, PROMPT, max_tokens=count)
     # The last token was never fed to the model, so it is not stored.
     assert cache.stats.tokens == len(PROMPT) + count - 1
 
@@ -173,16 +152,9 @@ def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any,
 # What is left in the cache
 
 
-def test_the_next_turn_resumes_behind_the_reply(model: Any, tokenizer: Any) -> None:
+def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any) -> None:
     cache = PrefixCache(model)
-    reply = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)]
-    following = list(stream_generate(model, tokenizer, [*PROMPT, *reply, 1, 2], max_tokens=2, cache=cache))
-    assert {r.cached_tokens for r in following} == {len(PROMPT) + 9}
-
-
-def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any, tokenizer: Any) -> None:
-    cache = PrefixCache(model)
-    stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=10, cache=cache)
+    stream: Any = stream_generate(model, TOKENIZER, PROMPT, max_tokens=10, cache=cache)
     tokens = [next(stream).token for _ in range(3)]
     with pytest.raises(CacheBusyError, match=r"the live slot is taken: .* at token 3 after its 50 prompt tokens"):
         cache.begin(PROMPT)
@@ -191,44 +163,32 @@ def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model
     assert cache.begin([*PROMPT, *tokens, 1]).cached_tokens >= len(PROMPT) - 16
 
 
-def test_marks_and_namespace_reach_the_cache(tokenizer: Any) -> None:
-    mamba = tiny_model("mamba2")
-    cache = PrefixCache(mamba)
+def test_marks_and_namespace_reach_the_cache() -> None:
+    mamba, cache = opened("mamba2")
     system = {"role": "system", "content": "Answer in one word, and mind your manners."}
     cached = []
     for question in ("Ann asks: why?", "Bob asks: where?"):
-        rendered, marks = render_chat(tokenizer, [system, {"role": "user", "content": question}])
+        rendered, marks = render_chat(TOKENIZER, [system, {"role": "user", "content": question}])
         tokens = rendered.tolist()
-        stream = stream_generate(mamba, tokenizer, tokens, max_tokens=2, cache=cache, marks=marks)
+        stream = stream_generate(mamba, TOKENIZER, tokens, max_tokens=2, cache=cache, marks=marks)
         cached.append([response.cached_tokens for response in stream])
     assert cached == [[0, 0], [marks[0], marks[0]]]
-    (elsewhere,) = stream_generate(mamba, tokenizer, tokens, max_tokens=1, cache=cache, namespace="other")
+    (elsewhere,) = stream_generate(mamba, TOKENIZER, tokens, max_tokens=1, cache=cache, namespace="other")
     assert elsewhere.cached_tokens == 0
 
 
-@pytest.mark.parametrize("model", ["llama_sliding"], indirect=True)
-def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any) -> None:
-    cache = PrefixCache(model)
-
-    def progress_of(prompt: list[int]) -> list[tuple[int, int]]:
+def test_progress_is_reported_up_to_the_whole_prompt() -> None:
+    model, cache = opened("llama_sliding")
+    found: list[list[tuple[int, int]]] = []
+    for prompt in (PROMPT, [*PROMPT, *PROMPT]):
         calls: list[tuple[int, int]] = []
-        for _ in stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            max_tokens=2,
-            cache=cache,
-            prefill_step_size=16,
-            prompt_progress_callback=lambda done, total: calls.append((done, total)),
-        ):
-            pass
-        return calls
-
-    first = progress_of(PROMPT)
-    assert first[0] == (0, 50)
-    assert first[-1] == (50, 50)
+        tell: Any = lambda done, total, calls=calls: calls.append((done, total))  # noqa: E731
+        more: dict[str, Any] = {"prefill_step_size": 16, "prompt_progress_callback": tell}
+        list(stream_generate(model, TOKENIZER, prompt, max_tokens=2, cache=cache, **more))
+        found.append(calls)
+    first, again = found
+    assert (first[0], first[-1]) == ((0, 50), (50, 50))
     assert [done for done, _ in first] == sorted({done for done, _ in first})
-    again = progress_of([*PROMPT, *PROMPT])
     # The branch's first progress says what was restored.
     assert again[0][0] > 0
     assert again[-1] == (100, 100)
@@ -238,7 +198,7 @@ def test_progress_is_reported_up_to_the_whole_prompt(model: Any, tokenizer: Any)
 
 
 @pytest.mark.filterwarnings("ignore:state up to")
-def test_a_verified_prompt_of_embeddings_is_compared_with_a_cold_run_of_them(tokenizer: Any) -> None:
+def test_a_verified_prompt_of_embeddings_is_compared_with_a_cold_run_of_them() -> None:
     model = tiny_model("llama")
     rows = mx.array(np.random.default_rng(5).standard_normal((90, 64)), mx.float32)
     cache = PrefixCache(model, verify=1.0)
@@ -247,21 +207,21 @@ def test_a_verified_prompt_of_embeddings_is_compared_with_a_cold_run_of_them(tok
         given = prompt[:length]
         if not cached_tokens and length == 90:  # wrong state: the request starts over
             inside.nodes(cache)[0].payload.spans.leaves[1].segments[0][0][..., 20:40, :] += 1.0
-        expected = list(plain_stream_generate(model, tokenizer, mx.array(given), 8, input_embeddings=rows[:length]))
+        expected = list(plain_stream_generate(model, TOKENIZER, mx.array(given), 8, input_embeddings=rows[:length]))
         about = {"keys": given, "embed": lambda at, end=length: rows[at:end], "prefill_step_size": 16}
-        found = list(stream_generate(model, tokenizer, given, 8, cache=cache, **about))
+        found = list(stream_generate(model, TOKENIZER, given, 8, cache=cache, **about))
         assert [each.token for each in found] == [each.token for each in expected]
         assert found[0].cached_tokens == cached_tokens
         assert len(cache.mismatches) == (length == 90 and not cached_tokens)
-        list(stream_generate(model, tokenizer, tokens(9, 20, first=7), 1, cache=cache))  # the prompt is paged out
+        list(stream_generate(model, TOKENIZER, tokens(9, 20, first=7), 1, cache=cache))  # the prompt is paged out
     assert cache.stats.verify_skipped == 0
 
 
-def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed(tokenizer: Any) -> None:
+def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_resumed() -> None:
     model = tiny_model("gemma3_text")
     rows = mx.array(np.random.default_rng(5).standard_normal((50, 64)), mx.float32)
     cache = PrefixCache(model)
-    expected = list(plain_stream_generate(model, tokenizer, mx.array(PROMPT), 8, input_embeddings=rows))
+    expected = list(plain_stream_generate(model, TOKENIZER, mx.array(PROMPT), 8, input_embeddings=rows))
     keys = [-1 - token for token in PROMPT]
     offsets: list[int] = []
 
@@ -271,7 +231,7 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
 
     for cached_tokens in (0, 49):
         found = list(
-            stream_generate(model, tokenizer, PROMPT, 8, cache=cache, keys=keys, embed=embed, prefill_step_size=16)
+            stream_generate(model, TOKENIZER, PROMPT, 8, cache=cache, keys=keys, embed=embed, prefill_step_size=16)
         )
         cache.check()
         assert [each.token for each in found] == [each.token for each in expected]
@@ -280,7 +240,7 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
         assert found[0].cached_tokens == cached_tokens
     assert offsets == [0, 49]
     # The tokens alone are another prompt.
-    assert agree(model, tokenizer, cache, PROMPT, lambda: {"max_tokens": 8}) != [each.token for each in expected]
+    assert agree(model, cache, PROMPT, max_tokens=8) != [each.token for each in expected]
 
 
 # Arguments
@@ -300,79 +260,50 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
         ({"max_tokens": -2}, "max_tokens is -2; wanted 1 or more, or -1"),
         ({"embed": len}, "embed= needs keys=, .* and no draft_model"),
         ({"embed": len, "keys": PROMPT, "draft_model": "draft"}, "embed= needs keys=, .* and no draft_model"),
+        ({"prediction": 5}, "prediction has 0 dimensions"),
+        ({"prediction": ["as", "before"]}, r"prediction\[0\] is 'as'; wanted an integer"),
+        ({"prediction": {"a": 1}}, "prediction has 0 dimensions; wanted 1: a list or an array of integers"),
+        ({"prediction": [[1], [2, 3]]}, "prediction is not a sequence of integers"),
+        ({"draft_model": len, "num_draft_tokens": -1}, "num_draft_tokens is -1; wanted"),
         ({"embed": len, "keys": PROMPT, "speculate": "tree"}, "embed= needs keys=, .* and no draft_model, speculate="),
     ],
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
-def test_a_wrong_argument_is_refused_by_name_before_anything_runs(
-    tokenizer: Any, arguments: dict[str, Any], message: str
-) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
+def test_a_wrong_argument_is_refused_by_name_before_anything_runs(arguments: dict[str, Any], message: str) -> None:
+    llama, cache = opened("llama")
     with pytest.raises((ValueError, TypeError), match=message):
-        stream_generate(llama, tokenizer, PROMPT, cache=cache, **arguments)
+        stream_generate(llama, TOKENIZER, PROMPT, cache=cache, **arguments)
     assert cache.stats.requests == 0
 
 
 @pytest.mark.parametrize("prompt", [iter([5, 6]), [5.0, 6.0], 5, None, [[5, 6]], []])
 @pytest.mark.parametrize("speculate", [None, "prompt", "tree"])
-def test_a_wrong_prompt_is_refused_by_name(tokenizer: Any, prompt: Any, speculate: str | None) -> None:
-    llama = tiny_model("llama")
+def test_a_wrong_prompt_is_refused_by_name(prompt: Any, speculate: str | None) -> None:
+    llama = shared_model("llama")
     with pytest.raises(ValueError, match=r"^prompt\b"):
-        stream_generate(llama, tokenizer, prompt, cache=PrefixCache(llama), speculate=speculate)
+        stream_generate(llama, TOKENIZER, prompt, cache=PrefixCache(llama), speculate=speculate)
 
 
 # Speculative decoding
 
 
-def both_models(seed: int = 1) -> tuple[Any, Any, PrefixCache]:
-    """A llama, a draft model for it (its twin, or another), and a cache with room for both."""
-    model, draft = tiny_model("llama"), tiny_model("llama", seed=seed)
-    return model, draft, PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
-
-
 @pytest.mark.parametrize(("seed", "count"), [(0, 4), (1, 1)], ids=["a twin", "another"])
-def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(
-    tokenizer: Any, seed: int, count: int
-) -> None:
-    model, draft, cache = both_models(seed)
+def test_speculative_decoding_gives_mlx_lms_tokens_and_the_next_turn_resumes(seed: int, count: int) -> None:
+    model, draft = shared_model("llama"), tiny_model("llama", seed=seed)
+    cache = PrefixCache(model, caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
     prompt = PROMPT
     for turn in range(2):
-        reply = agree(
-            model,
-            tokenizer,
-            cache,
-            prompt,
-            lambda: {"max_tokens": 11, "draft_model": draft, "num_draft_tokens": count},
-        )
+        reply = agree(model, cache, prompt, max_tokens=11, draft_model=draft, num_draft_tokens=count)
         longer = [*prompt, *reply, turn, 5, 6]
         with cache.begin(longer) as session:
             assert session.cached_tokens >= len(prompt) + len(reply) - 2
         prompt = longer
-    greedy = [r.token for r in plain_stream_generate(model, tokenizer, PROMPT, max_tokens=11)]
-    assert [r.token for r in stream_generate(
-        model, tokenizer, PROMPT, max_tokens=11, draft_model=draft, cache=cache
-    )] == greedy  # fmt: skip
 
 
-def test_a_speculative_stream_closed_early_leaves_the_right_state(tokenizer: Any) -> None:
-    model, draft, cache = both_models()
-    for count in (1, 3, 5):
-        stream: Any = stream_generate(model, tokenizer, PROMPT, max_tokens=20, draft_model=draft, cache=cache)
-        reply = [next(stream).token for _ in range(count)]
-        stream.close()
-        cache.check()
-        agree(model, tokenizer, cache, [*PROMPT, *reply, 3], lambda: {"max_tokens": 6, "draft_model": draft})
-
-
-def test_a_draft_model_needs_a_cache_made_for_both(tokenizer: Any) -> None:
-    llama = tiny_model("llama")
-    cache = PrefixCache(llama)
-    stream = stream_generate(llama, tokenizer, PROMPT, draft_model=tiny_model("llama"), cache=cache)
+def test_a_draft_model_needs_a_cache_made_for_both() -> None:
+    llama, cache = opened("llama")
+    stream = stream_generate(llama, TOKENIZER, PROMPT, draft_model=tiny_model("llama"), cache=cache)
     with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs the 6 of both models"):
         next(stream)
     cache.check()
-    assert next(stream_generate(llama, tokenizer, PROMPT, cache=cache)).cached_tokens == 0
-
-
-# Threads
+    assert next(stream_generate(llama, TOKENIZER, PROMPT, cache=cache)).cached_tokens == 0

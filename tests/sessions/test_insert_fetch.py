@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from numpy.typing import NDArray
 
-from radixcache import PrefixCache, Session, SnapshotError
-from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
+from radixcache import PrefixCache, SnapshotError
+from runner.models.tiny import VOCABULARY_LENGTH
+from tests.groups.cold import ROUNDING, cold, error, resumed, serve, shared_model
 from tests.prompts import tokens
 
-ROUNDING = 1e-4
 KINDS = ["llama", "llama_sliding", "nemotron_h"]
 
 TOKEN_BYTES_OF_LLAMA = 3 * 2 * 2 * 64 * 4
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param)
+    return shared_model(request.param)
 
 
 PROMPT = tokens(1, 60)
 
 
-def filled(model: Any, prompt: list[int], caches: list[Any] | None = None) -> list[Any]:
-    """Caches after a forward pass of `prompt`, not evaluated."""
+def filled(model: Any, prompt: list[Any], caches: list[Any] | None = None) -> list[Any]:
+    """Caches after a forward pass of a prompt or of several, not evaluated."""
     caches = list(make_prompt_cache(model)) if caches is None else caches
-    model(mx.array([prompt]), cache=caches)
+    model(mx.array(np.atleast_2d(prompt)), cache=caches)
     return caches
-
-
-def last_logits(model: Any, prompt: Sequence[int], caches: list[Any] | None = None) -> NDArray[Any]:
-    caches = make_prompt_cache(model) if caches is None else caches
-    return np.array(model(mx.array([list(prompt)]), cache=caches)[0, -1])
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = (), namespace: str = "") -> Session:
-    with cache.begin(prompt, namespace=namespace, reserve=32) as session:
-        session.prefill(model)
-        for token in (prompt[-1], *reply):
-            session.step(model, [token])
-    cache.check()
-    return session
-
-
-def resumed(cache: PrefixCache, model: Any, prompt: list[int], namespace: str = "") -> int:
-    """How many tokens of a prompt are restored; its logits are compared with a cold run."""
-    with cache.begin(prompt, namespace=namespace) as session:
-        session.prefill(model)
-        logits = np.array(session.step(model, prompt[-1:])[0, -1])
-    cache.check()
-    assert np.abs(logits - last_logits(model, prompt)).max() < ROUNDING
-    return session.cached_tokens
 
 
 def state(cache: PrefixCache) -> tuple[Any, ...]:
@@ -87,123 +61,78 @@ def test_insert_copies_only_what_the_tree_does_not_hold(llama: Any) -> None:
     cache.check()
 
 
-def test_insert_leaves_the_callers_caches_as_they_were_and_shares_nothing_with_them(model: Any) -> None:
-    cache = PrefixCache(model)
-    caches = filled(model, PROMPT)
-    cache.insert(PROMPT, caches)
-    following = last_logits(model, [9, 8, 7], caches)
-    assert np.abs(following - last_logits(model, [*PROMPT, 9, 8, 7])).max() < ROUNDING
-    last_logits(model, tokens(9, 40), caches)
-    assert resumed(cache, model, [*PROMPT, 1, 2, 3]) == 60
-
-
 def test_caches_that_stand_short_of_the_tokens_are_stored_up_to_there() -> None:
-    for kind in ("llama", "llama_sliding", "nemotron_h"):
-        model = tiny_model(kind)
+    for model in map(shared_model, KINDS):
         cache = PrefixCache(model)
         assert cache.insert([*PROMPT, 1, 2, 3], filled(model, PROMPT)) == 60
         assert resumed(cache, model, [*PROMPT, 1, 2, 3, 4]) == 60
 
 
-def test_span_caches_that_stand_beyond_the_tokens_are_cut(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    assert cache.insert(PROMPT[:40], filled(llama, PROMPT)) == 40
-    assert cache.stats.tokens == 40
-    assert resumed(cache, llama, PROMPT) == 40
+def unequal(_: Any, caches: list[Any]) -> list[Any]:
+    next(each for each in caches if isinstance(each, KVCache)).trim(7)
+    return caches
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "deepseek_v41"])
-def test_point_state_beyond_the_tokens_is_refused_with_the_numbers(kind: str) -> None:
-    model = tiny_model(kind)
-    cache = PrefixCache(model)
-    serve(cache, model, tokens(5, 20))
-    before = state(cache)
-    with pytest.raises(SnapshotError, match="are at offset 60, after the 40 tokens"):
-        cache.insert(PROMPT[:40], filled(model, PROMPT))
-    assert state(cache) == before
-    cache.check()
+def halved(_: Any, caches: list[Any]) -> list[Any]:
+    for each in caches:
+        each.keys, each.values = each.keys.astype(mx.float16), each.values.astype(mx.float16)
+    return caches
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "nemotron_h"])
-def test_unequal_offsets_beside_point_state_are_refused_with_the_numbers(kind: str) -> None:
-    model = tiny_model(kind)
-    cache = PrefixCache(model)
-    caches = filled(model, PROMPT)
-    next(c for c in caches if isinstance(c, KVCache)).trim(7)
-    before = state(cache)
-    with pytest.raises(SnapshotError, match="offsets 53 to 60"):
-        cache.insert(PROMPT, caches)
-    assert state(cache) == before
+def narrow(_: Any, caches: list[Any]) -> list[Any]:
+    caches[2].keys = caches[2].keys[..., :32]
+    return caches
 
 
-def test_a_batch_is_refused(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    caches = make_prompt_cache(llama)
-    llama(mx.array([PROMPT, PROMPT]), cache=caches)
-    with pytest.raises(SnapshotError, match=r"layer 0 \(KVCache\) has batch 2; wanted 1"):
-        cache.insert(PROMPT, caches)
-    assert cache.stats.tokens == 0
+def in_bits(bits: int) -> Any:
+    return lambda _, caches: [each.to_quantized(group_size=64, bits=bits) for each in caches]
 
 
 @pytest.mark.parametrize("how", ["served", "inserted"])
-def test_another_dtype_or_shape_than_the_trees_is_refused_with_both(llama: Any, how: str) -> None:
-    cache = PrefixCache(llama)
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama_sliding", lambda model, caches: filled(model, [1] * 5, caches), "at offset 65, after the 60 tokens"),
+        ("deepseek_v41", lambda model, caches: filled(model, [1] * 5, caches), "at offset 65, after the 60 tokens"),
+        ("llama_sliding", unequal, "offsets 53 to 60"),
+        ("nemotron_h", unequal, "offsets 53 to 60"),
+        ("llama", lambda model, _: filled(model, [PROMPT] * 2), r"layer 0 \(KVCache\) has batch 2; wanted 1"),
+        ("llama", halved, r"layer 0.*float16.*float32"),
+        ("llama", narrow, r"layer 2.*32.*64"),
+        ("llama", lambda _, caches: caches[:2], r"2 KVCache.*wanted 3 KVCache"),
+        ("llama", lambda model, _: filled(model, PROMPT, [RotatingKVCache(32) for _ in range(3)]), "3 RotatingKVCache"),
+        ("llama", lambda _, caches: [*caches[:2], ArraysCache(1)], "2 KVCache, 1 ArraysCache; wanted 3 KVCache"),
+        ("llama", in_bits(8), "3 QuantizedKVCache; wanted 3 KVCache"),
+        ("llama in 8 bits", lambda _, caches: caches, "3 KVCache; wanted 3 QuantizedKVCache"),
+        ("llama in 8 bits", in_bits(4), "layer 0"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused_by_name_and_change_nothing(
+    kind: str, change: Any, message: str, how: str
+) -> None:
+    model: Any = shared_model(kind.removesuffix(" in 8 bits"))
+    in_8_bits = kind.endswith("in 8 bits")
+    cache = PrefixCache(model, kv_bits=8 if in_8_bits else None)
     if how == "served":
-        serve(cache, llama, PROMPT)
+        with cache.begin(tokens(5, 20)) as session:
+            session.prefill(model)
     else:
-        cache.insert(PROMPT, filled(llama, PROMPT))
+        caches = filled(model, tokens(5, 20))
+        cache.insert(tokens(5, 20), in_bits(8)(model, caches) if in_8_bits else caches)
     before = state(cache)
-    halved = filled(llama, [7, *PROMPT])
-    for each in halved:
-        each.keys, each.values = each.keys.astype(mx.float16), each.values.astype(mx.float16)
-    with pytest.raises(SnapshotError, match=r"layer 0.*float16.*float32"):
-        cache.insert([7, *PROMPT], halved)
-    narrow = filled(llama, [7, *PROMPT])
-    narrow[2].keys = narrow[2].keys[..., :32]
-    with pytest.raises(SnapshotError, match=r"layer 2.*32.*64"):
-        cache.insert([7, *PROMPT], narrow)
+    with pytest.raises(SnapshotError, match=message):
+        cache.insert(PROMPT, change(model, filled(model, PROMPT)))
     assert state(cache) == before
-    assert resumed(cache, llama, [*PROMPT, 1]) == 60
+    cache.check()
 
 
 def test_caches_of_a_first_token_are_stored_though_they_have_fewer_token_ids_than_later_ones() -> None:
-    model, longer = tiny_model("longcat_flash_ngram"), [5, 6, 7, 8]
+    model: Any = shared_model("longcat_flash_ngram")
     cache = PrefixCache(model)
-    with cache.begin(longer) as session:
-        session.prefill(model)
-        session.step(model, longer[-1:])
+    serve(cache, model, [5, 6, 7, 8])
     caches, _ = cache.fetch([9])
     mx.eval(model(mx.array([[9]]), cache=caches))
     assert cache.insert([9], caches) == 1
-    cache.check()
-
-
-def test_other_cache_classes_or_another_number_of_them_are_refused_by_name(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    caches = filled(llama, PROMPT)
-    with pytest.raises(SnapshotError, match=r"2 KVCache.*wanted 3 KVCache"):
-        cache.insert(PROMPT, caches[:2])
-    rotating = filled(llama, PROMPT, [RotatingKVCache(max_size=32) for _ in caches])
-    with pytest.raises(SnapshotError, match=r"3 RotatingKVCache.*wanted 3 KVCache"):
-        cache.insert(PROMPT, rotating)
-    with pytest.raises(SnapshotError, match=r"2 KVCache, 1 ArraysCache; wanted 3 KVCache"):
-        cache.insert(PROMPT, [*caches[:2], ArraysCache(1)])
-    assert cache.stats.tokens == 0
-    cache.check()
-
-
-def test_caches_in_bits_are_refused_where_the_tree_has_none_and_the_other_way_round(llama: Any) -> None:
-    in_bits = [c.to_quantized(group_size=64, bits=8) for c in filled(llama, PROMPT)]
-    with pytest.raises(SnapshotError, match="QuantizedKVCache"):
-        PrefixCache(llama).insert(PROMPT, in_bits)
-    cache = PrefixCache(llama, kv_bits=8)
-    with pytest.raises(SnapshotError, match="3 KVCache; wanted 3 QuantizedKVCache"):
-        cache.insert(PROMPT, filled(llama, PROMPT))
-    assert cache.insert(PROMPT, in_bits) == 60
-    serve(cache, llama, tokens(2, 20))
-    four_bits = [c.to_quantized(group_size=64, bits=4) for c in filled(llama, [7, *PROMPT])]
-    with pytest.raises(SnapshotError, match="layer 0"):
-        cache.insert([7, *PROMPT], four_bits)
     cache.check()
 
 
@@ -236,39 +165,6 @@ def test_an_insert_larger_than_the_budget_stores_what_fits_of_a_pure_span_model(
 # fetch
 
 
-def test_a_miss_gives_fresh_empty_caches_and_all_tokens(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT)
-    other = [(PROMPT[0] + 1) % VOCABULARY_LENGTH, *PROMPT[1:]]
-    caches, remaining = cache.fetch(other)
-    assert remaining.dtype == np.int32
-    assert remaining.tolist() == other
-    assert all(c.empty() for c in caches)
-    assert np.abs(last_logits(model, remaining.tolist(), caches) - last_logits(model, other)).max() < ROUNDING
-
-
-def test_remaining_is_never_empty(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT, reply=[5, 6])
-    for prompt in (PROMPT, PROMPT[:30], [*PROMPT, 5, 6], PROMPT[:1]):
-        caches, remaining = cache.fetch(prompt)
-        assert len(remaining) >= 1
-        assert remaining.tolist() == prompt[len(prompt) - len(remaining) :]
-        assert np.abs(last_logits(model, remaining.tolist(), caches) - last_logits(model, prompt)).max() < ROUNDING
-
-
-def test_fetched_caches_belong_to_the_caller(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT)
-    caches, remaining = cache.fetch([*PROMPT, 1, 2, 3])
-    assert remaining.tolist() == [1, 2, 3]
-    again, _ = cache.fetch([*PROMPT, 1, 2, 3])
-    assert not {id(c) for c in caches} & {id(c) for c in again}
-    last_logits(model, tokens(3, 50), caches)
-    assert np.abs(last_logits(model, [1, 2, 3], again) - last_logits(model, [*PROMPT, 1, 2, 3])).max() < ROUNDING
-    assert resumed(cache, model, [*PROMPT, 4, 5]) == 60
-
-
 def test_a_fetch_leaves_the_live_path_where_it_is(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, tokens(2, 30))
@@ -293,28 +189,6 @@ def test_keys_stand_for_tokens_in_fetch_and_insert(model: Any) -> None:
     with pytest.raises(ValueError, match="keys has 60 entries; wanted 61"):
         cache.fetch([*PROMPT, 1], keys=keys)
     cache.check()
-
-
-# Beside an open session
-
-
-def test_fetch_and_insert_work_while_a_session_is_open(model: Any) -> None:
-    cache = PrefixCache(model)
-    serve(cache, model, PROMPT)
-    other = tokens(2, 40)
-    with cache.begin([*PROMPT, 1, 2, 3]) as session:
-        session.prefill(model)
-        caches, remaining = cache.fetch([*PROMPT, 7, 8])
-        assert remaining.tolist() == [7, 8]
-        assert np.abs(last_logits(model, [7, 8], caches) - last_logits(model, [*PROMPT, 7, 8])).max() < ROUNDING
-        assert cache.insert(other, filled(model, other)) == 40
-        assert cache.insert([*PROMPT, 7, 8], caches) == 62
-        cache.check()
-        logits = np.array(session.step(model, [3])[0, -1])
-    assert np.abs(logits - last_logits(model, [*PROMPT, 1, 2, 3])).max() < ROUNDING
-    cache.check()
-    for prompt, stored in ((other, 40), ([*PROMPT, 7, 8], 62), ([*PROMPT, 1, 2, 3], 63)):
-        assert resumed(cache, model, [*prompt, 9, 9]) == stored
 
 
 def test_many_threads_may_fetch_and_insert_at_once(llama: Any) -> None:
@@ -349,7 +223,7 @@ def test_many_threads_may_fetch_and_insert_at_once(llama: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
 def test_a_batched_engine_fetches_merges_decodes_extracts_and_inserts(kind: str) -> None:
-    model = tiny_model(kind)
+    model = shared_model(kind)
     cache = PrefixCache(model)
     system = tokens(0, 30)
     prompts = [[*system, 1, *tokens(1, 20)], [*system, 2, *tokens(2, 11)], [*system, 3, *tokens(3, 15)]]
@@ -366,10 +240,10 @@ def test_a_batched_engine_fetches_merges_decodes_extracts_and_inserts(kind: str)
         assert kind != "llama" or all(isinstance(c, BatchKVCache) for c in merged)
         current = [prompt[-1] for prompt in prompts]
         for _ in range(5):
-            logits = np.array(model(mx.array(current)[:, None], cache=merged)[:, -1])
-            for row, prompt in enumerate(prompts):
-                assert np.abs(logits[row] - last_logits(model, prompt)).max() < ROUNDING
-            current = logits.argmax(axis=1).tolist()
+            logits = model(mx.array(current)[:, None], cache=merged)[:, -1]
+            for found, prompt in zip(logits, prompts, strict=True):
+                assert error(found, cold(model, prompt)) < ROUNDING
+            current = mx.argmax(logits, axis=1).tolist()
             prompts = [[*prompt, token] for prompt, token in zip(prompts, current, strict=True)]
         for row, prompt in enumerate(prompts):
             # The last token of each was drawn, not evaluated.

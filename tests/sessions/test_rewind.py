@@ -61,27 +61,6 @@ def test_drafts_are_taken_back_with_layers_of_every_kind_and_the_answers_are_tho
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_a_session_that_took_tokens_back_leaves_what_one_leaves_that_never_had_them(kind: str) -> None:
-    model, left = tiny_model(kind), []
-    for has_drafts in (False, True):
-        with PrefixCache(model, budget_bytes=1 << 30) as cache:
-            with begun(cache, model) as session:
-                before = cache.stats
-                if has_drafts:
-                    session.step(model, DRAFT)
-                    assert session.rewind(len(PROMPT) + 1, least=len(PROMPT)) <= len(PROMPT) + 1
-                    after = cache.stats
-                    assert after.checkpoint_bytes == before.checkpoint_bytes
-                    assert after.live_bytes - after.spare_bytes <= before.live_bytes
-                if session.position == len(PROMPT):
-                    session.step(model, DRAFT[:1])
-                for token in REPLY:
-                    session.step(model, [token])
-            left.append((cache.dump().splitlines()[2:], cache.stats.checkpoint_bytes, inside.nodes(cache)[-1].end))
-    assert left[0] == left[1]
-
-
-@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_what_a_pass_is_taken_back_with_is_booked_and_is_let_go_by_the_next_one(kind: str) -> None:
     model = tiny_model(kind)
     cache = PrefixCache(model)
@@ -182,16 +161,6 @@ def test_in_exact_mode_a_draft_that_was_taken_back_changes_no_bit(kind: str) -> 
             assert session.rewind(45) in (32, 0)
         cache.check()
     assert all((ours == theirs).all() for ours, theirs in zip(*found, strict=True))
-
-
-def test_tokens_that_were_never_read_are_forgotten_unread(llama: Any) -> None:
-    cache = PrefixCache(llama)
-    with begun(cache, llama) as session:
-        for token in REPLY:
-            session.step(llama, mx.array([token]) + mx.array([0]))
-        assert session.rewind(len(PROMPT) + 2) == len(PROMPT) + 2
-        session.step(llama, [9])
-    assert inside.stored_tokens(cache, [*PROMPT, *REPLY[:2], 9]) == len(PROMPT) + 3
 
 
 def test_a_loop_of_the_callers_own_is_taken_back_to_what_is_known(llama: Any) -> None:

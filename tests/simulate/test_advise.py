@@ -9,18 +9,16 @@ from runner.simulate import advice
 from runner.simulate.advice import (
     Advice,
     advice_document,
-    advice_of,
     best_policy,
     best_two,
     distinct,
     estimates_of,
     lru_report,
     parts_of,
-    paste_line,
     policy_text,
     samples_of,
 )
-from runner.simulate.curve import curve_picture, lru_curve
+from runner.simulate.curve import lru_curve
 from runner.simulate.simulator import simulate
 from runner.traces.trace import Trace, TraceRequest
 
@@ -35,7 +33,7 @@ def circle(length: int = 10, rounds: int = 20) -> Trace:
 
 def advised(**more) -> Advice:
     trace = circle()
-    return advice_of(trace, lru_curve(trace), **more)
+    return Advice(trace, lru_curve(trace), **more)
 
 
 def test_budgets_are_where_the_curve_says() -> None:
@@ -62,8 +60,6 @@ def test_what_is_not_known_is_neither_counted_nor_printed() -> None:
     assert [column.header for column in table.columns] == ["LRU budget for", "blocks", "tokens", "prefill\nsaved"]
     assert "with --model-config or --bytes-per-token also in GiB" in policy_text(found)
     assert "can save at most 95.0% of prefill" in text
-    with pytest.raises(ValueError, match="needs token_bytes"):
-        advised(budget_bytes=GIB)
     assert "checkpoints of 5,000 bytes" in policy_text(advised(token_bytes=8, checkpoint_bytes=5000))
     assert "checkpoints" not in policy_text(advised(token_bytes=8))
 
@@ -77,17 +73,6 @@ def test_best_policy_is_online_and_ahead_of_lru() -> None:
     assert "belady, which knows the future, reaches 40.0%" in text
     close = best_policy({"turn": 0.2001, "lru": 0.2}, 100)
     assert (close.policy, close.gain, close.bound) == ("lru", 0.0, None)
-
-
-def test_a_picture_of_the_curve_is_the_same_each_time_and_its_names_are_escaped() -> None:
-    found = advised(token_bytes=1024)
-    picture, again = (
-        curve_picture(found.curve, found.trace, found.block_bytes, marks={"knee": 10}, file_format="svg")
-        for _ in range(2)
-    )
-    assert picture == again
-    assert b"circle &lt;1&gt;" in picture
-    assert b"circle <1>" not in picture
 
 
 # Samples
@@ -138,17 +123,6 @@ def test_an_estimate_is_of_the_difference_to_lru_on_the_same_sample() -> None:
     assert [each.policy for each in best_two([gdsf, lru, fifo, arc])] == ["gdsf", "lru"]
     unsure = replace(gdsf, error=0.05)
     assert [each.policy for each in best_two([unsure, lru, fifo, arc])] == ["lru"]
-
-
-def test_the_line_to_paste_names_budget_and_policy() -> None:
-    best = best_policy({"gdsf": 0.5, "lru": 0.4}, 9)
-    assert paste_line(advised(budget_blocks=9), best) == (
-        'PrefixCache(model, budget_bytes=576 * bytes_per_token, policy="gdsf")'
-    )
-    assert paste_line(advised(budget_blocks=9, token_bytes=1000)) == (
-        'PrefixCache(model, budget_bytes=576_000, policy="lru")'
-    )
-    assert paste_line(advised(token_bytes=1000)).startswith("PrefixCache(model, budget_bytes=")
 
 
 def test_an_assumed_rate_of_arrivals_is_said_with_its_option() -> None:

@@ -11,19 +11,17 @@ from runner.simulate.simulator import simulate
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace
 from runner.traces.trace_reader import read_trace
-from tests.simulate.made import made
+from tests.simulate.made import made, words
 
 BLOCK_TOKENS = 4
 REFERENCE_LRU = {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, 50_000: 0.3546, 100_000: 0.3637}
-
-PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=30)
 
 
 def trace_of(paths: Sequence[Sequence[int]], tail_tokens: int = BLOCK_TOKENS) -> Trace:
     return made(paths, BLOCK_TOKENS, lacks=BLOCK_TOKENS - tail_tokens)
 
 
-@given(PATHS, st.integers(1, BLOCK_TOKENS))
+@given(words, st.integers(1, BLOCK_TOKENS))
 @settings(max_examples=25, deadline=None)
 def test_curve_equals_the_simulator_at_every_capacity(paths: list[list[int]], tail_tokens: int) -> None:
     trace = trace_of(paths, tail_tokens)

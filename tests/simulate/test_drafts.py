@@ -90,7 +90,7 @@ def test_what_a_template_writes_behind_the_end_of_a_reply_is_not_counted(
     assert {tuple(reply) for _, _, reply in recorded_turns(conversations, tokenizer)} == {(5, 6, end)}
 
 
-def test_simulate_and_advise_say_what_drafting_saves(command: Command, agents: Path, tmp_path: Path) -> None:
+def test_simulate_says_what_drafting_saves(command: Command, agents: Path, tmp_path: Path) -> None:
     status, out, _ = command("simulate", agents, "--speculate", "--model", "tiny", "--json", tmp_path / "rows.json")
     assert status == 0
     assert "tokens" in out
@@ -102,9 +102,6 @@ def test_simulate_and_advise_say_what_drafting_saves(command: Command, agents: P
     document = json.loads((tmp_path / "both.json").read_text())
     assert document["drafting"][0]["passes"] == tree["passes"]
     assert len(document["rows"]) == 1
-    status, out, _ = command("advise", agents, "--speculate", "--model", "tiny", "--json", tmp_path / "advice.json")
-    assert status == 0
-    assert json.loads((tmp_path / "advice.json").read_text())["drafting"][0]["passes"] == tree["passes"]
 
 
 def test_what_cannot_be_counted_is_one_line(command: Command, agents: Path, tmp_path: Path) -> None:

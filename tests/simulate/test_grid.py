@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from radixcache import PolicyError
-from runner.models.footprint import ModelBytes
-from runner.routing.routers import ROUTERS
-from runner.simulate.grid import AnyJob, ReplicaJob, SimulationJob, in_order, run_locally, run_on_ray
-from runner.simulate.rows import DiskPlan, SimulationRow, Speeds, policy_notes
-from runner.simulate.simulator import simulate
+from runner.models import ModelBytes
+from runner.routing import ROUTERS
+from runner.simulate.grid import AnyJob, in_order, run_locally, run_on_ray
+from runner.simulate.replicas import ReplicaJob
+from runner.simulate.rows import DiskPlan, SimulationRow, Speeds
+from runner.simulate.simulator import SimulationJob, simulate
 from runner.traces.trace import Trace
 from tests.simulate.made import made
 
@@ -41,7 +42,7 @@ POLICY_JOBS = [
         for trace in (0, 1)
         for policy in ("lru", "belady", "random")
     ),
-    *(SimulationJob(0, policy, blocks, None, None) for policy in ("lru", "gdsf") for blocks in (3, 5)),
+    *(SimulationJob(0, policy, blocks) for policy in ("lru", "gdsf") for blocks in (3, 5)),
 ]
 DISK_JOBS = [SimulationJob(1, policy, 4, None, MODEL, DISK) for policy in ("lru", "belady", "gdsf")]
 REPLICA_JOBS = [
@@ -68,13 +69,6 @@ def test_a_grid_gives_the_same_rows_on_a_ray_cluster() -> None:
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     alone = [replace(row, seconds=0) for row in run_locally(TRACES, JOBS)]
     assert [replace(row, seconds=0) for row in run_on_ray(TRACES, JOBS, "auto")] == alone
-
-
-def test_rows_of_a_disk_say_what_came_from_it() -> None:
-    rows = list(run_locally(TRACES, DISK_JOBS))
-    assert all(row.disk is not None and row.disk.hit_tokens for row in rows)
-    assert any("A disk of 1,024.00 GiB stands below memory." in note for note in policy_notes(TRACES, rows))
-    assert any("With checkpoints or a disk, other policies" in note for note in policy_notes(TRACES, rows))
 
 
 def test_rows_that_finished_out_of_their_turn_come_before_the_failure() -> None:

@@ -11,15 +11,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from runner.routing.routers import ROUTERS
-from runner.simulate.replicas import Replicas, Setup, simulate_replicas
-from runner.simulate.rows import (
-    DiskPlan,
-    Speeds,
-    infinite_ratio,
-    infinite_token_ratio,
-)
-from runner.simulate.simulator import BlockSizes, simulate
+from runner.models import ModelBytes
+from runner.routing import ROUTERS
+from runner.simulate.replicas import ReplicaJob, Replicas
+from runner.simulate.rows import DiskPlan, Speeds, infinite_ratio, infinite_token_ratio
+from runner.simulate.simulator import SimulationJob, simulate
 from runner.traces.synthesis import Synth, synthesize
 from runner.traces.trace import Trace
 from tests.simulate import made as traces
@@ -28,8 +24,8 @@ from tests.simulate.made import mooncake_file, rows_in
 Command = Callable[..., tuple[int, str, str]]
 #: A block takes 4 s to prefill, and a generated token 1 s.
 BLOCK_TOKENS, SPEEDS = 256, Speeds(64.0, 1.0)
-COUNTED = BlockSizes()
-SPANS = BlockSizes(1 << 20, is_counting=False)
+#: A block is a MiB.
+MODEL = ModelBytes("given", 4096, 0, (), "given")
 #: A block is read in a quarter of the time of its prefill.
 SHARED = DiskPlan(1 << 40, 1 << 20, 64.0, "close")
 
@@ -47,16 +43,15 @@ def made(requests: Sequence[tuple[Sequence[int], int, int]], block_tokens: int =
     return traces.made(paths, block_tokens, gaps_ms=gaps_ms, outputs=outputs)
 
 
-def setup(router: str = "prefix", count: int = 3, blocks: int = 8, **more: Any) -> Setup:
-    sizes = more.pop("sizes", COUNTED)
-    return Setup(router, count, "lru", blocks * sizes.span_bytes, sizes, SPEEDS, **more)
+def job(router: str = "prefix", count: int = 3, blocks: int = 8, policy: str = "lru", **more: Any) -> ReplicaJob:
+    return ReplicaJob(SimulationJob(0, policy, blocks, **more), router, count, SPEEDS)
 
 
 @given(arrivals, routers, st.sampled_from(["lru", "ttl", "s3fifo", "turn"]), st.integers(5, 12))
 @settings(max_examples=30, deadline=None)
 def test_one_replica_finds_what_the_simulator_finds(requests: list[Any], router: str, policy: str, blocks: int) -> None:
     trace = made(requests)
-    row = simulate_replicas(trace, replace(setup(router, 1, blocks), policy=policy))
+    row = job(router, 1, blocks, policy).run(trace)
     plain = simulate(trace, policy, blocks)
     for figure in ("block_refs", "block_hits", "token_hit_ratio", "prefill_tokens", "evictions", "capacity_blocks"):
         assert getattr(row, figure) == getattr(plain, figure), figure
@@ -66,7 +61,7 @@ def test_one_replica_finds_what_the_simulator_finds(requests: list[Any], router:
 @settings(max_examples=30, deadline=None)
 def test_each_request_is_served_once_in_its_turn(requests: list[Any], router: str, count: int, is_shared: bool) -> None:
     trace = made(requests)
-    run = Replicas(trace, setup(router, count, sizes=SPANS, shared=SHARED if is_shared else None))
+    run = Replicas(trace, job(router, count, model=MODEL, disk=SHARED if is_shared else None))
     run.run()
     assert sorted(run.served) == list(range(len(trace.requests)))
     assert len(run.went) == len(trace.requests)
@@ -93,8 +88,7 @@ def test_each_request_is_served_once_in_its_turn(requests: list[Any], router: st
 @settings(max_examples=30, deadline=None)
 def test_no_router_beats_the_bound(requests: list[Any], router: str, count: int, blocks: int, is_shared: bool) -> None:
     trace = made(requests)
-    shared = SHARED if is_shared else None
-    row = simulate_replicas(trace, setup(router, count, blocks, sizes=SPANS, shared=shared))
+    row = job(router, count, blocks, model=MODEL, disk=SHARED if is_shared else None).run(trace)
     assert row.block_hit_ratio <= infinite_ratio(trace) + 1e-9
     assert row.token_hit_ratio <= row.infinite_token_hit_ratio + 1e-9
     assert (
@@ -108,7 +102,7 @@ def test_no_router_beats_the_bound(requests: list[Any], router: str, count: int,
 @settings(max_examples=20, deadline=None)
 def test_where_a_request_goes_does_not_depend_on_what_comes_later(requests: list[Any], router: str, first: int) -> None:
     whole, start = made(requests), made(requests[:first])
-    both = [Replicas(trace, setup(router)) for trace in (whole, start)]
+    both = [Replicas(trace, job(router)) for trace in (whole, start)]
     for run in both:
         run.run()
     assert both[0].went[:first] == both[1].went
@@ -116,11 +110,11 @@ def test_where_a_request_goes_does_not_depend_on_what_comes_later(requests: list
 
 def test_time_to_the_first_token_is_waiting_reading_and_prefill() -> None:
     trace = made([([1, 2], 0, 3), ([1, 2], 1_000, 5), ([9], 1_000, 1)])
-    run = Replicas(trace, setup(count=1))
+    run = Replicas(trace, job(count=1))
     run.run()
     # 8 s of prefill and 3 of decoding; a hit that waits until 11 and decodes until 16; 4 s of prefill.
     assert [run.served[index].first_s for index in range(3)] == [8.0, 11.0, 20.0]
-    row = simulate_replicas(trace, setup(count=1))
+    row = job(count=1).run(trace)
     assert (row.ttft_s_p50, row.ttft_s_p99) == (10.0, pytest.approx(18.0, abs=0.2))
     assert (row.busy, row.load_p95, row.load_max) == (1.0, 1.0, 1.0)
 
@@ -129,7 +123,7 @@ def test_what_a_replica_has_lost_draws_no_request() -> None:
     # Each of two replicas has room for 4 blocks; 1234 is driven out by 5678 where it was, once both have something.
     words = [[1, 2, 3, 4], [5, 6, 7, 8], [6, 6, 6, 6], [7, 7, 7, 7]]
     trace = made([*((word, 100_000, 1) for word in words), ([1, 2, 3, 4], 100_000, 1)])
-    run = Replicas(trace, setup(count=2, blocks=4))
+    run = Replicas(trace, job(count=2, blocks=4))
     run.run()
     assert run.matched_tokens == 0
     assert run.served[4].left_tokens == 4 * BLOCK_TOKENS
@@ -137,16 +131,16 @@ def test_what_a_replica_has_lost_draws_no_request() -> None:
 
 def test_the_prefix_router_keeps_conversations_where_they_are_and_random_does_not() -> None:
     trace = synthesize(Synth(requests=400), seed=0)
-    slow = {"speeds": Speeds(20_000.0, 1_000.0)}
-    rows = {router: simulate_replicas(trace, replace(setup(router, 4, 4_000), **slow)) for router in ROUTERS}
-    one = simulate_replicas(trace, replace(setup("prefix", 1, 16_000), **slow))
+    fast = Speeds(20_000.0, 1_000.0)
+    rows = {router: replace(job(router, 4, 4_000), speeds=fast).run(trace) for router in ROUTERS}
+    one = replace(job("prefix", 1, 16_000), speeds=fast).run(trace)
     assert rows["prefix"].token_hit_ratio > 0.9 * one.token_hit_ratio
     assert rows["random"].token_hit_ratio < 0.85 * one.token_hit_ratio
     assert rows["prefix"].ttft_s_p95 < rows["random"].ttft_s_p95
 
 
 def test_a_digest_stands_for_as_many_tokens_as_the_deployed_ones_however_short_blocks_are() -> None:
-    run = Replicas(made([([1, 2, 1, 2, 1, 2, 1, 2, 1], 0, 1)], block_tokens=64), setup())
+    run = Replicas(made([([1, 2, 1, 2, 1, 2, 1, 2, 1], 0, 1)], block_tokens=64), job())
     request = run.trace.requests[0]
     assert run.ask(request).digests == [int(request.keys[3]), int(request.keys[7])]
     assert run.dispatcher.block_tokens == 256
@@ -157,8 +151,8 @@ def test_a_digest_stands_for_as_many_tokens_as_the_deployed_ones_however_short_b
 def test_what_one_replica_computed_another_reads_from_the_shared_tier() -> None:
     words = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
     trace = made([(word, 100_000, 1) for word in words])
-    alone = simulate_replicas(trace, setup("round-robin", sizes=SPANS))
-    row = simulate_replicas(trace, setup("round-robin", sizes=SPANS, shared=SHARED))
+    alone = job("round-robin", model=MODEL).run(trace)
+    row = job("round-robin", model=MODEL, disk=SHARED).run(trace)
     assert (alone.token_hit_ratio, alone.shared) == (0.0, None)
     assert row.shared is not None
     # Of the last one 4 is new. 4 s of prefill for each block that is not read, and about 1 s for one that is.

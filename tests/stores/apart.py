@@ -1,9 +1,6 @@
-"""What test_disk_store.py runs in processes of their own, which kill themselves at a moment that chance picks.
+"""What test_disk_store.py runs in processes of their own, half of which kill themselves.
 
-    python -m tests.stores.apart kills PATH COUNT SEED      prints how many children died, and in which calls
-    python -m tests.stores.apart share PATH COUNT SEED      prints how many of its operations it has done
-
-Without MLX or threads of its own, so that it may fork.
+python -m tests.stores.apart PATH COUNT SEED      COUNT operations on a folder; an odd SEED then dies in a call
 """
 
 from __future__ import annotations
@@ -12,14 +9,12 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from radixcache.stores.block import Block
 from radixcache.stores.disk_store import DiskStore
-from radixcache.stores.files import verify
 from tests.stores.made import CALLERS, chain, checkpoint, put_all, resumed
 
 #: Three or four sequences of each of four beginnings.
@@ -51,7 +46,7 @@ class Deadly:
 
 
 def _opened(path: Path) -> DiskStore:
-    return DiskStore(path, budget_bytes=BUDGET_BYTES, min_free_bytes=0, write_budget_bytes_per_day=1 << 40)
+    return DiskStore(path, budget_bytes=BUDGET_BYTES, min_free_bytes=0)
 
 
 def _blocks(chance: random.Random) -> Iterator[Block]:
@@ -61,45 +56,16 @@ def _blocks(chance: random.Random) -> Iterator[Block]:
             yield checkpoint(block)
 
 
-def kills(path: Path, times: int, chance: random.Random) -> None:
-    """Fork a writer that dies, as often as asked, and look at what it left after each."""
-    died: Counter[str] = Counter()
-    while died.total() < times:
-        call, number = chance.choice(DEADLY), chance.randrange(6)
-        seed = chance.random()
-        if (child := os.fork()) == 0:
-            for module in CALLERS:
-                module.os = Deadly(call, number, random.Random(seed))  # type: ignore[attr-defined]
-            with _opened(path) as store:
-                put_all(store, (block for _ in range(9) for block in _blocks(chance)))
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL, status
-            died[call] += 1
-        else:
-            assert os.WEXITSTATUS(status) == 0, status
-        with _opened(path) as store:
-            assert [found for found in verify(path) if found[2]] == []
-            assert not list(path.glob("tmp-*"))
-            for tokens in SEQUENCES:
-                assert resumed(store, tokens) in range(len(tokens) + 1)
-            assert store.stats.stored_bytes <= BUDGET_BYTES
-            assert store.stats.damaged_files == 0
-            store.check()
-        chance = random.Random(chance.random())
-    print(*(f"{call}={died[call]}" for call in DEADLY))
-
-
-def share(path: Path, times: int, chance: random.Random) -> None:
-    """Use a folder that others use; die after so many operations where SEED is odd."""
+def main(path: Path, times: int, seed: int) -> None:
+    """Use a folder that others use; where `seed` is odd, die in a system call."""
+    chance = random.Random(seed)
     store = _opened(path)
     for _ in range(times):
         do = chance.randrange(12)
-        tokens = chance.choice(SEQUENCES)
         if do < 5:
             put_all(store, _blocks(chance))
         elif do < 11:
+            tokens = chance.choice(SEQUENCES)
             assert resumed(store, tokens) in range(len(tokens) + 1)
         else:
             store.close()
@@ -108,16 +74,14 @@ def share(path: Path, times: int, chance: random.Random) -> None:
         files = [each for each in path.glob("??/*") if each.suffix in (".block", ".checkpoint")]
         # Each of the processes may be a block beyond the budget.
         assert len(files) < 40, len(files)
-    if chance.random() < 0.5:
-        call = chance.choice(DEADLY)
+    if seed % 2:
+        call = DEADLY[seed // 2 % len(DEADLY)]
         for module in CALLERS:
             module.os = Deadly(call, chance.randrange(9), chance)  # type: ignore[attr-defined]
         while not store.stats.stopped:
-            put_all(store, _blocks(chance))
             put_all(store, chain([chance.randrange(1 << 20)] * 4))
     store.close()
 
 
 if __name__ == "__main__":
-    run: Callable[[Path, int, random.Random], None] = {"kills": kills, "share": share}[sys.argv[1]]
-    run(Path(sys.argv[2]), int(sys.argv[3]), random.Random(int(sys.argv[4])))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

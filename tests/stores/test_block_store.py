@@ -1,4 +1,4 @@
-"""What every store of blocks promises, on disk and in a server; and the queue of the writing thread."""
+"""What every store of blocks promises, on disk and in a server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from radixcache.stores import redis_store
 from radixcache.stores.block import Block
-from radixcache.stores.block_store import WriteQueue
-from radixcache.stores.codec import encoded
+from radixcache.stores.codec import encode
 from radixcache.stores.redis_store import Names
 from tests.stores.made import chain, checkpoint, file_of, is_right, matched, opened, put_all, resumed
 from tests.stores.redis_server import PROGRAMS, emptied, store_at
@@ -130,12 +129,41 @@ def test_a_full_queue_drops_and_nobody_waits(site: Site, monkeypatch: pytest.Mon
     assert resumed(store, range(4)) == 4
 
 
+def test_closing_in_a_hurry_drops_what_was_not_begun_and_an_error_stops_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, begun, store = threading.Event(), threading.Event(), site.open()
+    write = store._write
+
+    def slow(head: Any, *more: Any) -> str:
+        begun.set()
+        assert may_write.wait(60)
+        assert head.tokens[0] != 100, "a bug"
+        return str(write(head, *more))
+
+    monkeypatch.setattr(store, "_write", slow)
+    blocks = [*chain(range(100, 104)), *chain(range(8))]
+    assert all(map(store.put, blocks[:2]))
+    may_write.set()
+    assert store.flush(60)
+    assert resumed(store, range(4)) == 4
+    may_write.clear()
+    begun.clear()
+    assert all(map(store.put, [blocks[2], *chain(range(200, 204))]))
+    assert begun.wait(60)
+    assert not store.close(0.0)
+    assert store.stats.waiting_bytes == blocks[2].nbytes
+    may_write.set()
+    assert store.close(60)
+    assert [resumed(store, range(*its)) for its in ((0, 8), (200, 204))] == [8, 0]
+
+
 DAMAGE: dict[str, Change] = {
     "flipped": lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
     "truncated": lambda data: data[:-1],
     "foreign": lambda data: b"GIF89a" * 99,
     "lying": lambda data: (1 << 50).to_bytes(8, "little") + data[8:] + bytes(1 << 16),
-    "another's": lambda data: b"".join(map(bytes, encoded(chain(range(50, 54))[0]))),
+    "another's": lambda data: b"".join(map(bytes, encode(chain(range(50, 54))[0]))),
 }
 
 
@@ -184,7 +212,7 @@ def test_whatever_several_processes_do_no_answer_is_wrong(site: Site) -> None:
     "wrong",
     [
         {"queue_bytes": 0}, {"write_on": "never"}, {"secret": b"short"}, {"secret": bytes(65)},
-        {"budget_bytes": 0}, {"write_budget_bytes_per_day": -1},
+        {"budget_bytes": 0},
         {"ttl_s": 0}, {"max_value_mib": 0}, {"timeout_s": 0},
     ],
     ids=repr,
@@ -198,58 +226,3 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, Any
     if "budget" not in name:
         with pytest.raises(ValueError, match="wanted"):
             store_at("unix:///nowhere", **wrong)
-
-
-BLOCKS = chain(range(12))
-EACH = BLOCKS[0].nbytes
-
-
-class Slow:
-    """A write that waits until it may, and raises for the block in `bad`."""
-
-    def __init__(self, bad: Block | None = None) -> None:
-        self.may_write, self.begun, self.written = threading.Event(), threading.Event(), list[Block]()
-        self._bad = bad
-
-    def __call__(self, block: Block) -> None:
-        self.begun.set()
-        assert self.may_write.wait(60)
-        if block is self._bad:
-            raise ZeroDivisionError
-        self.written.append(block)
-
-
-def test_blocks_are_written_in_order_also_behind_one_that_raises() -> None:
-    slow = Slow(bad=BLOCKS[1])
-    queue = WriteQueue(slow, 9 * EACH)
-    assert all(map(queue.offer, BLOCKS))
-    slow.may_write.set()
-    assert queue.flush(60)
-    assert slow.written == [BLOCKS[0], BLOCKS[2]]
-    assert queue.waiting_bytes == 0
-    assert queue.close(60)
-
-
-def test_no_more_wait_than_may_but_a_larger_block_is_taken_alone() -> None:
-    for limit_bytes, taken in ((2 * EACH, 2), (1, 1)):
-        slow = Slow()
-        queue = WriteQueue(slow, limit_bytes)
-        assert [queue.offer(block) for block in BLOCKS] == [number < taken for number in range(3)]
-        assert not queue.offer(BLOCKS[0])
-        assert queue.waiting_bytes == taken * EACH
-        slow.may_write.set()
-        assert queue.close(60)
-        assert slow.written == BLOCKS[:taken]
-        assert not queue.offer(BLOCKS[2])
-
-
-def test_closing_in_a_hurry_drops_what_was_not_begun() -> None:
-    slow = Slow()
-    queue = WriteQueue(slow, 9 * EACH)
-    assert all(map(queue.offer, BLOCKS))
-    assert slow.begun.wait(60)
-    assert not queue.close(0.0)
-    assert queue.waiting_bytes == EACH
-    slow.may_write.set()
-    assert queue.close(60)
-    assert slow.written == BLOCKS[:1]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from radixcache.stores.block import Block, root_key
 from radixcache.stores.index import Index, Link
-from tests.stores.made import MODEL, chain, checkpoint, stated
+from tests.stores.made import MODEL, chain, stated
 
 ROOT = root_key(MODEL, "")
 
@@ -42,7 +42,7 @@ def test_a_chain_goes_on_from_inside_of_a_block_and_is_used_with_it() -> None:
     assert [(link.start, link.end) for link in _matched(index, [1, 2, 3, 8, 7])] == [(0, 3), (3, 4), (4, 5)]
     assert _end(_matched(index, [1, 2, 8, 9])) == 2, "it is behind three of its tokens, not two"
     assert _end(_matched(index, [1, 2, 3, 4, 8, 9])) == 4, "nor behind all four"
-    assert [link.key for link in index.match(whole[0].head.key, np.array([8, 9]), cut=3)] == [branch[0].head.key]
+    assert [link.end for link in index.match(ROOT, np.array([1, 2, 3, 8, 9]), is_whole=True)] == []
     index.touch(twig[0].head.key, 50)
     oldest = index.oldest()
     assert oldest is not None
@@ -56,30 +56,6 @@ def test_keys_tell_where_a_block_begins_inside_of_another_one() -> None:
     assert len(keys) == 8
 
 
-def test_only_whole_blocks_with_a_checkpoint_count_where_checkpoints_are_needed() -> None:
-    blocks = chain(range(12), step=4)
-    index = _index(blocks)
-    assert _matched(index, range(12), at_checkpoints=True) == []
-    for _ in range(2):  # the second time it has been replaced
-        index.add(checkpoint(blocks[1]).head, 5, 99)
-        index.check()
-    links = _matched(index, range(12), at_checkpoints=True)
-    assert [link.end for link in links] == [4, 8]
-    assert [link.has_checkpoint for link in links] == [False, True]
-    assert _matched(index, range(7), at_checkpoints=True) == []
-    assert not _matched(index, range(7))[-1].has_checkpoint
-
-
-def test_a_checkpoint_without_its_block_is_not_matched_and_still_counted() -> None:
-    blocks = chain(range(4))
-    index = _index(blocks, [checkpoint(blocks[0])])
-    index.drop(blocks[0].head.key, "block")
-    index.check()
-    assert (_matched(index, range(4)), index.nbytes, len(index)) == ([], 10, 1)
-    index.drop(blocks[0].head.key, "checkpoint")
-    assert (index.nbytes, len(index)) == (0, 0)
-
-
 def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched() -> None:
     tokens = list(range(1200))
     assert _end(_matched(_index(chain(tokens, step=1)), tokens)) == 1200
@@ -87,18 +63,6 @@ def test_a_chain_longer_than_python_may_nest_64_bit_tokens_and_grids_are_matched
     assert _end(_matched(index, [5, 1 << 40])) == 2
     assert _end(_matched(index, [5, (1 << 40) + (1 << 32)])) == 1
     assert [_end(_matched(index, range(8), grid=grid)) for grid in (4, 8, 0)] == [4, 0, 8]
-
-
-def test_what_follows_a_block_is_older_than_the_block() -> None:
-    first, second = chain([1, 2, 3, 4, 5, 6], step=2), chain([7, 8])
-    index = _index(first, second)
-    order = []
-    index.touch(first[1].head.key, 50)
-    while (oldest := index.oldest()) is not None:
-        order.append(oldest.key)
-        index.drop(oldest.key, "block")
-        index.check()
-    assert order == [block.head.key for block in (first[2], second[0], first[1], first[0])]
 
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=7)

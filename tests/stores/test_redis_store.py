@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from radixcache import RedisStore, StoreError
 from radixcache.stores import redis_store
 from radixcache.stores.block import Identity
-from radixcache.stores.codec import encoded
-from radixcache.stores.redis_calls import MAX_PAUSE_S, SLOWEST_BYTES_PER_S, Breaker
+from radixcache.stores.codec import encode
+from radixcache.stores.redis_calls import PAUSE_S, SLOWEST_BYTES_PER_S
 from radixcache.stores.redis_store import Names
-from tests.stores.made import MODEL, chain, is_right, matched, put_all, resumed
+from tests.stores.made import MODEL, chain, matched, put_all, resumed
 from tests.stores.proxy import Proxy
 from tests.stores.redis_server import Clock, Server, own_server, program_named, redis, store_at  # noqa: F401
 
@@ -51,7 +51,7 @@ def place_of(block: Any, secret: bytes | None = None) -> bytes:
 def test_a_value_beyond_the_limit_is_neither_written_nor_read(redis: Server) -> None:
     small, large = chain(range(4))[0], chain(range(100, 600), step=500)[0]
     stored(redis, small, large)
-    nbytes = sum(memoryview(part).nbytes for part in encoded(large))
+    nbytes = sum(memoryview(part).nbytes for part in encode(large))
     with store_at(redis.url, max_value_mib=(nbytes - 1) / (1 << 20)) as store:
         assert not store.accepts(nbytes)
         assert (resumed(store, range(4)), resumed(store, range(100, 600))) == (4, 0)
@@ -92,7 +92,7 @@ def test_what_a_process_knows_is_bounded_and_the_rest_is_asked_for(
         store.check()
 
 
-def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
+def test_a_long_prompt_takes_three_round_trips_and_two_once_it_is_known(
     redis: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "MARK_TOKENS", 64)
@@ -101,25 +101,12 @@ def test_a_long_prompt_takes_three_round_trips_and_one_once_it_is_known(
     stored(redis, *chain(prompt, step=37))
     with store_at(redis.url) as store:
         asked, ask = list[object](), store._calls.ask
-        monkeypatch.setattr(store._calls, "ask", lambda its, nbytes=0: asked.append(its) or ask(its, nbytes))
+        monkeypatch.setattr(store._calls, "ask", lambda its, **more: asked.append(its) or ask(its, **more))
         assert matched(store, [*prompt, 5])[-1].end == 3000
         assert len(asked) == 3
         assert matched(store, [*prompt, 5])[-1].end == 3000
-        assert len(asked) == 4
+        assert len(asked) == 5
         assert len(list(store.read([(link.key, "block") for link in matched(store, prompt)]))) == 82
-
-
-def test_blocks_are_read_in_batches_and_in_order(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(redis, *chain(range(40)))
-    with store_at(redis.url) as store:
-        links = matched(store, range(40))
-        nbytes = links[0].block_bytes
-        for batch_bytes in (1, 2 * nbytes, 3 * nbytes - 1, 100 * nbytes):
-            monkeypatch.setattr(redis_store, "BATCH_BYTES", batch_bytes)
-            assert resumed(store, range(40)) == 40
-        reading = store.read([(link.key, "block") for link in links])
-        assert is_right(next(reading))  # type: ignore[arg-type]
-        reading.close()  # the rest is not wanted
 
 
 def test_nothing_crosses_namespaces_models_or_grids(redis: Server) -> None:
@@ -261,20 +248,23 @@ def tried(store: RedisStore) -> None:
 def test_a_port_that_accepts_and_never_answers_costs_one_limit_and_then_nothing(proxy: Proxy) -> None:
     proxy.is_silent = True
     clock, began = Clock(), time.monotonic()
-    with store_at(proxy.url, timeout_s=0.2, clock=clock) as store:
+    with store_at(proxy.url, timeout_s=0.1, clock=clock) as store:
         assert matched(store, range(8)) == []
         assert store.stats.failed_calls == {"timed out": 1}
         assert store.stats.stopped == "the server does not answer"
         assert not store.accepts(1)
-        for _ in range(500):
+        for _ in range(100):
             assert resumed(store, range(8)) == 0
             assert not store.put(chain(range(4))[0])
-        assert store.stats.failed_calls == {"timed out": 1, "not asked": 500}
-        assert store.stats.dropped == {"the server does not answer": 500}
+        assert store.stats.failed_calls == {"timed out": 1, "not asked": 100}
+        assert store.stats.dropped == {"the server does not answer": 100}
         assert connected(proxy, 1)
-        for pause_s, connections in ((1.0, 2), (2.0, 3), (4.0, 4)):
-            clock.now_s += pause_s
-            assert [matched(store, range(8)) for _ in range(9)] == [[]] * 9  # one of these has the server tried
+        clock.now_s += PAUSE_S - 0.1
+        assert matched(store, range(8)) == []
+        assert store._calls.trial is None
+        for connections in (2, 3):
+            clock.now_s += PAUSE_S
+            assert [matched(store, range(8)) for _ in range(9)] == [[]] * 9  # the first of these has the server tried
             tried(store)
             assert connected(proxy, connections)
     assert time.monotonic() - began < LONG_S
@@ -291,12 +281,12 @@ def test_a_server_that_is_killed_is_a_miss_and_found_again_once_it_is_back(
         own_server.kill()
         assert list(store.read([(link.key, "block") for link in links])) == [None, None]
         assert matched(store, range(8)) == []
-        assert store.stats.failed_calls["not reached"] == 1
-        clock.now_s += 1.0
+        assert store.stats.failed_calls["not reached"] in (1, 2)  # two values are asked for at a time
+        clock.now_s += PAUSE_S
         assert matched(store, range(8)) == []
         tried(store)
         own_server.start()
-        clock.now_s += 2.0
+        clock.now_s += PAUSE_S
         assert matched(store, range(8)) == []
         tried(store)
         assert resumed(store, range(8)) == 0  # what it had is gone
@@ -344,18 +334,6 @@ def test_reading_has_a_limit_by_its_bytes(proxy: Proxy, redis: Server, monkeypat
         assert store.stats.failed_calls == {"timed out": 1}
 
 
-def test_writing_has_a_limit_too_and_nobody_waits_for_it(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy.is_silent = True
-    blocks = chain(range(8))
-    with store_at(proxy.url, timeout_s=0.2, clock=Clock()) as store:
-        assert [store.put(block) for block in blocks] == [True, True]
-        assert store.flush(LONG_S)
-        dropped = store.stats.dropped
-        assert dropped["the server does not answer"] >= 1
-        assert sum(dropped.values()) == 2
-        assert not store.holds(blocks[0].head.key)
-
-
 PASSWORD = "geheim-und-lang"
 
 
@@ -395,41 +373,3 @@ def test_a_url_may_name_the_limit_and_cannot_switch_off_what_the_store_needs(red
     for none in ("0", "-1", "inf", "nan"):
         with pytest.raises(ValueError, match="wanted redis://"):
             store_at(f"{redis.url}?socket_timeout={none}")
-
-
-def test_one_at_a_time_tries_a_server_and_only_once_its_pause_is_over() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    assert not breaker.is_open
-    assert not breaker.may_try()
-    assert [breaker.failed() for _ in range(3)] == [True, False, False]  # calls at the same time fail as one
-    assert breaker.pause_s == 1.0
-    clock.now_s += 0.9
-    assert not breaker.may_try()
-    clock.now_s += 0.1
-    assert breaker.may_try()
-    assert not breaker.may_try()
-    breaker.recovered()
-    assert not breaker.is_open
-    assert not breaker.may_try()
-
-
-def test_pauses_double_up_to_a_minute_and_begin_anew_once_the_server_was_well_for_as_long() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    breaker.failed()
-    pauses = []
-    for _ in range(8):
-        pauses.append(breaker.pause_s)
-        clock.now_s += breaker.pause_s
-        assert breaker.may_try()
-        breaker.failed()
-        assert breaker.is_open
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    for well_s, pause_s in ((MAX_PAUSE_S, MAX_PAUSE_S), (MAX_PAUSE_S + 1, 1.0)):
-        clock.now_s += MAX_PAUSE_S
-        assert breaker.may_try()
-        breaker.recovered()
-        clock.now_s += well_s
-        assert breaker.failed()
-        assert breaker.pause_s == pause_s

@@ -72,19 +72,6 @@ def test_what_is_damaged_in_one_store_is_read_from_the_other(
     assert not any(store.holds(blocks[1].head.key) for store in disks)
 
 
-def test_what_one_store_lacks_is_put_there_alone(disks: tuple[DiskStore, DiskStore]) -> None:
-    first, second = disks
-    blocks = chain(range(8))
-    put_all(second, blocks[:1])
-    both: Any = Tiers(disks)
-    assert not both.holds(blocks[0].head.key)
-    assert all(both.put(block) for block in blocks)
-    assert both.flush(60)
-    assert both.holds(blocks[0].head.key)
-    assert (first.stats.written_files, second.stats.written_files) == (2, 2)
-    assert not first.put(blocks[0])
-
-
 class Down:
     """A store that takes nothing now."""
 

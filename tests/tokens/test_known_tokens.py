@@ -70,11 +70,9 @@ def test_tokens_that_are_cut_off_are_neither_counted_nor_read() -> None:
 
 def test_nothing_is_known_from_the_first_on_that_cannot_be_evaluated() -> None:
     tokens = known()
-    tokens.report(np.array([5]), 0, 1)
-    tokens.report(Pending([6], RuntimeError("failed")), 0, 1)
-    tokens.report(np.array([7]), 0, 1)
-    assert tokens.ids().tolist() == [1, 2, 3, 5]
-    assert tokens.count == 6
+    for reported in (np.array([5]), Pending([6], RuntimeError("failed")), np.array([7])):
+        tokens.report(reported, 0, 1)
+    assert (tokens.ids().tolist(), tokens.count) == ([1, 2, 3, 5], 6)
 
 
 def test_keys_are_compared_without_waiting_unless_they_go_along_with_all_that_was_read() -> None:
@@ -102,5 +100,4 @@ def test_what_is_forgotten_counts_and_is_not_held() -> None:
     tokens, pending = known(), Pending([7])
     tokens.report(pending, 0, 1)
     tokens.forget_pending()
-    assert tokens.ids().tolist() == [1, 2, 3]
-    assert (tokens.count, pending.reads) == (4, 0)
+    assert (tokens.ids().tolist(), tokens.count, pending.reads) == ([1, 2, 3], 4, 0)

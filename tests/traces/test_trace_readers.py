@@ -22,46 +22,9 @@ from runner.script.conversation_reader import read_conversations
 from runner.traces.trace import Pace, Trace, infer_turns, join_traces
 from runner.traces.trace_formats import compact_bytes, mooncake_bytes
 from runner.traces.trace_reader import read_trace
+from tests.script.logs import ClaudeLog, written
 from tests.simulate.made import made, words
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def line(timestamp: int = 0, tokens: int = 1000, ids: list[Any] | None = None, **more: Any) -> dict[str, Any]:
-    ids = [0, 1] if ids is None else ids
-    return {"timestamp": timestamp, "input_length": tokens, "output_length": 5, "hash_ids": ids, **more}
-
-
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in records))
-    return path
-
-
-def ask(t: float, tokens: int, ids: list[int], **more: Any) -> dict[str, Any]:
-    return {"t": t, "type": "n", "in": tokens, "out": 3, "hash_ids": ids, **more}
-
-
-def session(path: Path, *requests: Any, block_size: int = 64, **more: Any) -> Path:
-    path.write_text(json.dumps({"id": path.stem, "block_size": block_size, "requests": list(requests), **more}))
-    return path
-
-
-def assert_invariants(trace: Trace) -> None:
-    """TR1 to TR4 of a trace."""
-    places: dict[int, tuple[int, ...]] = {}
-    time_ms = 0
-    for request in trace.requests:
-        assert len(request.keys) == -(-request.tokens // trace.block_tokens) >= 1
-        assert request.keys.dtype == np.int64
-        keys = request.keys.tolist()
-        assert min(keys) >= 0
-        assert request.time_ms >= time_ms
-        time_ms = request.time_ms
-        for index, key in enumerate(keys):
-            # The block before stands for everything before it.
-            before = (index, keys[index - 1] if index else -1)
-            assert places.setdefault(key, before) == before
-
+from tests.traces.rows import ask, assert_invariants, chat, line, session, write
 
 # Mooncake ------------------------------------------------------------------------------------------------------------
 
@@ -69,11 +32,8 @@ def assert_invariants(trace: Trace) -> None:
 def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
     trace = read_trace(write(tmp_path / "m.jsonl", line(0, 1000, [7, 9]), line(0, 513, [7, 8]), line(3000, 20, [5])))
     assert (trace.name, trace.block_tokens, trace.is_timing_synthetic) == ("m", 512, False)
-    assert [(r.tokens, r.output_tokens, r.time_ms) for r in trace.requests] == [
-        (1000, 5, 0),
-        (513, 5, 0),
-        (20, 5, 3000),
-    ]
+    found = [(r.tokens, r.output_tokens, r.time_ms) for r in trace.requests]
+    assert found == [(1000, 5, 0), (513, 5, 0), (20, 5, 3000)]
     first, second, third = (r.keys.tolist() for r in trace.requests)
     assert first[0] == second[0]
     assert len({*first, *second, *third}) == 4
@@ -85,8 +45,7 @@ def test_mooncake_lines_become_requests_in_their_order(tmp_path) -> None:
     [
         (
             line(tokens=6758, ids=list(range(12))),
-            "hash_ids has 12 ids; input_length 6758 needs 13 full blocks of 512 tokens. "
-            "Are the blocks of another length? Name it with --block-tokens.",
+            "input_length 6758 needs 13 full blocks of 512 tokens. Are the blocks",
         ),
         (line(ids=[0, "1"]), "hash_ids is list [0, '1']; wanted a list of whole numbers, or of texts."),
         (line(ids=[0, True]), "wanted a list of whole numbers, or of texts."),
@@ -132,22 +91,7 @@ def test_a_long_row_with_an_id_twice_is_refused_in_no_time(tmp_path) -> None:
         read_trace(write(tmp_path / "m.jsonl", line(0, 512 * len(ids), ids)))
 
 
-def test_line_that_is_not_utf_8_is_named_and_a_byte_order_mark_is_none(tmp_path) -> None:
-    path = tmp_path / "t.jsonl"
-    lines = [json.dumps(each).encode() for each in (line(0), line(1, ids=[0, 2]))]
-    path.write_bytes(b"\xef\xbb\xbf" + lines[0] + b"\r\n" + lines[1] + b"\r\n")
-    assert [request.time_ms for request in read_trace(path).requests] == [0, 1]
-    path.write_bytes(lines[0] + b"\n" + lines[1] + b"\xff\n")
-    with pytest.raises(InputError, match=r"t\.jsonl:2: byte 0xff at offset 78 is not UTF-8"):
-        read_trace(path)
-
-
 # Other rows, with sessions -------------------------------------------------------------------------------------------
-
-
-def chat(chat_id: int, parent: int, timestamp: float, ids: list[int], **more: Any) -> dict[str, Any]:
-    row = line(0, 16 * len(ids), ids, chat_id=chat_id, parent_chat_id=parent, type="text", turn=1)
-    return {**row, "timestamp": timestamp, **more}
 
 
 def test_bailians_rows_have_seconds_sessions_turns_and_kinds(tmp_path) -> None:
@@ -155,12 +99,8 @@ def test_bailians_rows_have_seconds_sessions_turns_and_kinds(tmp_path) -> None:
     path = write(tmp_path / "b.jsonl", first, second, chat(5, 2, 62, [7, 8, 9, 4], turn=3), chat(6, -1, 62, [7]))
     trace = read_trace(path)
     assert (trace.block_tokens, trace.is_timing_synthetic) == (16, False)
-    assert [(r.time_ms, r.turn, r.kind) for r in trace.requests] == [
-        (1500, 1, "text"),
-        (61_114, 2, "search"),
-        (62_000, 3, "text"),
-        (62_000, 1, "text"),
-    ]
+    found = [(r.time_ms, r.turn, r.kind) for r in trace.requests]
+    assert found == [(1500, 1, "text"), (61_114, 2, "search"), (62_000, 3, "text"), (62_000, 1, "text")]
     sessions = [request.session for request in trace.requests]
     assert sessions[0] == sessions[1] == sessions[2] != sessions[3]
     assert trace.notes == (
@@ -178,13 +118,6 @@ def test_links_of_sessions_may_be_texts_or_numbers_of_a_table(tmp_path) -> None:
     assert sessions == ["1", "2", "3", "4", "5", "6", "1", "2", "2"]
     with pytest.raises(InputError, match="parent_chat_id is float"):
         read_trace(write(tmp_path / "c.jsonl", chat(1, 1.5, 0, [1])))
-
-
-def test_turns_that_a_file_does_not_name_are_numbered_by_time(tmp_path) -> None:
-    late, early = chat(2, 1, 9, [1, 2]), chat(1, -1, 3, [1])
-    del late["turn"], early["turn"]
-    found = [(each.time_ms, each.turn) for each in read_trace(write(tmp_path / "b.jsonl", late, early)).requests]
-    assert found == [(3000, 1), (9000, 2)]
 
 
 def test_sessions_do_not_depend_on_the_order_of_rows_and_circles_end(tmp_path) -> None:
@@ -262,24 +195,19 @@ def test_a_unit_of_times_that_nothing_reads_is_refused(tmp_path: Path) -> None:
 
 def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> None:
     big = 1 << 70
-    rows = [line(0, 1000.0, [big]), line(0, 1000, [big]), line(0, 1024.0, [big, big + 1])]
-    path = write(
-        tmp_path / "m.jsonl", *({**row, "timestamp": at} for row, at in zip(rows, (0.0, 2.6, 27482.0), strict=True))
-    )
-    trace = read_trace(path)
+    rows = [line(0.0, 1000.0, [big]), line(2.6, 1000, [big]), line(27482.0, 1024.0, [big, big + 1])]
+    trace = read_trace(write(tmp_path / "m.jsonl", *rows))
     assert [(r.time_ms, r.tokens) for r in trace.requests] == [(0, 1000), (3, 1000), (27482, 1024)]
     first, second, third = (request.keys.tolist() for request in trace.requests)
     assert first[0] == second[0] == third[0]
     assert len({first[1], second[1], third[1]}) == 3
-    assert trace.notes == (f"{path}: times are taken as milliseconds; if they are not, give --time-unit.",)
     assert_invariants(trace)
-    texts = read_trace(write(tmp_path / "t.jsonl", line(ids=["a", "b"]), line(ids=["a", "c"])))
-    assert [request.keys.tolist() for request in texts.requests] == [[0, 1], [0, 2]]
-    floats = read_trace(write(tmp_path / "f.jsonl", line(ids=[7.0, 9.0]), line(ids=[7, 8])))
-    assert [request.keys.tolist() for request in floats.requests] == [[0, 1], [0, 2]]
+    for ids in ([["a", "b"], ["a", "c"]], [[7.0, 9.0], [7, 8]]):
+        found = read_trace(write(tmp_path / "m.jsonl", *(line(ids=each) for each in ids))).requests
+        assert [request.keys.tolist() for request in found] == [[0, 1], [0, 2]]
     for bad in (7.5, float(1 << 60), float("inf"), float("nan")):
         with pytest.raises(InputError, match="hash_ids is list"):
-            read_trace(write(tmp_path / "g.jsonl", line(ids=[bad, 9.0])))
+            read_trace(write(tmp_path / "m.jsonl", line(ids=[bad, 9.0])))
 
 
 @pytest.mark.parametrize(
@@ -293,13 +221,9 @@ def test_decimal_numbers_large_ids_and_full_blocks_alone_are_read(tmp_path) -> N
 def test_a_form_without_ids_is_refused_by_its_name(tmp_path, text: str, name: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text)
-    with pytest.raises(
-        InputError, match=rf"table\.csv:1: is .*{name}.*: lengths and arrivals, but no hash_ids"
-    ) as raised:
-        read_trace(path)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(InputError, match=rf"table\.csv:1: is .*{name}.*: lengths without text; wanted conversations"):
-        read_conversations(path)
+    for read, lacks in ((read_trace, "lengths and arrivals, but no hash_ids"), (read_conversations, "without text;")):
+        with pytest.raises(InputError, match=rf"^[^\n]*table\.csv:1: is [^\n]*{name}[^\n]*{lacks}[^\n]*$"):
+            read(path)
 
 
 def test_rows_may_be_an_array_on_one_line_or_many(tmp_path) -> None:
@@ -321,13 +245,10 @@ def bailian_bytes(trace: Trace, *, are_prefix_ids: bool) -> bytes:
     places: dict[int, dict[int, int]] = {}
     rows = []
     for index, request in enumerate(trace.requests):
-        keys = request.keys.tolist()
-        alone = [places.setdefault(before, {}) for before in [-1, *keys[:-1]]]
-        ids = (
-            keys
-            if are_prefix_ids
-            else [known.setdefault(key, len(known)) for known, key in zip(alone, keys, strict=True)]
-        )
+        ids = keys = request.keys.tolist()
+        if not are_prefix_ids:
+            alone = [places.setdefault(before, {}) for before in [-1, *keys[:-1]]]
+            ids = [known.setdefault(key, len(known)) for known, key in zip(alone, keys, strict=True)]
         row = chat(index, -1, request.time_ms / 1e3, ids, input_length=request.tokens)
         rows.append({**row, "output_length": request.output_tokens})
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -335,11 +256,8 @@ def bailian_bytes(trace: Trace, *, are_prefix_ids: bool) -> bytes:
 
 def session_bytes(trace: Trace) -> bytes:
     """A session of a coding agent."""
-    requests = [
-        ask(request.time_ms / 1e3, request.tokens, request.keys.tolist(), out=request.output_tokens)
-        for request in trace.requests
-    ]
-    return json.dumps({"id": "s", "block_size": trace.block_tokens, "requests": requests}).encode()
+    rows = [ask(r.time_ms / 1e3, r.tokens, r.keys.tolist(), out=r.output_tokens) for r in trace.requests]
+    return json.dumps({"id": "s", "block_size": trace.block_tokens, "requests": rows}).encode()
 
 
 @given(words)
@@ -447,12 +365,9 @@ def test_subagent_starts_its_duration_before_it_reports(tmp_path) -> None:
     inner = [ask(0, 64, [10]), ask(4, 128, [10, 11])]
     agent = {"t": 30.0, "type": "subagent", "agent_id": "a1", "duration_ms": 20_000, "requests": inner}
     trace = read_trace(session(tmp_path / "s.json", ask(0, 64, [1]), agent, ask(31, 128, [1, 2])))
-    assert [(r.time_ms, r.kind, r.session, r.turn) for r in trace.requests] == [
-        (0, "main", "s", 1),
-        (10_000, "subagent", "s/a1", 1),
-        (14_000, "subagent", "s/a1", 2),
-        (31_000, "main", "s", 2),
-    ]
+    found = [(r.time_ms // 1000, r.kind, r.session, r.turn) for r in trace.requests]
+    own = [(10, "subagent", "s/a1", 1), (14, "subagent", "s/a1", 2)]
+    assert found == [(0, "main", "s", 1), *own, (31, "main", "s", 2)]
 
 
 def test_sessions_share_no_block_and_start_by_a_seeded_poisson_process(tmp_path) -> None:
@@ -500,12 +415,6 @@ def test_bad_request_of_a_session_is_named(tmp_path, request_: Any, message: str
     assert len(read_trace(path, skip_bad=True).requests) == 1
 
 
-def test_sessions_that_are_all_bad_leave_other_traces_as_they_are(tmp_path) -> None:
-    bad = session(tmp_path / "s.json", ask(0, 640, [1]))
-    trace = read_trace(bad, write(tmp_path / "m.jsonl", line()), skip_bad=True)
-    assert (trace.block_tokens, len(trace.requests), len(trace.skipped)) == (512, 1, 1)
-
-
 def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
     first, second = (session(tmp_path / f"{name}.json", ask(0, 64, [1]), id="same") for name in "ab")
     with pytest.raises(InputError) as raised:
@@ -515,19 +424,15 @@ def test_a_session_with_the_id_of_another_is_refused(tmp_path) -> None:
     assert (len(trace.requests), len(trace.skipped)) == (1, 1)
 
 
-def test_subagents_without_end_are_refused(tmp_path) -> None:
+def test_subagents_without_end_and_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
     inner: dict[str, Any] = ask(0, 64, [1])
     for _ in range(40):
         inner = {"t": 0, "type": "subagent", "requests": [inner]}
+    deep, other = session(tmp_path / "a.json", inner), session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
     with pytest.raises(InputError, match=r"requests\[0\] is a sub-agent, 16 sub-agents deep; wanted fewer"):
-        read_trace(session(tmp_path / "s.json", inner))
-
-
-def test_sessions_of_unlike_blocks_are_refused(tmp_path) -> None:
-    session(tmp_path / "a.json", ask(0, 64, [1]))
-    session(tmp_path / "b.json", ask(0, 32, [1]), block_size=32)
+        read_trace(deep)
     with pytest.raises(InputError, match=r"b\.json:1: block_size is 32; wanted 64"):
-        read_trace(tmp_path)
+        read_trace(session(deep, ask(0, 64, [1])), other)
 
 
 @pytest.mark.slow
@@ -546,19 +451,12 @@ def test_real_sessions_are_read_whole(shared_data) -> None:
 # Conversations -------------------------------------------------------------------------------------------------------
 
 
-def talk(*contents: str) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
-
-
 def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> None:
     from runner.models.tiny import tiny_tokenizer
 
-    long = "What is a radix tree? " * 20
-    records = [
-        {"id": "a", "messages": talk(long, "A tree.", "And then?", "It is cut.")},
-        {"id": "b", "messages": talk(long, "A tree.", "Why?")},
-    ]
+    said = ["What is a radix tree? " * 20, "A tree.", "And then?", "It is cut."]
+    whole = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
+    records = [{"id": "a", "messages": whole}, {"id": "b", "messages": [*whole[:2], {**whole[0], "content": "Why?"}]}]
     path = write(tmp_path / "talks.jsonl", *records)
     with pytest.raises(InputError, match=r"Give --model to cut them into blocks"):
         read_trace(path)
@@ -576,18 +474,15 @@ def test_conversations_take_a_tokenizer_and_share_what_they_share(tmp_path) -> N
 
 def test_what_is_no_trace_beside_sessions_of_an_agent_is_skipped(tmp_path) -> None:
     from runner.models.tiny import tiny_tokenizer
-    from tests.script.test_agent_sessions import ClaudeLog, written
 
     log = ClaudeLog()
-    log.ask("Hello? " * 20)
-    log.reply("Hello.")
+    log.talk("Hello? " * 20, "Hello.")
     written(tmp_path, log.records)
     (tmp_path / "empty.jsonl").touch()
     trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
+    (skipped,) = trace.skipped
     assert len(trace.requests) == 1
-    assert [line.partition(": ")[2] for line in trace.skipped] == [
-        "the file is empty; wanted conversations as JSON or JSONL."
-    ]
+    assert skipped.endswith("empty.jsonl: the file is empty; wanted conversations as JSON or JSONL.")
     (tmp_path / "log.jsonl").unlink()
     with pytest.raises(InputError, match=r"empty\.jsonl: the file is empty"):
         read_trace(tmp_path, tokenizer=tiny_tokenizer())
@@ -599,43 +494,27 @@ def test_packed_conversations_make_a_trace_and_say_what_was_left_out(tmp_path) -
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     talked = [{"role": "user", "content": [image, {"type": "text", "text": "What is it? " * 20}]}]
     (tmp_path / "talks.jsonl.gz").write_bytes(gzip.compress(json.dumps(talked).encode()))
-    (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b broken")
     trace = read_trace(tmp_path, tokenizer=tiny_tokenizer())
     assert len(trace.requests) == 1
     assert trace.notes == ("left out of the prompts, as they are no text of a message: 1 image_url.",)
-    with pytest.raises(InputError, match=r"broken\.gz:1: cannot be read \(Compressed file ended"):
-        read_trace(tmp_path / "broken.gz")
 
 
 # Formats, files, joining ---------------------------------------------------------------------------------------------
 
 
 def test_missing_empty_and_foreign_files_are_one_line(tmp_path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
-    for name, message in (
-        ("none.jsonl", "cannot be read (No such file or directory); wanted a trace."),
-        ("empty.jsonl", "the file is empty; wanted a trace."),
-        ("folder", "no .json, .jsonl file in the folder; wanted a trace."),
-    ):
-        with pytest.raises(InputError) as raised:
-            read_trace(tmp_path / name)
-        assert str(raised.value) == f"{tmp_path / name}: {message}"
-    with pytest.raises(InputError, match=r"cannot be read \(File name too long\)"):
-        read_trace("x" * 5000)
-    packed = gzip.compress(b"".join(json.dumps(line(at)).encode() + b"\n" for at in range(50)))
+    with pytest.raises(InputError, match=r"folder: no \.json, \.jsonl file in the folder; wanted a trace\.$"):
+        read_trace(tmp_path / "folder")
     for name, content, message in (
-        ("cut.gz:50", packed[:-12], "cannot be read .*end-of-stream"),
-        ("twice.gz", gzip.compress(packed), "is compressed; wanted gzip, or an unpacked file"),
+        ("twice.gz", gzip.compress(gzip.compress(b"")), "is compressed; wanted gzip, or an unpacked file"),
         ("other.zip", b"PK\x03\x04", "is compressed; wanted gzip, or an unpacked file"),
+        ("table.csv", b"a,b\n1,2\n", "1: not JSON; wanted a trace"),
     ):
-        path = tmp_path / name.partition(":")[0]
+        path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(InputError, match=rf"{name}: {message}"):
+        with pytest.raises(InputError, match=rf"{name}: ?{message}"):
             read_trace(path)
-    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(InputError, match=r"table\.csv:1: not JSON; wanted a trace"):
-        read_trace(tmp_path / "table.csv")
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(InputError, match=r"pipe\.jsonl: is a pipe or a device; wanted a file"):
         read_trace(tmp_path / "pipe.jsonl")
@@ -666,20 +545,6 @@ def test_format_is_told_by_content_also_where_the_first_line_is_broken(tmp_path)
     assert read_trace(agent).block_tokens == 64
 
 
-def test_packed_traces_are_read_as_unpacked_ones(tmp_path) -> None:
-    files = (
-        write(tmp_path / "m.jsonl", line(), line(5)),
-        session(tmp_path / "s.json", ask(0, 512, [1]), block_size=512),
-    )
-    unpacked = read_trace(*files)
-    for path in files:
-        Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    packed = read_trace(tmp_path)
-    for old, new in zip(unpacked.requests, packed.requests, strict=True):
-        assert (old.keys.tolist(), old.tokens, old.time_ms) == (new.keys.tolist(), new.tokens, new.time_ms)
-
-
 def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
     (tmp_path / "x").mkdir()
     first = write(tmp_path / "m.jsonl", line(0), line(10, ids=[0, 2]))
@@ -692,13 +557,3 @@ def test_joined_traces_share_no_key_and_come_by_time(tmp_path) -> None:
     small, large = (Trace(f"{n}", n, [], False, f"{n}.jsonl") for n in (64, 512))
     with pytest.raises(InputError, match=r"512\.jsonl: blocks of 512 tokens; wanted 64, as in 64\.jsonl"):
         join_traces([small, large])
-
-
-def test_a_folder_is_read_with_all_below_it(tmp_path) -> None:
-    below = tmp_path / "team" / "monday"
-    below.mkdir(parents=True)
-    write(below / "a.jsonl", line())
-    write(tmp_path / "b.jsonl", line())
-    (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache" / "c.jsonl").write_text("not a trace\n")
-    assert len(read_trace(tmp_path).requests) == 2

@@ -1,6 +1,6 @@
 """verify=1.0 checks rows of a group: what they resume on, and when they close, all that they evaluated.
 
-Faults are planted as in test_verify.py. Faults of passes are planted in masks; with verify=0 each of them gives wrong
+Faults are planted as in faults.py. Faults of passes are planted in masks; with verify=0 each of them gives wrong
 logits and leaves wrong state in the tree.
 """
 
@@ -24,9 +24,9 @@ from radixcache.groups.batch import TailLayer
 from radixcache.verify import Part
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
-from tests.groups.test_group_budget import known, row_bytes
-from tests.verify.test_verify import FAULTS, MATTERS, PROMPT_A, PROMPT_B, TURN, Hidden, fault, wrong_span
-from tests.whole.test_exact import tokens
+from tests.groups.rows import known, row_bytes
+from tests.prompts import tokens
+from tests.verify.faults import MATTERS, PROMPT_A, PROMPT_B, TURN, Hidden, fault, wrong_span
 
 __all__ = ["fault"]  # a fixture
 
@@ -135,10 +135,6 @@ def test_rows_that_begin_with_the_one_that_finds_the_fault_begin_again_with_it()
     assert cache.stats.hit_tokens + cache.stats.miss_tokens == sum(map(len, [PROMPT_A, tokens(9, 30), *prompts]))
 
 
-def test_every_kind_of_planted_fault_is_tried() -> None:
-    assert {kind for kind, *_ in FAULTS.values()} == {"llama", "llama_sliding", "nemotron_h", "mamba"}
-
-
 def first_pass(group: Group, model: Any, row: Row, way: str) -> mx.array:
     """Logits (V,) of the prompt's last token, by way of each method that may be the first one of a row."""
     if way == "prefill":
@@ -187,22 +183,6 @@ def wrong_span_of_live(cache: PrefixCache) -> None:
     """Page out what is live, and plant a wrong key at token 20."""
     served(cache, shared_model("llama"), tokens(9, 30))
     wrong_span(0)(cache)
-
-
-def test_drafts_of_a_row_that_began_again_follow_its_cold_state() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0)
-    served(cache, model, PROMPT_A)
-    wrong_span_of_live(cache)
-    with cache.begin_many([PROMPT_A], capacity=500) as group:
-        (row,) = group.rows
-        with pytest.warns(RuntimeWarning, match="from token 20 on"):
-            first_pass(group, model, row, "step")
-        said: list[mx.array] = []
-        group.check_drafts(model, [row], [[0, 1, 2]], lambda logits: said.append(logits) or [2])  # type: ignore[func-returns-value]
-        assert furthest([*said[0][0]], cold_answer(model, PROMPT_A)[1:]) < ROUNDING
-        assert row.known.ids().tolist() == [*PROMPT_A, 0, 1]
-    assert found_wrong(cache)
 
 
 @pytest.mark.parametrize("way", ["step", "check_drafts"])
@@ -566,13 +546,3 @@ def test_a_group_that_closes_because_of_an_error_stores_its_rows_without_a_check
         raise ZeroDivisionError
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
     assert inside.stored_tokens(cache, PROMPT_B) == len(PROMPT_B)
-
-
-def test_a_row_that_steps_its_prompt_and_closes_in_the_middle_of_it_raises_no_alarm() -> None:
-    model, prompt = shared_model("llama"), tokens(1, 20)
-    cache = PrefixCache(model, verify=1.0)
-    with cache.begin_many([prompt], capacity=200) as group:
-        for token in prompt[:12]:
-            group.step(model, group.rows, [token])
-    assert cache.stats.verify_mismatches == 0
-    assert cache.stats.verified_requests == 1

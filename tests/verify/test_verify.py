@@ -1,16 +1,10 @@
-"""verify=1.0 finds spoilt state, quarantines it and answers cold; where nothing is wrong it changes nothing.
-
-A fault is planted in a snapshot of the tree, in the live buffers of an idle slot, or in the code that writes and reads
-snapshots. With verify=0 each of them changes the answer, so the fault matters.
-"""
+"""verify=1.0 finds spoilt state, quarantines it and answers cold; where nothing is wrong it changes nothing."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import random
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,191 +13,38 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import stream_generate as plain_stream_generate
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from radixcache import Event, EventKind, PrefixCache, Reason, Session, stream_generate
-from radixcache.adapters.span import SpanAdapter, SpanSnapshot
-from radixcache.adapters.window import RotatingKVAdapter
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from radixcache.verify import Part
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
 from tests import inside
-from tests.sessions.test_failures import LineInterrupt, interruptible
-
-STEP_SIZE = 16
-#: What a planted fault must come to in the logits, relative to the largest.
-MATTERS = 1e-3
-
-_random = np.random.default_rng(5)
-SYSTEM, TAIL_A, TAIL_B, TURN, OTHER = (
-    _random.integers(0, VOCABULARY_LENGTH, length).tolist() for length in (40, 30, 30, 12, 50)
+from tests.groups.cold import shared_model
+from tests.sessions.faults import LineInterrupt, interruptible
+from tests.verify.faults import (
+    PROMPT_A,
+    PROMPT_B,
+    STEP_SIZE,
+    SYSTEM,
+    TAIL_B,
+    TURN,
+    Hidden,
+    answer,
+    cold,
+    far_apart,
+    fault,
+    same_bits,
+    serve,
+    spoil_live,
 )
-PROMPT_A, PROMPT_B = [*SYSTEM, *TAIL_A], [*SYSTEM, *TAIL_B]
+
+__all__ = ["fault"]  # a fixture
+
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning:radixcache")
-
-
-def answer(session: Session, model: Any, reply: int = 3) -> list[NDArray[Any]]:
-    """Prefill, and step through a reply that does not depend on the logits; all of these."""
-    session.prefill(model, step_size=STEP_SIZE)
-    logits = [session.step(model, session.prompt[-1:])]
-    logits += [session.step(model, [token]) for token in range(reply)]
-    return [np.array(each) for each in logits]
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], **more: Any) -> list[NDArray[Any]]:
-    with cache.begin(prompt, **more) as session:
-        found = answer(session, model)
-    cache.check()
-    return found
-
-
-@functools.cache
-def shared_model(kind: str, seed: int = 0) -> Any:
-    """A tiny model, which no test changes."""
-    return tiny_model(kind, seed)
-
-
-#: By the id of a shared model, and tokens.
-_cold: dict[tuple[int, tuple[int, ...]], list[NDArray[Any]]] = {}
-
-
-def cold(model: Any, prompt: list[int]) -> list[NDArray[Any]]:
-    key = id(model), tuple(prompt)
-    if key not in _cold:
-        _cold[key] = serve(PrefixCache(model), model, prompt)
-    return _cold[key]
-
-
-def same_bits(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def far_apart(left: list[NDArray[Any]], right: list[NDArray[Any]]) -> bool:
-    error = max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))
-    return not error < MATTERS * max(float(np.abs(b).max()) for b in right)
-
-
-# Faults
-
-
-def spoilt(array: mx.array, index: Any = ...) -> mx.array:
-    """The same array with one byte turned over: sign and exponent of the largest number under `index`."""
-    values = np.array(array)
-    part = values[index].copy()
-    place = np.unravel_index(np.abs(part).argmax(), part.shape)
-    part.view(np.uint8).reshape(*part.shape, 4)[(*place, 3)] ^= 0x82
-    values[index] = part
-    return mx.array(values)
-
-
-def wrong_span(part: int) -> Callable[[PrefixCache], None]:
-    """A wrong byte in a key (0) or a value (1) of the last layer with spans, in a snapshot at token 20."""
-
-    def plant(cache: PrefixCache) -> None:
-        node = next(n for n in inside.nodes(cache) if n.start <= 20 < n.end and n.payload.spans is not None)
-        snapshot = [leaf for leaf in node.payload.spans.leaves if leaf is not None][-1]
-        arrays = list(snapshot.segments[0])
-        arrays[part] = spoilt(arrays[part], (0, slice(None), 20 - node.start))
-        snapshot.segments[0] = tuple(arrays)
-
-    return plant
-
-
-def wrong_recurrent_state(cache: PrefixCache) -> None:
-    """A wrong byte in the recurrent state behind the reply to PROMPT_A."""
-    for node in inside.nodes(cache):
-        checkpoint = node.payload.checkpoint
-        if checkpoint is not None and checkpoint.offset == len(PROMPT_A) + 3:
-            snapshot = [leaf for leaf in checkpoint.leaves if leaf is not None and isinstance(leaf.state, tuple)][-1]
-            snapshot.state[0][-1] = spoilt(snapshot.state[0][-1])
-
-
-def swapped_spans(cache: PrefixCache) -> None:
-    """The ends of two conversations of the same length have each other's snapshots."""
-    first, second = (n for n in inside.nodes(cache) if n.start == len(SYSTEM))
-    one, two = first.payload.spans, second.payload.spans
-    one.leaves, two.leaves = two.leaves, one.leaves
-
-
-def swapped_checkpoints(cache: PrefixCache) -> None:
-    """The ends of two conversations of the same length have each other's checkpoints."""
-    ends = [n for n in inside.nodes(cache) if n.end in (len(PROMPT_A), len(PROMPT_A) + 3) and n.payload.checkpoint]
-    for end in {node.end for node in ends}:
-        first, second = (n.payload.checkpoint for n in ends if n.end == end)
-        first.leaves, second.leaves = second.leaves, first.leaves
-
-
-def swapped_windows(cache: PrefixCache) -> None:
-    """Two conversations of the same length have each other's windows behind what they share."""
-    found = {}
-    for node in inside.nodes(cache):
-        other = found.setdefault((node.start, node.end), node)
-        if other is not node:
-            other.payload.windows, node.payload.windows = node.payload.windows, other.payload.windows
-
-
-def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Snapshots are taken one token too late."""
-    right = SpanAdapter.snapshot
-
-    def wrong(self: Any, live: Any, start: int, end: int) -> SpanSnapshot | None:
-        if start == 0:
-            return right(self, live, start, end)
-        found = right(self, live, start - 1, end - 1)
-        return None if found is None else SpanSnapshot(start, end, found.segments)
-
-    patch.setattr(SpanAdapter, "snapshot", wrong)
-
-
-def wrong_offset(patch: pytest.MonkeyPatch) -> None:
-    """A rotating cache is restored with an offset that is one token short."""
-    right = RotatingKVAdapter.restore_stack
-
-    def wrong(self: Any, caches: Any, snapshot: Any, target: int) -> bool:
-        done = right(self, caches, snapshot, target)
-        for cache in caches if done and target else ():
-            cache.offset -= 1
-        return done
-
-    patch.setattr(RotatingKVAdapter, "restore_stack", wrong)
-
-
-FAULTS = {
-    "a byte of a key": ("llama", wrong_span(0), None, {Part.ROWS}),
-    "a byte of a value": ("llama", wrong_span(1), None, {Part.ROWS}),
-    "a byte of a recurrent state in a hybrid model": ("nemotron_h", wrong_recurrent_state, None, {Part.POINT}),
-    "the offset of a rotating cache": ("llama_sliding", lambda cache: None, wrong_offset, {Part.OFFSET}),
-    "swapped snapshots": ("llama", swapped_spans, None, {Part.ROWS}),
-    "swapped checkpoints": ("mamba", swapped_checkpoints, None, {Part.POINT}),
-    "swapped windows": ("llama_sliding", swapped_windows, None, {Part.WINDOW}),
-    "a span stored one token off": ("llama", lambda cache: None, off_by_one, {Part.ROWS}),
-}
-
-
-@pytest.fixture(params=FAULTS)
-def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    kind, plant, patch, parts = FAULTS[request.param]
-    model = shared_model(kind)
-    expected = cold(model, [*PROMPT_A, 0, 1, 2, *TURN])
-
-    def make(**more: Any) -> PrefixCache:
-        monkeypatch.undo()
-        cache = PrefixCache(model, **more)
-        serve(cache, model, PROMPT_A, marks=[len(SYSTEM)])
-        with monkeypatch.context() as patched:
-            if patch is off_by_one:
-                patch(patched)
-            serve(cache, model, PROMPT_B, marks=[len(SYSTEM)])
-            serve(cache, model, OTHER)
-        plant(cache)
-        if patch is wrong_offset:
-            patch(monkeypatch)
-        return cache
-
-    return model, make, parts, expected
 
 
 def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,44 +107,6 @@ def test_a_planted_fault_is_found_quarantined_and_answered_cold(fault: Any, monk
     assert cache.stats.verify_mismatches == 1
 
 
-# Whoever else stands on the path
-
-
-def spoil_live(cache: PrefixCache, slot: int, row: int, layer: int = -1) -> None:
-    """A wrong byte in a row of the live buffers of a slot."""
-    leaf = [each for each in inside.paths(cache)[slot].caches if isinstance(each, KVCache)][layer]
-    leaf.keys = spoilt(leaf.keys, (0, slice(None), row))
-    mx.eval(leaf.keys)
-
-
-def test_other_paths_that_hold_the_wrong_state_step_back_and_the_session_on_one_of_them_closes_soundly() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0, live_slots=3)
-    serve(cache, model, PROMPT_A)
-    spoil_live(cache, 0, 20)
-    # Another session takes the spoilt path over: state that is drawn is verified at its first pass, which is not yet.
-    standing = cache.begin([*PROMPT_A, 1])
-    with cache.begin([*PROMPT_A, 2]) as idle:
-        assert idle.cached_tokens == len(PROMPT_A)
-    with cache.begin([*PROMPT_A, 3]) as session:
-        assert session.cached_tokens == len(PROMPT_A)
-        with pytest.warns(RuntimeWarning, match="from token 20 on"):
-            found = answer(session, model)
-        cache.check()
-        assert all(node.end <= 20 for node in inside.nodes(cache))
-        # What is right of the path is there for others, also while this request has not stored it again.
-        assert cache.stats.tokens == 20
-        # The one that stands on it goes on, and nothing beyond token 20 of it is stored.
-        standing.close()
-        cache.check()
-        assert all(node.end <= 20 for node in inside.nodes(cache))
-    assert same_bits(found, cold(model, [*PROMPT_A, 3]))
-    cache.check()
-    assert cache.stats.tokens == 20
-    assert [m.row for m in cache.mismatches] == [20]
-    assert cache.stats.verify_skipped == 2
-
-
 def test_a_session_that_stands_on_wrong_state_stores_none_of_it_also_where_that_is_not_quarantined_any_more() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0, live_slots=2)
@@ -361,24 +164,6 @@ def test_pins_on_the_wrong_path_are_void_and_those_in_front_of_it_stay() -> None
 
 def long_prompts(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(n).integers(0, VOCABULARY_LENGTH, n).tolist() for n in lengths]
-
-
-# Logits alone
-
-
-class Hidden:
-    """A model with something wrong beside its caches: the logits of what was restored are off."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.wrong: Callable[[Any], bool] = lambda cache: False
-        self.passes: list[int] = []
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        self.passes.append(int(tokens.shape[1]))
-        wrong = self.wrong(cache)
-        logits: mx.array = self.model(tokens, cache=cache)
-        return logits + mx.arange(logits.shape[-1]) if wrong else logits
 
 
 def steps(session: Session, model: Any) -> list[NDArray[Any]]:
@@ -662,21 +447,6 @@ def test_a_check_that_fails_is_warned_of_once_and_counted(where: str, monkeypatc
     assert (stats.verified_requests, stats.verify_skipped, stats.verify_mismatches, stats.verify_bytes) == (0, 2, 0, 0)
 
 
-def test_a_verified_request_gives_back_all_the_memory_of_its_second_state() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0)
-    for _ in range(3):
-        serve(cache, model, PROMPT_A)
-    gc.collect()
-    before = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
-    for _ in range(5):
-        serve(cache, model, PROMPT_A)
-    gc.collect()
-    after = mx.get_active_memory() - cache.stats.live_bytes - cache.stats.paged_bytes
-    assert abs(after - before) < 4096
-    assert cache.stats.verified_requests == 7
-
-
 @pytest.mark.parametrize(("kind", "moments"), [("llama", 5), pytest.param("nemotron_h", 12, marks=pytest.mark.slow)])
 def test_after_ctrl_c_at_any_line_of_a_check_the_next_answer_is_right(kind: str, moments: int) -> None:
     model = shared_model(kind)
@@ -715,24 +485,8 @@ def tokenizer() -> Any:
     return wrapped
 
 
-def test_stream_generate_says_what_mlx_lm_says_after_a_fault(tokenizer: Any) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, verify=1.0)
-    first = [r.token for r in stream_generate(model, tokenizer, PROMPT_A, max_tokens=4, cache=cache)]
-    prompt = [*PROMPT_A, *first[:3], *TURN]
-    spoil_live(cache, 0, 20)
-    expected = [r.token for r in plain_stream_generate(model, tokenizer, mx.array(prompt), max_tokens=8)]
-    with pytest.warns(RuntimeWarning, match="cold prefill"):
-        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=8, cache=cache))
-    assert [r.token for r in responses] == expected
-    assert {r.cached_tokens for r in responses} == {0}
-    cache.check()
-    again = list(stream_generate(model, tokenizer, prompt, max_tokens=8, cache=cache))
-    assert [r.token for r in again] == expected
-
-
 def test_speculative_decoding_is_verified_up_to_its_prefill(tokenizer: Any) -> None:
-    model, draft = shared_model("llama"), shared_model("llama", seed=1)
+    model, draft = shared_model("llama"), tiny_model("llama", seed=1)
     cache = PrefixCache(caches=lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)], verify=1.0)
     prompt = PROMPT_A
     for turn in range(3):
@@ -741,9 +495,11 @@ def test_speculative_decoding_is_verified_up_to_its_prefill(tokenizer: Any) -> N
         if turn == 2:
             spoil_live(cache, 0, 20)  # the draft model's last layer
             with pytest.warns(RuntimeWarning, match="from token 20 on"):
-                found = [r.token for r in stream_generate(model, tokenizer, prompt, cache=cache, **more)]
+                responses = list(stream_generate(model, tokenizer, prompt, cache=cache, **more))
+            assert {r.cached_tokens for r in responses} == {0}
         else:
-            found = [r.token for r in stream_generate(model, tokenizer, prompt, cache=cache, **more)]
+            responses = list(stream_generate(model, tokenizer, prompt, cache=cache, **more))
+        found = [r.token for r in responses]
         assert found == expected
         cache.check()
         prompt = [*prompt, *found, 7, 8]

@@ -32,10 +32,10 @@ from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH
 from runner.models.tiny import WINDOW_LENGTH as W
 from tests import inside
 from tests.groups.cold import shared_model
+from tests.memory import active_bytes, held_bytes
 from tests.prompts import tokens
 from tests.restarts import reading as reading
 from tests.walks.pairs import Value, all_pairs, pair_table
-from tests.whole.test_bytes import active_bytes, held_bytes
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from runner.models.tiny import tiny_tokenizer
 from tests import inside
 from tests.walks.common import NAMESPACES, short, walking
 from tests.walks.common import small_steps as small_steps
+from tests.walks.drafts import WRONG, Guess, SaidMachine, SamplerError
 from tests.walks.spelling import LayerError, SpellingModel, spells
-from tests.walks.test_drafted_machine import WRONG, Guess, SaidMachine, SamplerError
 
 LAYERS = [["kv"], ["kv", "rotating"], ["arrays"], ["kv", "arrays", "rotating"], ["rotating"]]
 

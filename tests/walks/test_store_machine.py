@@ -1,4 +1,4 @@
-"""The walks of test_prefix_cache_machine.py with a store on disk whose calls fail at random, and restarts in between.
+"""The walks of prefix_cache_machine.py with a store on disk whose calls fail at random, and restarts in between.
 
 What comes back from disk must spell the prefix that it claims as well, and no failure may come out of a call.
 """
@@ -11,17 +11,16 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
 from radixcache import DiskStore, Explanation, PrefixCache
 from radixcache.stores.block_store import WRITE_ON
 from tests.restarts import Failing
 from tests.restarts import reading as reading
-from tests.walks.common import Told
+from tests.walks.common import Told, walking
 from tests.walks.common import small_steps as small_steps
+from tests.walks.prefix_cache_machine import POINTS, SPANS, PrefixCacheMachine
 from tests.walks.spelling import spells
-from tests.walks.test_prefix_cache_machine import POINTS, SPANS, PrefixCacheMachine
 
 
 class AtOnce(Failing):
@@ -100,7 +99,5 @@ class StoredBitsMachine(StoreMachine):
         return super().opened_anew()
 
 
-TestStores = StoreMachine.TestCase
-TestStores.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
-TestStoredBits = StoredBitsMachine.TestCase
-TestStoredBits.settings = TestStores.settings
+TestStores = walking(StoreMachine, examples=6)
+TestStoredBits = walking(StoredBitsMachine, examples=6)

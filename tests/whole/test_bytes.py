@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from radixcache import CacheStats, Ledger, PrefixCache, Session
+from radixcache import Ledger, PrefixCache, Session
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
+from tests.memory import active_bytes, held_bytes
 from tests.prompts import tokens
 
 #: float32 keys and values of one token, from the configurations of the tiny models; 8 bits: packed, scales, biases.
@@ -60,17 +59,6 @@ def interleaved(users: int, turns: int) -> Iterator[tuple[list[int], list[int]]]
             reply = tokens(7000 * user + turn, 8)
             yield prompt, reply
             prompts[user] = prompt + reply
-
-
-def held_bytes(stats: CacheStats) -> int:
-    return stats.live_bytes + stats.paged_bytes
-
-
-def active_bytes() -> int:
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 class DistinctTokens:
@@ -212,9 +200,7 @@ def test_closing_a_session_adds_the_checkpoint_at_its_end_and_no_more(kind: str)
 # Statistics and memory
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in FAST_KINDS)) for k in TINY_KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_in_the_statistics_are_those_that_mlx_allocated(kind: str) -> None:
     model = tiny_model(kind)
     # Constants that the model makes at its first use.
@@ -287,48 +273,9 @@ def test_fetched_and_inserted_caches_share_no_memory_with_the_cache() -> None:
 # The budget
 
 
-def test_reclaim_leaves_an_open_session_what_it_stands_on() -> None:
-    model = tiny_model("llama")
-    cache = PrefixCache(model)
-    requests = list(interleaved(users=3, turns=1))
-    for prompt, reply in requests:
-        serve(cache, model, prompt, reply)
-    prompt = requests[0][0] + tokens(5, 20)
-    expected = np.array(_cold_logits(model, prompt))
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        freed = cache.reclaim(0)
-        assert freed > 0
-        assert cache.stats.tokens == session.matched_tokens
-        cache.check()
-        assert np.abs(np.array(session.step(model, prompt[-1:])[0, -1]) - expected).max() < 1e-4
-    assert cache.stats.tokens == len(prompt)
-    assert cache.reclaim(0) > 0
-    assert held_bytes(cache.stats) == cache.stats.tokens == 0
-    cache.check()
-
-
 def test_reclaim_refuses_a_negative_target() -> None:
     with pytest.raises(ValueError, match="target_bytes is -1; wanted a whole number of bytes, 0 or more"):
         PrefixCache(caches=lambda: [KVCache()]).reclaim(-1)
-
-
-@pytest.mark.parametrize("kind", ["llama_sliding", "nemotron_h"])
-def test_a_request_larger_than_the_budget_still_runs_and_everything_else_goes(kind: str) -> None:
-    model = tiny_model(kind)
-    small = tokens(2, 40)
-    cache = PrefixCache(model, budget_bytes=20_000)
-    serve(cache, model, small)
-    prompt = tokens(1, 500)
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        logits = np.array(session.step(model, prompt[-1:])[0, -1])
-        assert held_bytes(cache.stats) > cache.stats.budget_bytes
-        assert cache.stats.tokens == 0
-    assert np.abs(logits - np.array(_cold_logits(model, prompt))).max() < 1e-4
-    assert held_bytes(cache.stats) <= cache.stats.budget_bytes
-    cache.check()
-    assert serve(cache, model, small).cached_tokens == 0
 
 
 def test_two_caches_on_one_ledger_hold_its_budget_together() -> None:
@@ -348,8 +295,3 @@ def test_without_a_budget_the_statistics_say_what_it_became_and_why() -> None:
     assert stats.budget_bytes > 0
     assert stats.budget_source.startswith("a quarter of")
     assert PrefixCache(tiny_model("llama"), budget_bytes=1 << 20).stats.budget_source == "given"
-
-
-def _cold_logits(model: Any, prompt: list[int]) -> mx.array:
-    logits: mx.array = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
-    return logits

@@ -10,82 +10,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from numpy.typing import NDArray
 
-from radixcache import PrefixCache, Session, ShortReason, stream_generate
+from radixcache import PrefixCache, ShortReason, stream_generate
 from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from tests import inside
 from tests.prompts import tokens
+from tests.whole.exact_logits import REPLY, STEP, Logits, Recorded, differing, exact_cache, plain, serve
 
-STEP = 16
-REPLY = (5, 77, 130, 9, 201)
 FAST_KINDS = ["step3p5", "falcon_h1"]
 #: One of each kind of state: spans, windows, chunks, recurrent, a mix.
 WALKED_KINDS = ["llama", "llama_sliding", "llama4", "mamba2", "falcon_h1"]
-
-Logits = dict[int, NDArray[Any]]
-
-
-def exact_cache(model: Any, **more: Any) -> PrefixCache:
-    return PrefixCache(model, **{"exact": True, "step_size": STEP, "checkpoint_interval": 64, **more})
-
-
-class Recorded:
-    """A model that keeps the logits it returned, by the offset of each token."""
-
-    def __init__(self, model: Any, start: int) -> None:
-        self.model = model
-        self.offset = start
-        self.logits: Logits = {}
-
-    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        logits: mx.array = self.model(ids, cache=cache)
-        mx.eval(logits)
-        for index, row in enumerate(np.array(logits[0].astype(mx.float32))):  # loses nothing
-            self.logits[self.offset + index] = row
-        self.offset += ids.shape[1]
-        return logits
-
-
-def run(session: Session, model: Any, reply: Sequence[int] = REPLY) -> Logits:
-    """Prefill, then step through the prompt's last token and the reply; the logits of all tokens not restored."""
-    recorded = Recorded(model, session.cached_tokens)
-    session.prefill(recorded)
-    for token in (int(session.prompt[-1]), *reply):
-        session.step(recorded, [token])
-    return recorded.logits
-
-
-def serve(cache: PrefixCache, model: Any, prompt: list[int], reply: Sequence[int] = REPLY, **begin: Any) -> Logits:
-    with cache.begin(prompt, **begin) as session:
-        logits = run(session, model, reply)
-    cache.check()
-    return logits
-
-
-def plain(model: Any, prompt: list[int], reply: Sequence[int] = REPLY) -> Logits:
-    """The same by mlx-lm's own caches, as its generate_step prefills them."""
-    caches = make_prompt_cache(model)
-    recorded = Recorded(model, 0)
-    last = len(prompt) - 1
-    for start in range(0, last, STEP):
-        recorded(mx.array(prompt[start : min(start + STEP, last)])[None], cache=caches)
-    for token in (prompt[-1], *reply):
-        recorded(mx.array([[token]]), cache=caches)
-    return recorded.logits
-
-
-def differing(warm: Logits, cold: Logits) -> list[int]:
-    """Offsets at which the logits are not the same to the bit."""
-    assert warm.keys() <= cold.keys()
-    return [offset for offset, row in warm.items() if not np.array_equal(row, cold[offset])]
-
 
 SYSTEM = tokens(0, 40)
 
@@ -173,20 +111,6 @@ def test_so_they_are_once_more_in_two_slots_and_after_memory_was_given_back(kind
         assert other_answers(cache, model, cold) == {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_a_token_does_not_depend_on_what_follows_it_in_its_chunk(kind: str) -> None:
-    # What lets two paths that part inside a chunk share the node in front of that place.
-    model: Any = tiny_model(kind)
-    found = []
-    for seed in (1, 2):
-        caches = make_prompt_cache(model)
-        recorded = Recorded(model, 0)
-        for chunk in (SYSTEM[:STEP], SYSTEM[STEP : 2 * STEP], [*SYSTEM[2 * STEP :], *tokens(seed, 8)]):
-            recorded(mx.array([chunk]), cache=caches)
-        found.append(recorded.logits)
-    assert differing(*found) == list(range(len(SYSTEM), 3 * STEP))
-
-
 def test_without_exact_warm_answers_differ_in_their_last_bits() -> None:
     model: Any = tiny_model("falcon_h1")
     cold = served(model, lambda: PrefixCache(model, step_size=STEP))
@@ -226,27 +150,6 @@ def test_fetched_caches_stand_on_the_grid_and_give_cold_answers(kind: str) -> No
     assert differing(recorded.logits, cold) == []
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "qwen3_next"])
-def test_open_sessions_beside_each_other_answer_as_alone(kind: str) -> None:
-    model: Any = tiny_model(kind)
-    cache = exact_cache(model, live_slots=3)
-    prompts = [[*SYSTEM, *tokens(seed, 50)] for seed in range(3)]
-    cold = [plain(model, prompt) for prompt in prompts]
-    for _ in range(2):
-        sessions = [cache.begin(prompt) for prompt in prompts]
-        recorded = [Recorded(model, session.cached_tokens) for session in sessions]
-        for session, model_of in zip(sessions, recorded, strict=True):
-            session.prefill(model_of)
-        for index in range(len(REPLY) + 1):
-            for session, model_of, prompt in zip(sessions, recorded, prompts, strict=True):
-                session.step(model_of, [(prompt[-1], *REPLY)[index]])
-        for session, model_of, wanted in zip(sessions, recorded, cold, strict=True):
-            session.close()
-            assert differing(model_of.logits, wanted) == []
-        cache.check()
-    assert sessions[0].cached_tokens == 80
-
-
 def rotating(max_size: int) -> dict[str, Any]:
     return {"caches": lambda: [RotatingKVCache(max_size=max_size) for _ in tiny_model("llama").layers]}
 
@@ -261,67 +164,6 @@ def test_quantized_caches_and_windows_of_the_callers_give_the_answers_of_a_cold_
         assert other_answers(cache, model, cold) == {}
     assert cache.stats.hit_tokens % STEP == 0
     assert cache.stats.hit_tokens > 800
-
-
-class Walk:
-    """Requests drawn one after another, each held against a cold run."""
-
-    models: dict[str, Any] = {}  # noqa: RUF012  one for all examples: they are only read
-
-    def __init__(self, kind: str, slots: int, budget_bytes: int) -> None:
-        self.model = self.models.setdefault(kind, tiny_model(kind))
-        self.cache = exact_cache(self.model, live_slots=slots, budget_bytes=budget_bytes, checkpoint_interval=32)
-        self.seen = [SYSTEM]
-
-    def request(self, base: int, cut: int, more: list[int], reply: list[int], begin: dict[str, Any]) -> None:
-        earlier = self.seen[base % len(self.seen)]
-        prompt = [*earlier[: cut % (len(earlier) + 1)], *more]
-        self.seen.append([*prompt, *reply])
-        cold = plain(self.model, prompt, reply)
-        assert differing(serve(self.cache, self.model, prompt, reply, **begin), cold) == []
-
-
-drawn_tokens = st.integers(0, 99).flatmap(lambda seed: st.integers(1, 60).map(lambda length: tokens(seed, length)))
-requests = st.tuples(
-    st.integers(0, 9),
-    st.integers(0, 200),
-    drawn_tokens,
-    st.lists(st.integers(0, 250), max_size=20),
-    st.sampled_from([0, 7, 300]),
-    st.sampled_from([None, None, 0, 200_000]),
-)
-
-
-def walk_and_compare(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
-    walk = Walk(kind, slots, budget)
-    for base, cut, more, reply, reserve, target_bytes in drawn:
-        walk.request(base, cut, more, reply, {"reserve": reserve, "marks": [len(more) // 2]})
-        if target_bytes is not None:
-            walk.cache.reclaim(target_bytes)
-            walk.cache.check()
-
-
-walks = given(
-    slots=st.integers(1, 2),
-    budget=st.sampled_from([1 << 30, 700_000]),
-    drawn=st.lists(requests, min_size=3, max_size=7),
-)
-checked = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=3)
-
-
-@pytest.mark.parametrize("kind", FAST_KINDS)
-@checked
-@walks
-def test_any_sequence_of_requests_gets_cold_answers(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
-    walk_and_compare(kind, slots, budget, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WALKED_KINDS)
-@settings(checked, max_examples=8)
-@walks
-def test_any_long_walk_gets_cold_answers(kind: str, slots: int, budget: int, drawn: list[Any]) -> None:
-    walk_and_compare(kind, slots, budget, drawn)
 
 
 # What is resumed, what is stored, and what it costs
@@ -371,25 +213,6 @@ def test_nothing_is_kept_that_nothing_resumes_on(kind: str) -> None:
     assert (stats.live_bytes, stats.paged_bytes, stats.nodes) == (0, 0, 0)
     serve(cache, model, tokens(2, STEP))
     assert cache.stats.short_reasons == {"off_grid": 1}
-
-
-@pytest.mark.parametrize(("more", "ends"), [({"merges": False}, {0, 32}), ({"trim_tokens": 9}, {0, 16, 32, 96})])
-def test_evicted_branches_leave_nothing_behind_inside_a_chunk(more: dict[str, Any], ends: set[int]) -> None:
-    model: Any = tiny_model("llama")
-    with inside.settings(**more):
-        cache = exact_cache(model)
-    shared = tokens(1, 40)
-    for seed in (2, 3):
-        serve(cache, model, [*shared, *tokens(seed, 60)])
-    serve(cache, model, tokens(4, 60))
-    found = set()
-    for target_bytes in range(cache.stats.live_bytes + cache.stats.paged_bytes, 0, -16_384):
-        cache.reclaim(target_bytes)
-        cache.check()
-        leaves = [node for node in inside.nodes(cache) if node.is_leaf]
-        assert all(node.end % STEP == 0 for node in leaves), cache.dump()
-        found.add(max((node.end for node in leaves if node.edge[0] == shared[0]), default=0))
-    assert found >= ends, found
 
 
 @pytest.mark.parametrize("kind", ["llama_sliding", "qwen3_next"])
@@ -450,7 +273,7 @@ def test_what_an_own_loop_took_back_is_not_resumed() -> None:
     assert differing(serve(cache, model, prompt), cold) == []
 
 
-def test_another_step_size_is_refused_with_the_reason() -> None:
+def test_another_step_size_and_less_than_a_chunk_are_refused_with_the_reason() -> None:
     model: Any = tiny_model("llama")
     cache = exact_cache(model)
     with (
@@ -458,6 +281,8 @@ def test_another_step_size_is_refused_with_the_reason() -> None:
         pytest.raises(ValueError, match="step_size is 8; the exact cache was made with 16 and stores only"),
     ):
         session.prefill(model, step_size=8)
+    with pytest.raises(ValueError, match="15 tokens; wanted at least a whole chunk of 16"):
+        cache.pin(tokens(1, 15))
     with pytest.raises(ValueError, match="step_size is 8; the exact cache"):
         list(stream_generate(model, tiny_tokenizer(), [1, 2, 3], max_tokens=1, cache=cache, prefill_step_size=8))
     cache.check()
@@ -513,25 +338,3 @@ def test_generated_tokens_and_their_log_probabilities_are_those_of_a_cold_stream
         assert (warm[0].cached_tokens > 0) == (turn > 0)
         cache.check()
         prompt = [*prompt, *[r.token for r in warm], *tokens(10 + turn, 20)]
-
-
-def test_pins_and_namespaces_hold_in_exact_mode() -> None:
-    model: Any = tiny_model("mamba2")
-    cache = exact_cache(model)
-    prompt = tokens(1, 70)
-    serve(cache, model, prompt)
-    cache.pin(prompt)  # as much of it as is stored
-    cache.reclaim(0)
-    cache.check()
-    assert cache.stats.tokens == 64
-    with cache.begin([*prompt, 1]) as session:
-        assert session.cached_tokens == 64
-    with pytest.raises(ValueError, match="15 tokens; wanted at least a whole chunk of 16"):
-        cache.pin(prompt[:15])
-    cache.pin(prompt[:16])
-    cache.unpin(prompt[:16])
-    with cache.begin([*prompt, 1], namespace="other") as session:
-        assert (session.cached_tokens, session.matched_tokens, session.reason) == (0, 0, None)
-    cache.unpin(prompt)
-    cache.reclaim(0)
-    assert cache.stats.tokens == 0

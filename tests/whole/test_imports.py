@@ -53,6 +53,6 @@ def test_the_command_line_imports_nothing_of_the_server() -> None:
 
 
 def test_reading_a_trace_and_its_curve_imports_no_mlx() -> None:
-    modules = ("traces.synthesis", "traces.trace_reader", "simulate.curve", "simulate.advice", "models.footprint")
+    modules = ("traces.synthesis", "traces.trace_reader", "simulate.curve", "simulate.advice", "models")
     loaded = _loaded_by(f"import {', '.join(f'runner.{name}' for name in modules)}")
     assert loaded.isdisjoint({"mlx", "mlx_lm", "transformers", "matplotlib"})

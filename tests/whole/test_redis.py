@@ -1,6 +1,6 @@
 """Caches that share prefixes through Redis: what one has computed another one finds, and no failure changes an answer.
 
-What holds of a store on disk is tested again with this one, by the same tests, in `test_store_in_redis.py`.
+What holds of a store on disk and of this one is tested in `test_store.py`.
 """
 
 # ruff: noqa: F811

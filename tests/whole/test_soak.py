@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,18 +128,11 @@ def soaked(kind: str, requests: int, slots: int, budget_bytes: int) -> list[Samp
     return samples
 
 
-@pytest.fixture(autouse=True)
-def _exact_allocations() -> Iterator[None]:
-    """Without MLX's pool of freed buffers, which hands out somewhat larger ones than are asked for."""
-    limit = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(limit)
-
-
 def spread(values: Sequence[int]) -> int:
     return max(values) - min(values)
 
 
+@pytest.mark.usefixtures("exact_allocations")
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from radixcache.stores.files import scan
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
-from tests.restarts import REPLY, Failing, Open, cold, conversation, is_close, opened, quantized, reading, serve  # noqa: F401
+from tests.restarts import REPLY, Open, cold, conversation, is_close, opened, quantized, reading, serve  # noqa: F401
 
 #: One of each kind of state: spans, windows, a mix with recurrent layers; quantized.
 FAST = [("llama", None), ("gemma3_text", None), ("falcon_h1", None), ("llama", 8)]
@@ -35,6 +35,8 @@ SLOW = [
         "deepseek_v32", "longcat_flash_ngram", "deepseek_v41",
     )
 ]  # fmt: skip
+#: On disk and, among the slow tests, in Redis.
+EITHER = pytest.mark.parametrize("opened", ["disk", pytest.param("redis", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
@@ -89,6 +91,7 @@ def test_two_first_requests_after_a_restart_find_what_is_stored(
     assert cached == [wanted, wanted]
 
 
+@EITHER
 @pytest.mark.parametrize("kind", ["llama_sliding", "lfm2"])
 def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(opened: Open, kind: str) -> None:
     model = tiny_model(kind)
@@ -114,6 +117,7 @@ def test_rows_and_fetch_find_what_sessions_left_and_sessions_what_rows_left(open
         assert serve(cache, model, third)[0] == len(second) + len(REPLY)
 
 
+@EITHER
 @pytest.mark.parametrize("kind", ["mamba2", "gemma3_text"])
 def test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too(opened: Open, kind: str) -> None:
     model = tiny_model(kind)
@@ -127,6 +131,7 @@ def test_a_checkpoint_in_front_of_the_one_that_was_brought_is_found_too(opened: 
         assert is_close(logits, cold(model, branch))
 
 
+@EITHER
 def test_what_was_inserted_is_stored_and_caches_without_a_model_find_it(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     with opened() as store, PrefixCache(caches=llama.make_cache, store=store, identity="mine") as cache:
@@ -143,6 +148,7 @@ def test_a_store_without_a_model_or_a_name_for_it_is_refused(opened: Open, llama
             PrefixCache(caches=llama.make_cache, store=opened(), identity=identity)  # type: ignore[arg-type]
 
 
+@EITHER
 def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     with opened() as store, PrefixCache(llama, store=store) as cache:
@@ -165,6 +171,7 @@ def test_state_of_other_weights_caches_or_namespaces_is_not_found(opened: Open, 
         assert serve(cache, llama, prompt, namespace="a")[0] == 89
 
 
+@EITHER
 def test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 90)
     exact: dict[str, Any] = {"exact": True, "step_size": 16}
@@ -178,6 +185,7 @@ def test_an_exact_cache_resumes_on_exact_blocks_alone_and_bit_for_bit(opened: Op
         assert serve(cache, llama, prompt)[0] == 0
 
 
+@EITHER
 def test_state_that_was_found_wrong_is_taken_off_the_disk(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 600)
     with opened() as store, PrefixCache(llama, store=store) as cache:
@@ -201,52 +209,6 @@ def test_behind_a_damaged_block_what_was_in_front_of_it_is_used(opened: Open, tm
         cached, logits = serve(cache, model, prompt)
         assert cached >= 200
         assert is_close(logits, cold(model, prompt))
-
-
-SLOW_WALKS = [
-    ("llama", "second_use", 20, None),
-    ("llama_sliding", "close", 20, None),
-    ("lfm2", "second_use", 20, None),
-    ("llama", "second_use", 20, 4),
-    ("llama_sliding", "close", 20, 8),
-    ("lfm2", "eviction", 20, 8),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "write_on", "steps", "stored_bits"),
-    [
-        ("llama", "close", 5, None),
-        ("lfm2", "eviction", 5, None),
-        ("llama", "eviction", 5, 8),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_WALKS),
-    ],
-)
-def test_a_store_whose_calls_fail_changes_no_answer(
-    opened: Open, kind: str, write_on: str, steps: int, stored_bits: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Requests out of a few conversations, in a small budget, with restarts and failures; every answer is right."""
-    random, model = np.random.default_rng(steps), tiny_model(kind)
-    turns = conversation()
-    wanted = [cold(model, prompt) for prompt in turns]
-    with PrefixCache(model) as roomy:
-        serve(roomy, model, turns[2])
-        budget_bytes = roomy.stats.live_bytes + roomy.stats.paged_bytes
-    cache: PrefixCache | None = None
-    for step in range(steps):
-        if cache is None or random.random() < 0.25:
-            if cache is not None:
-                cache.close()
-            failing = Failing(opened(write_on=write_on), steps * 1000 + step)
-            more: Any = {"store": failing, "budget_bytes": budget_bytes, "stored_bits": stored_bits}
-            cache = PrefixCache(tiny_model(kind), **more)
-        which = int(random.integers(len(turns)))
-        found = serve(cache, model, turns[which])[1]
-        assert is_close(found, wanted[which], stored_bits=stored_bits), (step, which)
-        assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-    assert cache is not None
-    cache.close()
-    opened().check()
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
@@ -334,28 +296,7 @@ def test_what_is_used_once_is_not_written_on_second_use(opened: Open, tmp_path: 
         assert serve(cache, model, second)[0] == len(second) - 1
 
 
-@pytest.mark.parametrize("kind", ["llama_sliding", "lfm2"])
-def test_what_is_evicted_comes_back(opened: Open, kind: str) -> None:
-    model = tiny_model(kind)
-    prompts = [tokens(seed, 300, first=seed) for seed in range(6)]
-    again = [*prompts[0], *REPLY, 1]
-    with PrefixCache(model) as roomy:
-        serve(roomy, model, prompts[0])
-        budget_bytes = 3 * (roomy.stats.live_bytes + roomy.stats.paged_bytes) // 2
-    with opened(write_on="eviction") as store, PrefixCache(model, store=store, budget_bytes=budget_bytes) as cache:
-        serve(cache, model, prompts[0])
-        assert cache.stats.kept_blocks == 0
-        for prompt in prompts[1:]:
-            serve(cache, model, prompt)
-            cache.flush()
-            assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-        assert inside.stored_tokens(cache, again) < 300
-        cached, logits = serve(cache, model, again)
-        assert cached == 303
-        assert is_close(logits, cold(model, again))
-        assert cache.stats.live_bytes + cache.stats.paged_bytes <= budget_bytes
-
-
+@EITHER
 def test_what_is_there_at_the_end_is_written_on_eviction_but_not_what_was_cleared(opened: Open, llama: Any) -> None:
     gone, kept = tokens(1, 90, first=1), [tokens(2, 600, first=2), tokens(3, 600, first=3)]
     # A queue that takes a single block: the last ones wait for it.

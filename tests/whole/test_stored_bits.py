@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -19,14 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import PrefixCache
 from radixcache.layers.trials import STORED_TOLERANCES
 from runner.engine.generator import ParallelGenerator
+from runner.models.load import load_model
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests import inside
-from tests.engine.test_parallel_generate import load
-from tests.groups.cold import ROUNDING, cold, error, shared_model
+from tests.groups.cold import cold, error, shared_model
 from tests.prompts import tokens
 from tests.restarts import Open, opened, reading  # noqa: F401
-from tests.sessions.test_failures import FailingCopies
-from tests.whole.test_bytes import active_bytes
 
 FIRST, OTHER = tokens(1, 120), tokens(2, 100, first=7)
 SECOND = [*FIRST[:60], *tokens(3, 60)]
@@ -119,22 +115,6 @@ def test_a_budget_holds_more_tokens_of_bfloat16(bits: int, times: float) -> None
     assert tokens_held[1] / tokens_held[0] == pytest.approx(times, rel=0.05)
 
 
-def test_stats_and_the_view_count_the_bytes_that_are_held(exact_allocations: None) -> None:
-    model = shared_model("gemma3_text")
-    cold(model, FIRST)
-    before = active_bytes()
-    cache = PrefixCache(model, stored_bits=8)
-    for prompt in (FIRST, OTHER, SECOND):
-        serve(cache, model, prompt)
-    held = cache.stats.live_bytes + cache.stats.paged_bytes
-    assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    assert 0 < cache.stats.copied_bytes < held
-    assert sum(node.span_bytes for node in cache.view().nodes if not node.is_live) <= cache.stats.paged_bytes
-    layout = inside.layout(cache)
-    paged = [node for node in inside.nodes(cache) if node.payload.spans is not None]
-    assert all(n.payload.spans.nbytes == (n.end - n.start) * layout.stored_token_bytes for n in paged)
-
-
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding"])
 def test_a_store_has_the_same_form_and_state_in_fewer_bits_is_a_miss(opened: Open, kind: str) -> None:
     model, sizes = shared_model(kind), {}
@@ -180,22 +160,6 @@ def test_wrong_state_is_removed_from_a_store_in_each_form(opened: Open) -> None:
             if bits:
                 inside.expel_tokens(cache, OTHER, 0)
                 assert store.stats.blocks == 0
-
-
-def test_after_a_change_of_setting_a_tree_holds_both_forms() -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model)
-    serve(cache, model, FIRST)
-    serve(cache, model, OTHER)
-    for bits in (8, None, 4):
-        inside.layout(cache).stored_bits = bits
-        serve(cache, model, [*FIRST[:90], bits or 1])
-        found, logits = serve(cache, model, [*OTHER, bits or 1])
-        assert found == 100
-        assert error(logits, cold(model, [*OTHER, bits or 1])) < 0.8
-    assert len(forms_held(cache)) > 1
-    cache.reclaim(0)
-    assert cache.stats.paged_bytes == 0
 
 
 @pytest.mark.parametrize("segment_bytes", [0, 1 << 30])
@@ -257,7 +221,7 @@ def test_a_copy_to_read_in_place_is_counted_once() -> None:
 
 
 def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
-    loaded, prefix = load("llama"), tokens(1, 900)
+    loaded, prefix = load_model("tiny:llama"), tokens(1, 900)
     cache = PrefixCache(loaded.model, budget_bytes=3_900_000, stored_bits=8)
     serve(cache, loaded.model, prefix)
     with ParallelGenerator(cache, loaded.model, loaded.tokenizer, capacity=1 << 20, step_size=256) as generator:
@@ -266,37 +230,6 @@ def test_no_request_is_admitted_whose_copy_to_read_does_not_fit() -> None:
         for _ in generator:
             assert cache.stats.over_budget_bytes == 0
     assert cache.stats.requests == 6, "nobody was sent back"
-    cache.check()
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_events_tell_the_bytes_that_are_stored(bits: int | None) -> None:
-    model, told = shared_model("llama"), Counter[str]()
-    cache = PrefixCache(model, stored_bits=bits, on_event=lambda event: told.update({event.kind: event.nbytes}))
-    caches = make_prompt_cache(model)
-    model(mx.array([FIRST]), cache=caches)
-    cache.insert(FIRST, caches)
-    assert told["stored"] == cache.stats.paged_bytes > 0
-    cache.clear()
-    assert told["evicted"] == told["stored"]
-
-
-@pytest.mark.parametrize("is_paged", [False, True])
-def test_a_row_goes_on_with_its_own_values_where_a_session_stored_the_same(is_paged: bool) -> None:
-    model = shared_model("llama")
-    cache = PrefixCache(model, stored_bits=4)
-    with cache.begin_many(capacity=1000, segment_bytes=0) as group:
-        one = group.admit([*FIRST, 9, 10, 11])
-        while one.prompt_left:
-            group.prefill(model, one)
-        for prompt in [FIRST, OTHER] if is_paged else [FIRST]:
-            serve(cache, model, prompt)
-        two = group.admit([*FIRST, 9, 10, 12])
-        while two.prompt_left:
-            group.prefill(model, two)
-        assert two.cached_tokens == 122
-        group.check()
-        assert error(group.step(model, [one], [3])[0, -1], cold(model, [*FIRST, 9, 10, 11, 3])) < ROUNDING
     cache.check()
 
 
@@ -411,24 +344,6 @@ def test_moving_away_evicts_no_more_than_the_pages_take() -> None:
         budget_bytes = stats.live_bytes + stats.paged_bytes
         assert stats.evictions == 0
         assert inside.stored_tokens(cache, prompts[0]) == len(prompts[0])
-
-
-@pytest.mark.parametrize("method", ["page_out", "page_in", "split"])
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_copy_that_fails_leaves_nothing_wrong(method: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, at, reached = shared_model("llama"), 1, True
-    while reached:
-        cache = PrefixCache(model, stored_bits=8, live_slots=2)
-        with FailingCopies(method, at, times, MemoryError).installed(monkeypatch) as failing:
-            for prompt in (FIRST, OTHER, SECOND, [*FIRST[:70], 9], [*OTHER, 5], [*FIRST, 3]):
-                with suppress(MemoryError):
-                    serve(cache, model, prompt)
-                cache.check()
-        for prompt in ([*OTHER, 9], [*FIRST, 9]):
-            assert error(serve(cache, model, prompt)[1], cold(model, prompt)) < STORED_TOLERANCES[8]
-        reached = failing.reached
-        assert reached or at > 1
-        at += 2
 
 
 def test_a_cache_that_cannot_round_anything_says_so_once() -> None:

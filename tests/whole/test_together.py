@@ -13,9 +13,9 @@ from radixcache import Event, EventKind, Ledger, PrefixCache, Session, StatsSnap
 from runner.models.tiny import tiny_model
 from tests import inside
 from tests.prompts import tokens
-from tests.verify.test_verify import spoil_live
+from tests.verify.faults import spoil_live
 from tests.walks.spelling import SpellingModel
-from tests.whole.test_exact import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
+from tests.whole.exact_logits import REPLY, STEP, Logits, Recorded, differing, exact_cache, serve
 
 PROMPT = tokens(11, 70)
 

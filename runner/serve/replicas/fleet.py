@@ -25,11 +25,10 @@ import numpy as np
 from fastapi import FastAPI
 
 from radixcache.prefix_cache import default_budget_bytes
-from runner.routing.dispatcher import chain_digests, root_digest
-from runner.routing.routers import Ask
+from runner.routing import Ask, chain_digests, root_digest
 from runner.serve.app import assemble_app
 from runner.serve.metrics import in_a_line
-from runner.serve.models import COUNTED_CONTEXTS, Models, read_warm_file
+from runner.serve.models import COUNTED_CONTEXTS, Models, outline_of, read_warm_file
 from runner.serve.options import ServeOptions
 from runner.serve.prompts import UNBOUNDED_TOKENS, prompt_of
 from runner.serve.replicas import ray_border
@@ -167,7 +166,7 @@ class RoutedPrompts:
         self._options, self._secret, self._model = options, secret, options.model
         # No weights are loaded, and the files belong to the replicas.
         self._models = Models(replace(options, disk=None, redis=None, trace=None, warm=None))
-        outline = self._models.outlined(options.model)
+        outline = outline_of(options.model, options)
         self._tokenizer = outline.tokenizer
         limit = None if options.context is not None else outline.context_length
         self._most_tokens = COUNTED_CONTEXTS * (limit or UNBOUNDED_TOKENS)

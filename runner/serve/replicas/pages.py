@@ -129,7 +129,7 @@ def replica_routes(fleet: AdminTarget, scrape: Scrape, memory: ResponseMemory) -
     async def other(request: Request, replica: str = "") -> Response:
         url, body = request.url, await request.body()
         if (request.method, url.path) == ("POST", EXPLAIN):
-            body = json.dumps(memory.joined(await read_json(request, lambda given: given), "")).encode()
+            body = json.dumps(memory.join(await read_json(request, lambda given: given), "")).encode()
         if request.method == "DELETE" and not replica:
             memory.clear(request.query_params.get("namespace"))
         forwarded = AdminRequest(request.method, url.path, url.query, body)

@@ -33,7 +33,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from runner.engine.token import Token
-from runner.routing.routers import Ask
+from runner.routing import Ask
 from runner.serve.replicas.switchboard import RoutedRequest, Switchboard, switchboard_of
 from runner.serve.request import ApiError, OpenRequest, Request, RequestRecord
 

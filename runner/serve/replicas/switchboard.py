@@ -21,8 +21,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message, Scope
 
 from radixcache.observe.hints import Edge
-from runner.routing.dispatcher import BLOCK_TOKENS, MAX_DIGESTS, Dispatcher, chain_digests, root_digest
-from runner.routing.routers import Ask, make_router
+from runner.routing import BLOCK_TOKENS, MAX_DIGESTS, Ask, Dispatcher, chain_digests, make_router, root_digest
 from runner.serve.request import RequestRecord
 
 
