@@ -20,7 +20,7 @@ from runner.script.schedule import schedule
 from runner.simulate.simulator import grow_tree
 from runner.traces.trace_reader import read_trace
 from tests.chat.part_templates import TEMPLATES
-from tests.observe.test_hints import SYSTEM
+from tests.prompts import SYSTEM
 from tests.script.logs import LOGS, ClaudeLog, call, thought, written
 from tests.serve.parrot import TEMPLATES as PARROT_TEMPLATES
 
