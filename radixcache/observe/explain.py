@@ -170,7 +170,7 @@ class About(NamedTuple):
 
 def stats_of(core: Core, about: About) -> CacheStats:
     """What a cache has done and holds. The lock is held."""
-    states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.said.suffixes
+    states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.draft_index.suffixes
     account, ledger = states.account, states.account.ledger
     counts: dict[str, Any] = {**states.tally.counts(), **core.counts}
     return CacheStats(
@@ -269,7 +269,9 @@ def explanation_of(
     gaps, start = list[Gap](), plan.resume
     for end, reason, facts in causes:
         if start < end:
-            texts = {f"{name}_text": text(ids) for name, ids in facts.items() if reason is Reason.DIVERGED}
+            texts: dict[str, Any] = {
+                f"{name}_text": text(ids) for name, ids in facts.items() if reason is Reason.DIVERGED
+            }
             gaps.append(Gap(start, end, reason, cost.cost(start, end), **facts, **texts))
             start = end
     explanation = Explanation(

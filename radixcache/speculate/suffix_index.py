@@ -182,7 +182,7 @@ class SuffixIndex:
         return NOTHING
 
     def has(self, tokens: Any, namespace: str = "") -> bool:
-        """Whether the last token id that stands behind `TAIL_TOKENS` others was said before behind the same ones."""
+        """Whether the last token id behind `TAIL_TOKENS` others is known behind the same ones."""
         keys, number = np.asarray(tokens), self._numbers.get(namespace)
         ends = [end for start, end in self._stretches(keys) if end - start > TAIL_TOKENS]
         if number is None or not ends:
@@ -192,7 +192,7 @@ class SuffixIndex:
         return [last[-1]] in followers
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget all, or what one namespace said."""
+        """Forget all, or the tokens of one namespace."""
         if namespace is None:
             self._make()
             return

@@ -46,29 +46,6 @@ def broken(conversations: list[Conversation], outline: Any = OUTLINE, **options:
     return report
 
 
-def test_conversations_that_only_grow_and_share_their_system_prompt_lose_nothing() -> None:
-    talks = [conversation(f"c{i}", q, "It is.", "Thank you. " + q[::-1], "Bye.") for i, q in enumerate(QUESTIONS)]
-    report = broken(talks)
-    assert report.lost_tokens == 0
-    assert report.hints == []
-    assert "Nothing was lost" in breaks_text(report)
-
-
-def test_a_date_in_the_system_prompt_is_the_dearest_break_and_a_hint() -> None:
-    talks = [conversation(f"c{i}", q, system=f"Today is {i + 2} Nov. {SYSTEM}") for i, q in enumerate(QUESTIONS)]
-    report = broken(talks)
-    worst = report.breaks[0]
-    assert (worst.role, worst.piece, worst.reason, worst.messages) == ("system", "message", "diverged", {0: 4})
-    assert worst.lost_tokens >= 4 * len(SYSTEM)
-    assert worst.example is not None
-    assert (worst.example.before_text or "").endswith("Today is ")
-    (span,) = report.hints
-    assert span.lost_tokens >= 3 * len(SYSTEM)
-    text = breaks_text(report)
-    assert "system message 0: differs from the stored text" in text
-    assert "changes in every request" in text
-
-
 # As Qwen3's: a last reply has thinking tags, even empty ones.
 EMPTY_TAGS = (
     PARROT_TEMPLATES["qwen3"]
@@ -209,11 +186,19 @@ def test_the_command_prints_a_report_and_writes_its_figures(talks: Path, command
     assert "system message 0" in out
     assert "hint, in" in out
     document = json.loads((tmp_path / "breaks.json").read_text())
-    assert document["breaks"][0]["role"] == "system"
-    assert document["breaks"][0]["example"]["before_text"].endswith("Request ")
+    worst = document["breaks"][0]
+    assert [worst[name] for name in ("role", "piece", "reason", "messages")] == [
+        "system",
+        "message",
+        "diverged",
+        {"0": 4},
+    ]
+    assert worst["lost_tokens"] >= 4 * len(SYSTEM)
+    assert worst["example"]["before_text"].endswith("Request ")
     assert document["lost_tokens"] == sum(each["lost_tokens"] for each in document["breaks"])
     assert document["model"] == "tiny:llama"
-    assert document["hints"][0]["hint"]["values"] >= 3
+    (span,) = document["hints"]
+    assert (span["hint"]["values"] >= 3, span["lost_tokens"] >= 3 * len(SYSTEM)) == (True, True)
 
 
 # Sessions of agents
