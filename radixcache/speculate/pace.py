@@ -37,7 +37,7 @@ MOST_TIMES = 3.0
 HOPED_SHARE = 0.02
 #: What is hoped for counts as so many measurements. A measurement counts KEPT as much when the next one comes, and half
 #: as much after so many passes. A plain pass is measured at least once in so many passes.
-TRIES, KEPT, STALE_PASSES = 0.2, 0.98, 256
+TRIES, KEPT, STALE_PASSES = 0.5, 0.98, 256
 #: A proposal ends where the chance that all of it is accepted is below this.
 LEAST_CHANCE = 0.05
 #: Drafting must save at least this share of the time: it has work of its own.

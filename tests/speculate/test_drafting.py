@@ -254,7 +254,7 @@ def test_a_width_that_was_slow_is_tried_again_but_seldom() -> None:
         pace.note(1 + count, 0.01 * (1 + count))
         tried += count > 0
         pace.check()
-    assert 10 < tried < 40
+    assert 10 < tried < 60
 
 
 @pytest.mark.parametrize("cost", [0.15, 0.3])
@@ -296,10 +296,10 @@ def test_a_draft_model_is_asked_as_long_as_it_saves_time_and_again_later() -> No
 
     assert asked(200, 0.001, 1.0) == 200
     assert asked(200, 0.010, 1.0) < 150  # as slow as the model
-    assert asked(4000, 0.010, 1.0) < 120  # some times, whatever became of it
+    assert asked(4000, 0.010, 1.0) < 300  # some times, whatever became of it
     assert asked(400, 0.001, 1.0) > 200
     assert asked(400, 0.001, 0.05) < 120
-    assert asked(4000, 0.001, 0.05) < 60
+    assert asked(4000, 0.001, 0.05) < 120
 
 
 def test_all_rows_pay_for_the_widest() -> None:
