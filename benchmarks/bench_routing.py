@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.harness.record import arguments, publish, say
 from benchmarks.harness.recorded_traces import BESIDE, TRACES, add_traces, traces_in
 from runner.models import ModelBytes
-from runner.routing import ROUTERS, PrefixRouter
+from runner.routing import ROUTERS, prefix_router
 from runner.simulate.grid import run_locally
 from runner.simulate.replicas import ReplicaJob
 from runner.simulate.rows import DiskPlan, ReplicaRow, Speeds
@@ -145,10 +145,10 @@ def _by_speeds(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
 
 def _by_cost(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
     routers = {
-        "all": PrefixRouter(),
-        "without load balancing": PrefixRouter(evening_weight=0.0),
-        "prefill weight 1": PrefixRouter(prefill_weight=1.0),
-        "TTFT only": PrefixRouter(prefill_weight=1.0, evening_weight=0.0),
+        "all": prefix_router(),
+        "without load balancing": prefix_router(evening_weight=0.0),
+        "prefill weight 1": prefix_router(prefill_weight=1.0),
+        "TTFT only": prefix_router(prefill_weight=1.0, evening_weight=0.0),
     }
     for trace in traces:
         for name, router in routers.items():  # A router keeps no state between traces.

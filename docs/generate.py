@@ -25,7 +25,7 @@ import typer.main
 import runner  # noqa: F401  loads OpenBLAS before MLX
 from radixcache import PrefixCache
 from radixcache.counters import Metric, metrics_of
-from radixcache.stores.store import StoreStats
+from radixcache.stores.block_store import StoreStats
 from runner.cli import app
 from runner.models.tiny import tiny_model
 from runner.script.conversation_formats import FORMS

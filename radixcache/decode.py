@@ -186,7 +186,7 @@ class PassTimes:
     def end_round(self, rows: int, *, is_plain: bool) -> None:
         """A round ended; `is_plain`: its only pass was a step of so many rows, dispatched ahead as the one before."""
         now_s = time.perf_counter()
-        if is_plain and rows == self._rows:
+        if is_plain and 0 < rows == self._rows:
             self.pace.note(1, now_s - self._ended_s, rows)
         self._ended_s, self._rows = now_s, rows
 

@@ -56,7 +56,8 @@ from radixcache.settings import (
 )
 from radixcache.speculate.drafting import Drafting, drafting_of
 from radixcache.stores.block import Identity
-from radixcache.stores.store import Store, joined, moments
+from radixcache.stores.block_store import BlockStore
+from radixcache.stores.store import joined, moments
 from radixcache.tokens import (
     Keys,
     Quarantine,
@@ -192,7 +193,7 @@ class PrefixCache:
         verify_seed: int = 0,
         exact: bool = False,
         step_size: int = 2048,
-        store: Store | Sequence[Store] | None = None,
+        store: BlockStore | Sequence[BlockStore] | None = None,
         store_if: Callable[[str], bool] | None = None,
         identity: Identity | bytes | str | None = None,
         seconds: Callable[[], float] = time.monotonic,
@@ -570,7 +571,7 @@ class PrefixCache:
 
 
 def disk_of(
-    store: Store | Sequence[Store],
+    store: BlockStore | Sequence[BlockStore],
     layout: Layout,
     model: Any,
     identity: Identity | bytes | str | None,

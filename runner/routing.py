@@ -45,9 +45,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import count, takewhile
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,63 +134,52 @@ class View(NamedTuple):
     recent_s: float  # its recent work
 
 
-class Router(Protocol):
-    def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
-        """Choose a replica. There is at least one view, and the order of views is any."""
+#: Chooses a replica. There is at least one view, and the order of views is any.
+Router = Callable[[Ask, Sequence[View], Coefficients], View]
 
 
-class RandomRouter:
-    def __init__(self, seed: int = 0) -> None:
-        self._draw = random.Random(seed)
-
-    def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
-        return self._draw.choice(_by_name(views))
+def random_router(seed: int = 0) -> Router:
+    draw = random.Random(seed)
+    return lambda ask, views, coefficients: draw.choice(_by_name(views))
 
 
-class RoundRobinRouter:
-    def __init__(self, seed: int = 0) -> None:
-        self._next = seed
-
-    def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
-        chosen = _by_name(views)[self._next % len(views)]
-        self._next += 1
-        return chosen
+def round_robin_router(seed: int = 0) -> Router:
+    turns = count(seed)
+    return lambda ask, views, coefficients: _by_name(views)[next(turns) % len(views)]
 
 
-class HashRouter:
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-
-    def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
+def hash_router(seed: int = 0) -> Router:
+    def choose(ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
         what = ask.session or f"{list(ask.digests[:HASH_BLOCKS])}"
-        return max(views, key=lambda view: (_hash(self._seed, what, view.replica), view.replica))
+        return max(views, key=lambda view: (_hash(seed, what, view.replica), view.replica))
+
+    return choose
 
 
-class PrefixRouter:
+def prefix_router(
+    seed: int = 0, prefill_weight: float = PREFILL_WEIGHT, evening_weight: float = EVENING_WEIGHT
+) -> Router:
     """Weights other than the defaults are for benchmarks."""
 
-    def __init__(
-        self, seed: int = 0, prefill_weight: float = PREFILL_WEIGHT, evening_weight: float = EVENING_WEIGHT
-    ) -> None:
-        self._seed, self._weights = seed, (prefill_weight, evening_weight)
-
-    def choose(self, ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
+    def choose(ask: Ask, views: Sequence[View], coefficients: Coefficients) -> View:
         what = f"{list(ask.digests[:HASH_BLOCKS])}"
         even_s = UNEVEN * sum(view.recent_s for view in views) / len(views)
 
         def order(view: View) -> tuple[float, float, int, str]:
-            spread = _hash(self._seed, what, view.replica)
-            return (weighed_s(ask, view, coefficients, even_s, *self._weights), view.recent_s, spread, view.replica)
+            cost_s = weighed_s(ask, view, coefficients, even_s, prefill_weight, evening_weight)
+            return (cost_s, view.recent_s, _hash(seed, what, view.replica), view.replica)
 
         return min(views, key=order)
+
+    return choose
 
 
 #: Each is made from a seed.
 ROUTERS: dict[str, Callable[[int], Router]] = {
-    "random": RandomRouter,
-    "round-robin": RoundRobinRouter,
-    "hash": HashRouter,
-    "prefix": PrefixRouter,
+    "random": random_router,
+    "round-robin": round_robin_router,
+    "hash": hash_router,
+    "prefix": prefix_router,
 }
 
 
@@ -294,7 +283,7 @@ class Dispatcher:
         if not views:
             raise ValueError("there is no replica to choose; wanted at least one.")
         coefficients = self.rates.now
-        view = self.router.choose(ask, views, coefficients)
+        view = self.router(ask, views, coefficients)
         work_s = coefficients.work_s(max(0, ask.tokens - view.matched_tokens))
         return Choice(view.replica, ask, view.matched_tokens, view.waiting_s, work_s)
 

@@ -125,7 +125,11 @@ class Solo:
 
     def step(self, model: Any, rows: Sequence[Session], tokens: Any) -> mx.array:
         """Evaluate the row's next token (1,), which need not be evaluated yet; logits (1, 1, V), not evaluated."""
-        return rows[0].step(self._of(model, rows[0]), tokens)
+        (row,) = rows
+        logits = row.step(self._of(model, row), tokens)
+        if not row.prompt_left:  # embeddings are large, and of no use behind the prompt
+            self._embed = self._fed = self._chunks = None
+        return logits
 
     def drafts_together(self, model: Any) -> bool:
         """False: there is one row."""

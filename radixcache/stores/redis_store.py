@@ -133,15 +133,20 @@ class RedisStore(BlockStore):
             return False
         prompt = StoredPrompt(identity, namespace, tokens, grid)
         marks = self._names.of_marks(prompt.root, tokens, grid)
-        replies = self._calls.ask([("MGET", *marks)])
+        known = self._known_heads(prompt)
+        replies = self._calls.ask([("MGET", *marks), *self._asking_for_sizes(known, marks)])
         if replies is None:
             return False
-        names = dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each))
-        found = {self._names.of_block(head.key): head for head in self._known_heads(prompt)}
-        unknown = [name for name in names if name not in found][:CANDIDATES]
-        ways = self._calls.ask([("HMGET", name, "way", "tokens") for name in unknown]) if unknown else []
+        self._note_sizes(known, replies[1:])
+        names = list(dict.fromkeys(each for each in reversed(replies[0] or []) if self._names.is_of_block(each)))
+        mine = {self._names.of_block(head.key) for head in known}
+        if not names or names[0] in mine:
+            return True  # the server has nothing deeper
+        unknown = [name for name in names if name not in mine][:CANDIDATES]
+        ways = self._calls.ask([("HMGET", name, "way", "tokens") for name in unknown])
         if ways is None:
             return False
+        found: dict[bytes, Head] = {}
         for name, reply in zip(unknown, ways, strict=True):
             if name not in found:  # else it is on the way of a deeper block
                 heads = self._heads_at(prompt, name, *(reply or (None, None)))

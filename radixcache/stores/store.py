@@ -16,29 +16,13 @@ called from any thread. Never imports MLX.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from radixcache.stores.block import KINDS, Block, Identity, Kind, Place
-from radixcache.stores.block_store import BlockStore, StoreStats, WriteOn
+from radixcache.stores.block_store import BlockStore, WriteOn
 from radixcache.stores.index import Link, chain_end
 from radixcache.tokens import Keys
-
-
-def total(parts: Mapping[str, StoreStats]) -> StoreStats:
-    """The sum over several stores; a text names the store that it is about."""
-    found: dict[str, Any] = {}
-    for each in fields(StoreStats):
-        values = {name: getattr(stats, each.name) for name, stats in parts.items()}
-        if each.name == "stopped":
-            found[each.name] = "; ".join(f"{name}: {why}" for name, why in values.items() if why)
-        elif each.metadata.get("label"):
-            found[each.name] = {f"{name}: {why}": n for name, its in values.items() for why, n in its.items()}
-        else:
-            found[each.name] = sum(values.values())
-    return StoreStats(**found)
 
 
 class Tiers:
@@ -46,14 +30,12 @@ class Tiers:
 
     Attributes:
         tiers: their names, numbered if several have the same.
-        write_on: the moment of the first store; `moments` has the others.
     """
 
     takes_cuts = False  # one store may lack the part of a block that another has
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[BlockStore]) -> None:
         self.stores = tuple(stores)
-        self.write_on: WriteOn = self.stores[0].write_on
         names = [name for store in self.stores for name in store.tiers]
         counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
         self.tiers: tuple[str, ...] = tuple(
@@ -78,9 +60,6 @@ class Tiers:
     ) -> list[Link]:
         chains = (store.known(identity, namespace, tokens, grid=grid, is_whole=is_whole) for store in self.stores)
         return max(chains, key=chain_end)
-
-    def file_bytes(self, key: bytes, kind: Kind = "block") -> int:
-        return next(filter(None, (store.file_bytes(key, kind) for store in self.stores)), 0)
 
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
         """Whether every store that accepts blocks has this one."""
@@ -107,36 +86,22 @@ class Tiers:
             store.remove(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        return self._each([store.flush for store in self.stores], timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        return self._each([store.close for store in self.stores], timeout_s)
-
-    @property
-    def stats(self) -> StoreStats:
-        return total(dict(zip(self.tiers, (store.stats for store in self.stores), strict=True)))
-
-    def check(self) -> None:
-        for store in self.stores:
-            store.check()
+        """Flush all stores, with one time limit in all."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = (None if ends_s is None else max(0.0, ends_s - time.monotonic()) for _ in self.stores)
+        return all(store.flush(its) for store, its in zip(self.stores, left_s, strict=True))
 
     def _source(self, key: bytes, kinds: Collection[Kind]) -> int:
         """The first of the stores that have most of these kinds."""
         has = [sum(store.file_bytes(key, kind) > 0 for kind in kinds) for store in self.stores]
         return has.index(max(has))
 
-    def _each(self, methods: Sequence[Callable[[float | None], bool]], timeout_s: float | None) -> bool:
-        """Call all of these with the time that is left; whether all succeed."""
-        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        done = [each(None if ends_s is None else max(0.0, ends_s - time.monotonic())) for each in methods]
-        return all(done)
-
 
 #: What a cache can be given. `BlockStore` says what each method does.
 Store = BlockStore | Tiers
 
 
-def joined(store: Store | Sequence[Store]) -> Store:
+def joined(store: BlockStore | Sequence[BlockStore]) -> Store:
     """A store, or several as one. ValueError: the list is empty."""
     if not isinstance(store, Sequence):
         return store
@@ -147,7 +112,7 @@ def joined(store: Store | Sequence[Store]) -> Store:
 
 def moments(store: Store) -> dict[WriteOn, Store]:
     """The stores that are written at each moment, joined."""
-    found: dict[WriteOn, list[Store]] = {}
+    found: dict[WriteOn, list[BlockStore]] = {}
     for each in store.stores if isinstance(store, Tiers) else [store]:
         found.setdefault(each.write_on, []).append(each)
     return {moment: joined(its) for moment, its in found.items()}

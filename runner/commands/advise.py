@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runner.models import ModelBytes
-    from runner.simulate.advice import DiskAdvice, Estimate
-    from runner.simulate.curve import Curve
+    from runner.simulate.advice import Advice, BestPolicy, DiskAdvice, Estimate
     from runner.simulate.rows import DiskPlan
-    from runner.traces.trace import Trace
 
 #: Processes for a long trace without --jobs.
 MOST_JOBS = 4
@@ -30,9 +28,9 @@ INTERRUPTED = "Interrupted: policies were not compared. These are the figures of
 
 
 class Comparison(NamedTuple):
-    """Policies at one budget: hits by policy on the whole trace, or None; samples; `stop` interrupted it."""
+    """Policies at one budget: the best one, or None; estimates from samples; `stop` interrupted the comparison."""
 
-    token_hit_ratios: dict[str, float] | None
+    best: "BestPolicy | None"
     notes: "Sequence[str]" = ()
     estimates: "Sequence[Estimate]" = ()
     with_disk: "DiskAdvice | None" = None
@@ -61,7 +59,7 @@ def advise(
     disk = options.disk_plan("--disk-gib", options.disk_gib)
     compared = Comparison(None)
 
-    from runner.simulate.advice import Advice, advice_document, best_policy, lru_report, policy_text
+    from runner.simulate.advice import Advice, advice_document, lru_report, policy_text
     from runner.simulate.curve import curve_picture, lru_curve
 
     trace = options.read()
@@ -76,69 +74,61 @@ def advise(
         budget_blocks=own_blocks,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
     )
-    own_blocks = None if advice.own is None else advice.own.capacity_blocks
     require(
-        own_blocks is None or own_blocks > 0,
+        advice.own is None or advice.own.capacity_blocks > 0,
         f"--budget-gib is {options.budget_gib}; wanted at least a block of {advice.block_bytes} bytes.",
     )
     results.show(*lru_report(advice))  # at once: comparing policies takes a while
-    if own_blocks is not None:
+    if advice.own is not None:
         if disk is None and advice.disk_bytes:
             disk = options.disk_plan("--disk-gib", advice.disk_bytes / GIB)
-        compared = _compare(trace, curve, own_blocks, sizes, disk, options.jobs, full=full, seed=options.seed)
-    best = None
-    if own_blocks is not None and compared.token_hit_ratios is not None:
-        best = best_policy(compared.token_hit_ratios, own_blocks)
-    results.show(policy_text(advice, best, compared.notes))
-    document = advice_document(
-        advice, best, compared.estimates, compared.with_disk, interrupted=compared.stop is not None
-    )
-    results.write(
-        "--json",
-        lambda: json_bytes({**document, "source": trace.source, **outputs.about(context)}),
-    )
+        compared = _compare(advice, advice.own.capacity_blocks, options, sizes, disk, full=full)
+    best, notes, estimates, with_disk, stop = compared
+    results.show(policy_text(advice, best, notes))
+    document = advice_document(advice, best, estimates, with_disk, interrupted=stop is not None)
+    results.write("--json", lambda: json_bytes({**document, "source": trace.source, **outputs.about(context)}))
     if options.plot_file is not None:
         form = picture_format(options.plot_file)
         marked = [*advice.budgets[:3], *([advice.own] if advice.own else [])]
         # A trace without reuse has all marks at 0, where a logarithmic axis has none.
         marks = {each.name: each.capacity_blocks for each in marked if each.capacity_blocks}
         results.write("--plot", lambda: curve_picture(curve, trace, advice.block_bytes, marks=marks, file_format=form))
-    if compared.stop is not None:
+    if stop is not None:
         outputs.say("interrupted: policies were not compared.")
-        raise compared.stop
+        raise stop
     results.finish()
 
 
 def _compare(
-    trace: "Trace",
-    curve: "Curve",
+    advised: "Advice",
     capacity_blocks: int,
+    options: TraceOptions,
     sizes: "ModelBytes | None",
     disk: "DiskPlan | None",
-    jobs: int | None,
     *,
     full: bool,
-    seed: int,
 ) -> Comparison:
     """Simulate policies at a budget, of a long trace those that are best on samples."""
     from policies import POLICIES
     from runner.simulate import advice
     from runner.simulate.simulator import SimulationJob
 
+    trace, curve = advised.trace, advised.curve
     has_checkpoints = sizes is not None and sizes.checkpoint_bytes > 0
     knows_lru = not has_checkpoints  # then the curve gives LRU's share exactly
     lru = curve.token_hit_ratio_at(capacity_blocks)
     is_all = curve.infinite_token_hit_ratio - lru < advice.LEVEL
     if not full and is_all and knows_lru:
-        return Comparison({"lru": lru}, ["All that can be saved fits this budget: no policy saves more than LRU."])
+        best = advice.best_policy({"lru": lru}, capacity_blocks)
+        return Comparison(best, ["All that can be saved fits this budget: no policy saves more than LRU."])
     is_long = trace.block_refs > advice.WHOLE_REFS
-    jobs = jobs or (min(MOST_JOBS, os.cpu_count() or 1) if is_long else 1)
+    jobs = options.jobs or (min(MOST_JOBS, os.cpu_count() or 1) if is_long else 1)
     names = sorted(POLICIES.keys() - {advice.BY_CHANCE})
     notes: list[str] = []
     estimates: list[Estimate] = []
     if is_long and not full:
         parts = advice.parts_of(trace, capacity_blocks)
-        samples = advice.samples_of(trace, parts, seed=seed)
+        samples = advice.samples_of(trace, parts, seed=options.seed)
         blocks = capacity_blocks // parts
         grid = [SimulationJob(index, name, blocks, None, sizes) for name in names for index in range(len(samples))]
         requests = sum(len(each.requests) for each in samples)
@@ -168,4 +158,5 @@ def _compare(
     if beside is not None and beside.disk is not None:
         plan, written_bytes = beside.disk.plan, beside.disk.written_bytes
         with_disk = advice.DiskAdvice(plan, ratios["lru"], beside.token_hit_ratio, written_bytes, is_estimate=False)
-    return Comparison(ratios, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)
+    best = advice.best_policy(ratios, capacity_blocks)
+    return Comparison(best, [*notes, with_disk.note] if with_disk else notes, estimates, with_disk)

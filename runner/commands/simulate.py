@@ -54,9 +54,7 @@ def simulate(
     ] = False,
     disk_write_on: Annotated[WriteOn, Option(help="When to write state to the disk.")] = "eviction",
     replicas: Annotated[str | None, Option(help="Comma-separated replica counts; each replica has the budget.")] = None,
-    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ",".join(
-        ROUTERS
-    ),
+    router: Annotated[str, Option(help="With --replicas: routers to compare, separated by commas.")] = ALL_ROUTERS,
     shared_gib: Annotated[float | None, Option(help="With --replicas: a store that all replicas share.")] = None,
     decode_tokens_per_s: Annotated[float, Option(help="With --replicas: decoding speed.")] = DECODE_TOKENS_PER_S,
     ray: Annotated[

@@ -428,7 +428,7 @@ def generate(
 
     The caller closes `run`. `cancelled` is called between chunks and tokens. With `drafting`, what
     PrefixCache.drafting() gave for this prompt, the run is a session of that cache. `options` are those of
-    a Generation; processors, guidance and predictions are for ParallelGenerator.
+    a Generation; min_tokens, processors, guidance and predictions are for ParallelGenerator.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.

@@ -47,7 +47,7 @@ class ComparedCache:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes of all that is stored beside the live caches, checkpoints included."""
+        """Bytes of what is stored besides the live caches, with checkpoints."""
         return 0
 
     def begin(self, prompt: Prompt) -> AbstractContextManager[LiveRun]:
@@ -55,7 +55,7 @@ class ComparedCache:
         raise NotImplementedError
 
     def drafting(self, prompt: Prompt) -> Drafting | None:
-        """What is proposed to the reply; None: each token has a forward pass of its own."""
+        """The drafts of the reply; None: one forward pass for each token."""
         return None
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from runner.script.script import Prompt, Script, ScriptError
 
 @dataclass(frozen=True)
 class CacheRun:
-    """One cache over the requests that have their reply, in order. It has the tree at the end if the options ask."""
+    """What one cache answered, in order. `view` is the tree at the end, if the options ask for it."""
 
     cache: str
     rows: tuple[RequestRow, ...]
@@ -67,7 +67,7 @@ class Observer(Protocol):
 
 
 class Replay:
-    """A script through several caches; `run` may be interrupted, and `result` then has what finished."""
+    """Runs a script through several caches. If `run` is interrupted, `result` has what finished."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Replay:
         return _Run(server, label, self._script, self._observer, users, capacity, reply_tokens)
 
     def _take_turns(self, opening: Iterable[_Run], into: list[_Run]) -> None:
-        """Open runs and serve the script by all of them; a run that was opened is in `into` whatever happens."""
+        """Open runs, append each to `into` as it opens, and serve the script with all of them in turns."""
         runs: list[_Run] = []
         _release()
         try:
@@ -180,7 +180,7 @@ class Replay:
 
 @dataclass(eq=False)
 class _Run:
-    """One server on its way through the script. By default it serves one request at a time."""
+    """Serves the script with one server, by default one request at a time."""
 
     server: Server
     label: str
@@ -200,7 +200,7 @@ class _Run:
         self._view: TreeView | None = None
 
     def serve(self, *, records_replies: bool) -> Iterator[None]:
-        """Serve all requests, and yield after each reply. It may be recorded for prompts that wait for it."""
+        """Serve all requests; yield after each reply. With `records_replies`, later prompts contain the replies."""
         began_s = time.perf_counter()
         while self._submit():
             for answer in self.server.answers():
@@ -217,7 +217,7 @@ class _Run:
                 self._submit()
 
     def close(self, tokenizer: Any, options: ReplayOptions) -> None:
-        """Release every array; what is to be shown stays."""
+        """Release every array; keep the view."""
         shown = self.server.shown
         if shown is not None and options.keep_view:
             self._view = shown.view(tokenizer=tokenizer)

@@ -156,7 +156,7 @@ class Report:
         self._alone_summaries = tuple(self._summarize(run) for run in self.alone)
 
     def differences(self) -> list[tuple[str, int, RequestRow]]:
-        """Every answer that differs from the reference by more than it may: cache, request index, row."""
+        """Every wrong answer: it differs from the reference, and rounding does not explain it. Cache, index, row."""
         rows = {run.cache: run.rows for run in self.runs} | {f"{run.cache} alone": run.rows for run in self.alone}
         if self._stored_bits is not None:
             rows = {cache: found for cache, found in rows.items() if not cache.startswith(RADIX)}
@@ -239,9 +239,10 @@ class Report:
         others = sorted((s for s in self.summaries if s.cache != RADIX), key=lambda summary: summary.evaluated_tokens)
         if radix is None or not others:
             quickest, *slower = sorted(self.summaries, key=lambda summary: summary.prefill_s)
+            took = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in slower)
             return (
                 f"{quickest.cache} reached all first tokens in {quickest.prefill_s:.1f} s, with "
-                f"{quickest.cached_share:.0%} of the prompt tokens cached{_against(slower)}."
+                f"{quickest.cached_share:.0%} of the prompt tokens cached{f'; {took}' if took else ''}."
             )
         counts = ", ".join(f"{other.cache} {other.evaluated_tokens:,}" for other in others)
         return "\n".join(
@@ -356,11 +357,6 @@ def _meaning(radix: Summary, others: Sequence[Summary]) -> str:
         decode = ", ".join(f"{each.cache} {each.decode_s:.1f} s" for each in others)
         said += [f"A cache does not make decode faster: radix took {radix.decode_s:.1f} s, {decode}."]
     return " ".join(said)
-
-
-def _against(others: Sequence[Summary]) -> str:
-    said = ", ".join(f"{summary.cache} took {summary.prefill_s:.1f} s" for summary in others)
-    return f"; {said}" if others else ""
 
 
 def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, file_format: str = "png") -> bytes:

@@ -82,7 +82,7 @@ class OneAtATime:
     def __init__(
         self, name: str, loaded: LoadedModel, options: ReplayOptions, on_advance: Callable[[int, int], None]
     ) -> None:
-        """Open the cache. `on_advance` is told how many of the prompt tokens are done, and how many there are."""
+        """Open the cache. `on_advance` is called with the prompt tokens that are done, and with all of them."""
         self.name = name
         self.peak_bytes = 0
         self._loaded, self._options, self._on_advance = loaded, options, on_advance

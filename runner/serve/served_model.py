@@ -253,13 +253,14 @@ class ServedModel:
         if prompt.prediction and self._options.exact:
             why = "checked tokens round differently, and this server was started with --exact"
             raise ApiError(400, f"no prediction can be used here: {why}. Leave prediction out.", param="prediction")
-        is_shifted = self._options.context is not None and not has_images
+        is_alone = not self._is_parallel or has_images or request.scores_prompt
+        is_shifted = self._options.context is not None and not is_alone
         longest = CAPACITY_TOKENS - 1 if is_shifted or self.context_length is None else self.context_length
         if prompt_tokens > longest:
             raise ApiError.of_length(prompt_tokens, longest)
         room = self._options.context if is_shifted and request.max_tokens is None else longest - prompt_tokens
         max_tokens = max(1, min(request.max_tokens or CAPACITY_TOKENS, room or 0))
-        opened.prompt, opened.is_alone = prompt, not self._is_parallel or has_images or request.scores_prompt
+        opened.prompt, opened.is_alone = prompt, is_alone
         opened.options = {
             "max_tokens": max_tokens,
             "min_tokens": request.sampling.min_tokens,
@@ -270,7 +271,7 @@ class ServedModel:
             "cuts_characters": False,
             "reserve": RESERVE_TOKENS,
             "prediction": prompt.prediction,
-            "num_draft_tokens": request.sampling.num_draft_tokens,
+            "num_draft_tokens": 0 if self._options.exact else request.sampling.num_draft_tokens,
         }
         if request.scores_prompt and prompt_tokens > MAX_SCORED_TOKENS:
             found = f"the prompt has {prompt_tokens} tokens"

@@ -66,7 +66,7 @@ def parts_of(trace: Trace, capacity_blocks: int) -> int:
 
 
 def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
-    """The beginnings of SAMPLES of the parts; with fewer parts, also the windows that follow those beginnings."""
+    """SAMPLES samples: the beginning of a part each; if there are fewer parts, also what follows the beginnings."""
     inference = TurnInference(trace.block_tokens)
     drawn: dict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(trace.requests):
@@ -121,7 +121,7 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
 
 @dataclass(frozen=True, slots=True)
 class DiskAdvice:
-    """What a disk brings LRU over a whole trace: the share of prompt tokens without prefill, alone and with the disk.
+    """What a disk saves with LRU over a whole trace: the share of prompt tokens without prefill, alone and with it.
 
     An estimate has bounds from the curve, for models without checkpoints: at most `token_hit_ratio`, at least
     `written_bytes`. Memory and disk together hold no more than one LRU cache of their total size, and a block is

@@ -94,7 +94,7 @@ class SimulatedReplica:
 
 
 class Replicas:
-    """A trace on its way through a router. By a request's number, `served` has its times and `went` its replica."""
+    """Runs a trace through a router. By request, `served` has the times, and `went` has the replica."""
 
     def __init__(self, trace: Trace, job: ReplicaJob, router: Router | None = None) -> None:
         self.trace, self._speeds, each = trace, job.speeds, job.each

@@ -54,9 +54,11 @@ GROW_TOKENS = 256
 class BlockSizes:
     """Bytes per block of a trace. Without a model a block is one byte, and a budget counts blocks.
 
-    `span_bytes` are those of layers that can be cut anywhere, `stored_span_bytes` the same of blocks that are not live
-    (None: equal), `checkpoint_bytes` leave out windows; `windows` are
-    sliding windows of at least a block, as (whole blocks, bytes per block).
+    Attributes:
+        span_bytes: of layers that can be cut anywhere.
+        checkpoint_bytes: of a checkpoint, without windows.
+        windows: sliding windows of at least a block, as (whole blocks, bytes per block).
+        stored_span_bytes: as `span_bytes`, of blocks that are not live; None: the same.
     """
 
     span_bytes: int = 1
@@ -154,7 +156,7 @@ def with_progress(trace: Trace, on_progress: OnProgress | None) -> Iterator[tupl
 
 
 class Simulation:
-    """A trace on its way through one cache, with a disk or a machine that several caches share.
+    """Runs a trace through one cache, with a disk, or with a machine that several caches share.
 
     An offline policy is given by its name. ValueError: the policy bypasses the cache, with a disk or checkpoints.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -115,6 +117,19 @@ def test_a_first_token_that_is_no_number_leaves_in_the_cache_what_the_request_re
         assert done(fine).cached_tokens == done(failing).cached_tokens > 0
         generator.close()
         assert tokens_of(fine) == alone(loaded, following)
+
+
+def test_a_generator_does_not_hold_the_embeddings_of_a_prompt_whose_reply_is_over() -> None:
+    loaded = load("gemma3_text")
+    prompt, rows = np.arange(20, 60), mx.random.normal((40, 64), key=mx.random.key(1))
+    embed = partial(lambda rows, offset: rows[offset:], rows)
+    is_held = weakref.ref(embed)
+    with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
+        ticket = submit(generator, prompt, LENGTH, keys=-1 - prompt, embed=embed)
+        del embed
+        list(generator)
+        assert len(tokens_of(ticket)) == LENGTH
+        assert is_held() is None
 
 
 def test_a_full_context_ends_the_reply_and_says_why() -> None:

@@ -73,6 +73,16 @@ def test_greedy_replies_are_the_same_and_take_fewer_passes(kind: str, rows: int)
     require_right_tree(loaded, cache, prompts)
 
 
+def test_a_round_in_which_no_reply_takes_part_is_no_measured_pass() -> None:
+    loaded = load("llama")
+    with new_cache(loaded) as cache, new_generator(loaded, cache) as generator:
+        for _ in range(3):
+            submit(generator, PROMPTS[0]).cancel()
+            generator.round()
+        pace = inside.core(cache).draft_pace
+        assert [pace.seconds(1, rows) for rows in (1, 2)] == [1.0, 1.0]  # as long as nothing is measured
+
+
 def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_is_not() -> None:
     loaded = load("llama")
     cache = free_cache(loaded)

@@ -38,10 +38,10 @@ def test_the_tails_of_one_namespace_are_forgotten() -> None:
             tails.add(node, keys(*values))
     tails.clear("ours with spaces")
     tails.check()
-    assert [tails.matched(Match(node, 0, []), keys(1, 2, 3)) for node in (ours, theirs)] == [0, 3]
+    assert [tails.match_length(Match(node, 0, []), keys(1, 2, 3)) for node in (ours, theirs)] == [0, 3]
     tails.add(ours, keys(1, 2))
     tails.clear("nobody")
-    assert tails.matched(Match(ours, 0, []), keys(1, 2, 3)) == 2
+    assert tails.match_length(Match(ours, 0, []), keys(1, 2, 3)) == 2
     tails.check()
 
 
@@ -51,7 +51,7 @@ def test_a_node_keeps_as_many_tails_as_there_is_room_for(monkeypatch: pytest.Mon
     for value in range(11):
         tails.add(node, keys(value, value))
         tails.check()
-    found = [tails.matched(Match(node, 0, []), keys(value, value)) for value in range(11)]
+    found = [tails.match_length(Match(node, 0, []), keys(value, value)) for value in range(11)]
     assert found == [0] + [2] * 10, "the oldest went, at 64 keys a node"
 
 
@@ -64,7 +64,7 @@ def test_within_bounds_tails_are_all_prefixes_of_what_was_added(drawn: list[tupl
     for name, prompt in drawn:
         asked = [*prompt, 1, 0]
         wanted = max((common_length(keys(*tail), keys(*asked)) for other, tail in drawn if other == name), default=0)
-        assert tails.matched(Match(root(name), 0, []), keys(*asked)) == wanted
+        assert tails.match_length(Match(root(name), 0, []), keys(*asked)) == wanted
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), max_size=6)), max_size=30))
@@ -76,4 +76,4 @@ def test_beyond_bounds_the_tail_added_last_is_still_there(drawn: list[tuple[str,
         for name, tail in drawn:
             tails.add(root(name), keys(*tail))
             tails.check()
-            assert tails.matched(Match(root(name), 0, []), keys(*tail)) == len(tail)
+            assert tails.match_length(Match(root(name), 0, []), keys(*tail)) == len(tail)

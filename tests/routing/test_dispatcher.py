@@ -71,7 +71,7 @@ def test_a_full_directory_forgets_the_end_of_a_prefix_first() -> None:
     ],
 )
 def test_the_prefix_router_weighs_waiting_prefill_and_recent_work(a: View, b: View, goes_to: str) -> None:
-    assert make_router("prefix").choose(Ask([1, 2, 3, 4], 40), (a, b), PLAIN).replica == goes_to
+    assert make_router("prefix")(Ask([1, 2, 3, 4], 40), (a, b), PLAIN).replica == goes_to
 
 
 def test_work_counts_for_less_as_time_goes_by_and_for_what_it_turned_out_to_be() -> None:

@@ -110,7 +110,8 @@ def test_requests_that_run_alone_and_those_that_are_verified_are_drafted_too(opt
 def test_an_exact_server_drafts_nothing_and_refuses_predictions_by_name() -> None:
     with pytest.raises(ValueError, match="--speculate tree does not work with --exact"):
         require_compatible(ServeOptions(exact=True, speculate="tree"))
-    with application(exact=True) as (app, _), local_client(app) as client:
+    with application(exact=True, draft_model="tiny:llama") as (app, _), local_client(app) as client:
+        assert drafted(ask(client, max_tokens=40)) == (0, 0)
         assert drafted(ask(client, prediction={"type": "content", "content": ""})) == (0, 0)
         body = {"messages": [USER], "prediction": {"type": "content", "content": "as before"}}
         answer = client.post(CHAT, json=body)

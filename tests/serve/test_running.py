@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from radixcache.speculate.pace import DraftPace
 from runner.engine.token import Token
 from runner.models.load import LoadedModel, load_model
+from runner.models.tiny import CONTEXT_LENGTH
 from runner.serve import served_model
 from runner.serve.request import ModelNames, PrefillProgress, RequestRecord
 from runner.serve.scheduler import Scheduler
@@ -174,6 +175,15 @@ def test_who_must_run_alone_waits_for_those_that_run_and_those_behind_wait_for_i
         held.set()
         assert [len(waiting.tokens) for waiting in asked] == [30, 20, 1]
     assert ended == ["before", "alone", "behind"]
+
+
+def test_a_reply_that_runs_alone_ends_with_the_models_context_also_where_others_would_be_shifted() -> None:
+    with running(context=64) as thread:
+        asked = Waiting(thread, prompt=[70] * 40, echo=True, logprobs=True, max_tokens=1 << 20)
+        asked.until(Token)
+        asked.opened.cancel()
+        asked.end()
+    assert asked.opened.options["max_tokens"] == CONTEXT_LENGTH - 40
 
 
 def ended(thread: Scheduler, **asked: Any) -> Waiting:

@@ -37,7 +37,7 @@ def test_a_reply_that_another_request_got_takes_few_passes_from_the_tree_and_all
     assert tree.speedup == pytest.approx(tree.tokens / (tree.passes + 0.15 * tree.proposed))
 
 
-def test_dear_tokens_are_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_tokens_are_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "TOKEN_COST", 1.0)
     count = DraftCount("tree")
     count.add(PROMPT, REPLY)

@@ -100,16 +100,8 @@ def test_a_store_that_takes_nothing_keeps_nobody_from_the_others(disks: tuple[Di
     assert not Tiers([down]).accepts(1)
 
 
-def test_stores_are_told_apart_and_their_figures_added_up(disks: tuple[DiskStore, DiskStore]) -> None:
-    both: Any = Tiers(disks)
-    assert both.tiers == ("disk", "disk 2")
-    put_all(both, chain(range(8)))
-    put_all(disks[1], chain(range(20, 28))[1:])
-    assert both.stats.written_files == 4
-    assert both.stats.dropped == {"disk 2: the blocks before it are not stored": 1}
-    both.check()
-    assert both.close(60)
-    assert not disks[0].accepts(1)
+def test_stores_with_the_same_name_are_numbered(disks: tuple[DiskStore, DiskStore]) -> None:
+    assert Tiers(disks).tiers == ("disk", "disk 2")
 
 
 def test_stores_are_written_each_at_its_own_moment(tmp_path: Path) -> None:
