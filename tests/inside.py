@@ -88,7 +88,7 @@ def path_of(cache: PrefixCache, tokens: Any, namespace: str = "") -> list[StateN
 
 def stored_tokens(cache: PrefixCache, tokens: Any, namespace: str = "") -> int:
     """How many of these tokens, from the first on, the tree holds."""
-    return cache._core.states.match(np.asarray(tokens, np.int64), namespace).offset
+    return cache.explain(tokens, namespace).matched_tokens
 
 
 def window_bytes(cache: PrefixCache) -> int:

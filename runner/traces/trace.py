@@ -126,8 +126,13 @@ class TurnInference:
         full = request.tokens // self._block_tokens
         keys = request.keys[:full].tolist()
         # The longest earlier prompt that this one begins with, and its length in blocks.
-        ends = ((index + 1, self._ends.get(keys[index])) for index in reversed(range(len(keys))))
-        depth, end = next(((at, end) for at, end in ends if end and end.branches < MOST_BRANCHES), (0, None))
+        end: _End | None = None
+        depth = 0
+        for at in reversed(range(len(keys))):
+            found = self._ends.get(keys[at])
+            if found is not None and found.branches < MOST_BRANCHES:
+                depth, end = at + 1, found
+                break
         conversation, turn = (self._conversations, 1) if end is None else (end.conversation, end.turn + 1)
         self._conversations += end is None
         if keys:

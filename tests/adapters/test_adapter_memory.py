@@ -94,31 +94,24 @@ def test_a_split_copies_one_segment_and_a_merge_joins_one(case: Case, at: int) -
 
 
 SLICES: dict[str, tuple[tuple[int, ...], Callable[[mx.array], mx.array]]] = {
-    "whole": ((1, 8, 4096, 32), lambda a: a),
     "nearly-full-range-of-one-head": ((1, 1, 4096, 32), lambda a: a[..., :4090, :]),
-    "one-token": ((1, 8, 4096, 32), lambda a: a[..., 7:8, :]),
     "one-head-one-token": ((1, 1, 4096, 32), lambda a: a[..., 7:8, :]),
     "last-row": ((1, 4096, 96), lambda a: a[:, -1]),
-    "reversed": ((1, 8, 4096, 32), lambda a: a[..., ::-1, :]),
-    "one-number": ((1 << 20,), lambda a: a[5:6]),
     "scalar": ((1 << 20,), lambda a: a[5]),
     "empty": ((1, 8, 4096, 32), lambda a: a[..., :0, :]),
-    "broadcast": ((1, 8, 4096, 32), lambda a: mx.broadcast_to(a[..., 3:4, :], (1, 8, 100, 32))),
 }
 
 
 @pytest.mark.parametrize("name", SLICES)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str, dtype: mx.Dtype) -> None:
+def test_an_owned_copy_has_a_buffer_of_its_own_and_of_its_size(name: str) -> None:
     shape, cut = SLICES[name]
     before = active_bytes()
-    parent = mx.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    parent = mx.arange(int(np.prod(shape))).reshape(shape).astype(mx.bfloat16)
     mx.eval(parent)
     part = cut(parent)
     copy = owned(part)
     mx.eval(copy)
-    assert copy.dtype == dtype
-    assert copy.shape == part.shape
+    assert (copy.dtype, copy.shape) == (part.dtype, part.shape)
     assert mx.array_equal(copy, part).item()
     del part, parent
     _assert_bytes(active_bytes() - before, copy.nbytes, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,10 @@ from benchmarks.architectures.kinds import kind_of
 from radixcache.cells.causal import CausalCache
 from runner.models.tiny import build
 from tests.cells.causal_rows import words
+from tests.memory import active_bytes
+
+# A buffer that is used again may be larger than what is asked for.
+pytestmark = pytest.mark.usefixtures("exact_allocations")
 
 USERS = 8
 COMMON = 900
@@ -23,16 +26,9 @@ TOKENS = COMMON + USERS * OWN
 
 def held_bytes(make: Callable[[], Any]) -> tuple[int, Any]:
     """What is in memory because of what `make` returns, which is evaluated, and that."""
-    gc.collect()
-    # A buffer that is used again may be larger than what is asked for.
-    limit = mx.set_cache_limit(0)
-    try:
-        before = mx.get_active_memory()
-        made = make()
-        gc.collect()
-        return mx.get_active_memory() - before, made
-    finally:
-        mx.set_cache_limit(limit)
+    before = active_bytes()
+    made = make()
+    return active_bytes() - before, made
 
 
 def common_prompt(model: Any, capacity: int) -> CausalCache:
@@ -70,13 +66,11 @@ WIDE = {
 }
 
 
-@pytest.mark.usefixtures("exact_allocations")
 @pytest.mark.parametrize("kind", WIDE)
 def test_steps_write_in_place_fetch_views_and_hold_no_second_buffer_however_lazy(kind: str) -> None:
     model = build(replace(kind_of(kind), overrides={**kind_of(kind).overrides, **WIDE[kind]}))
     mx.eval(CausalCache(model, capacity=64).steps_together(model), model.parameters())
-    gc.collect()
-    before = mx.get_active_memory()
+    before = active_bytes()
     causal = CausalCache(model, capacity=4_000)
     for row in range(2):
         causal.add(row)
@@ -132,8 +126,7 @@ def test_recurrent_state_is_no_view_of_the_activations_of_a_chunk(kind: str, chu
 def test_who_leaves_a_batch_of_recurrent_rows_keeps_one_rows_state() -> None:
     model = build(kind_of("mamba"))
     CausalCache(model, capacity=64).steps_together(model)
-    gc.collect()
-    at_first = mx.get_active_memory()
+    at_first = active_bytes()
     causal = CausalCache(model, capacity=64)
     for row in range(8):
         causal.add(row)

@@ -106,16 +106,12 @@ def test_a_first_token_that_is_no_number_leaves_in_the_cache_what_the_request_re
     loaded = load(kind)
     following = [*PROMPTS[0], 5, 6]
     with new_cache(loaded) as cache, new_generator(loaded, cache, is_alone=True) as generator:
-        submit(generator, PROMPTS[0])
-        list(generator)
-        failing = submit(generator, following, logits_processors=[lambda _, logits: logits * mx.nan])
-        list(generator)
+        serve(generator, PROMPTS[:1])
+        (failing,) = serve(generator, [following], logits_processors=[lambda _, logits: logits * mx.nan])
         assert "not numbers" in str(done(failing).error)
         cache.check()
-        fine = submit(generator, following)
-        list(generator)
+        (fine,) = serve(generator, [following])
         assert done(fine).cached_tokens == done(failing).cached_tokens > 0
-        generator.close()
         assert tokens_of(fine) == alone(loaded, following)
 
 

@@ -32,7 +32,8 @@ from tests.engine.generators import (
     submit,
     tokens_of,
 )
-from tests.engine.test_drafted_replies import LENGTH
+
+LENGTH = 24
 
 
 def generator_of(loaded: LoadedModel, cache: PrefixCache, draft: Any, **more: Any) -> ParallelGenerator:
@@ -149,9 +150,9 @@ def test_a_draft_model_needs_a_cache_that_was_made_for_both() -> None:
     loaded = load("llama")
     with pytest.raises(ValueError, match="has 3 layer caches; draft_model needs the 6 of both models"):
         new_generator(loaded, PrefixCache(loaded.model), draft_model=tiny_model("llama"))
-    cache, refusal = (
-        cache_of_both(loaded, draft := tiny_model("llama")),
-        "num_draft_tokens is -1; wanted a whole number",
-    )
-    with new_generator(loaded, cache, draft_model=draft) as generator, pytest.raises(ValueError, match=refusal):
-        submit(generator, PROMPTS[0], num_draft_tokens=-1)
+    draft = tiny_model("llama")
+    cache, refusal = cache_of_both(loaded, draft), "num_draft_tokens is -1; wanted a whole number"
+    for is_alone in (False, True):
+        generator = new_generator(loaded, cache, draft_model=draft, is_alone=is_alone)
+        with generator, pytest.raises(ValueError, match=refusal):
+            submit(generator, PROMPTS[0], num_draft_tokens=-1)

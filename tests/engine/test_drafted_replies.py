@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +34,6 @@ from tests.engine.generators import (
     new_cache,
     new_generator,
     require_right_tree,
-    scripted,
     serve,
     submit,
     tokens_of,
@@ -81,17 +77,6 @@ def test_a_round_in_which_no_reply_takes_part_is_no_measured_pass() -> None:
             generator.round()
         pace = inside.core(cache).draft_pace
         assert [pace.seconds(1, rows) for rows in (1, 2)] == [1.0, 1.0]  # as long as nothing is measured
-
-
-def test_what_was_said_before_in_the_namespace_is_proposed_and_what_others_said_is_not() -> None:
-    loaded = load("llama")
-    cache = free_cache(loaded)
-    for namespace, is_known in (("a", False), ("a", True), ("b", False)):
-        with new_generator(loaded, cache, speculate="tree") as generator:
-            (ticket,) = serve(generator, [PROMPTS[1]], LENGTH, namespace=namespace)
-        assert tokens_of(ticket) == alone(loaded, PROMPTS[1], LENGTH)
-        assert ("tree" in ticket.facts.drafted) == is_known
-        assert not is_known or ticket.facts.drafted["tree"].accepted >= LENGTH // 2
 
 
 @pytest.mark.parametrize("seat", ["group", "alone", "group with a draft model", "alone with a draft model"])
@@ -206,40 +191,6 @@ def forced(said: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
     return force
 
 
-def test_rows_for_which_nothing_is_found_cost_few_calls() -> None:
-    """Calls of functions for each row and pass, of 8 rows of a fast model; plain rows have 240."""
-    loaded, rows, length = load("llama"), 8, 96
-    texts = [without_repeats(seed, 2 * length) for seed in range(rows)]
-
-    def calls(speculate: Any) -> int:
-        cache = new_cache(loaded)
-        inside.assume_pace(cache, DraftPace(lambda rows, tokens: 1e-3))
-        with new_generator(loaded, cache, capacity=8192, speculate=speculate) as generator:
-            tickets = [
-                submit(generator, text[:length], length, sampler=scripted(text[length:]), marks=()) for text in texts
-            ]
-            profile = cProfile.Profile()
-            while not all(ticket.completion for ticket in tickets):
-                with profile:
-                    generator.round()
-        assert all(not ticket.facts.drafted for ticket in tickets)
-        return pstats.Stats(profile).total_calls  # type: ignore[attr-defined, no-any-return]
-
-    _, plain, drafted = calls(None), calls(None), calls("tree")  # the first one tries how rows decode
-    assert (drafted - plain) / rows / length < 40
-
-
-def without_repeats(seed: int, count: int) -> list[int]:
-    """Token ids, of which no two come twice in a row."""
-    draw, found, pairs = random.Random(seed), [1], set[tuple[int, int]]()
-    while len(found) < count:
-        pair = found[-1], draw.randrange(200)
-        if pair not in pairs:
-            pairs.add(pair)
-            found.append(pair[1])
-    return found
-
-
 def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than_they_save() -> None:
     loaded = load("llama")
     wanted = alone(loaded, PROMPTS[0], LENGTH)
@@ -263,9 +214,6 @@ def test_passes_are_measured_and_nothing_is_proposed_where_checks_cost_more_than
         submit(generator, PROMPTS[0], 2 * LENGTH, prediction=alone(loaded, PROMPTS[0], 2 * LENGTH))
         drain(generator)
     assert any(tokens > 1 for tokens, _ in noted), noted
-
-
-# The distribution of sampled replies
 
 
 def only(allowed: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:

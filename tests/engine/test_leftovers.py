@@ -19,6 +19,7 @@ from runner.engine.generation import Generation
 from runner.models.load import LoadedModel
 from tests import inside
 from tests.engine.generators import BAD_TOKEN, PROMPTS, drain, embedding, load, new_cache, new_generator, spoilt, submit
+from tests.memory import active_bytes, held_bytes
 from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
 pytestmark = pytest.mark.usefixtures("exact_allocations", "no_collector")
@@ -67,13 +68,6 @@ def ways(model: Any) -> dict[str, tuple[dict[str, Any], Callable[[], AbstractCon
     }
 
 
-def uncounted_bytes(cache: PrefixCache) -> int:
-    """What MLX holds beside what the cache has booked."""
-    mx.synchronize()
-    stats = cache.stats
-    return int(mx.get_active_memory()) - stats.live_bytes - stats.paged_bytes
-
-
 def served(loaded: LoadedModel, cache: PrefixCache, way: str) -> list[Generation]:
     """Requests of which two end in this way, some are cancelled, and some need the room of others."""
     options, surroundings = ways(loaded.model)[way]
@@ -94,7 +88,7 @@ def test_no_end_of_a_request_leaves_bytes_that_nobody_counts(kind: str) -> None:
         for way in ways(loaded.model):
             tickets = served(loaded, cache, way)
             kept += tickets
-            found = uncounted_bytes(cache)
+            found = active_bytes(collects=False) - held_bytes(cache.stats)
             before = found if before is None else before
             assert abs(found - before) <= 0.01 * BUDGET_BYTES, way
             errors = [ticket.completion.error for ticket in tickets if ticket.completion and ticket.completion.error]

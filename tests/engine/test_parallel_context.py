@@ -244,9 +244,6 @@ def test_the_reply_itself_is_never_cut(llama: LoadedModel) -> None:
     assert completion.shifted_tokens == len(prompt) - len(SYSTEM) - len(OPENING)
 
 
-# What a cut leaves
-
-
 WINDOW = ContextWindow(100)
 # A system prompt of 20 tokens, then messages that end at these offsets, the last of them the question.
 CHAT = WINDOW.over(126, (20, 40, 62, 90, 120))

@@ -42,7 +42,9 @@ from tests.engine.generators import (
     submit,
     tokens_of,
 )
-from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
+from tests.groups.rows import Watched
+from tests.memory import held_bytes
+from tests.sessions.faults import Fuse, fused, refused_product, spoiling
 
 # Full attention, sliding windows in all or in some layers, recurrent state beside attention.
 FEW_KINDS = ("llama", "llama_sliding", "jamba")
@@ -58,22 +60,9 @@ def llama() -> LoadedModel:
     return load("llama")
 
 
-class Watched:
-    def __init__(self, model: Any, passes: list[tuple[int, int]]) -> None:
-        self._model = model
-        self._passes = passes
-
-    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
-        self._passes.append((ids.shape[0], ids.shape[1]))
-        return self._model(ids, cache=cache)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def test_the_last_token_of_a_long_prompt_goes_through_a_step_with_others_and_the_first_comes_in_that_round(llama):
-    passes: list[tuple[int, int]] = []
-    model = Watched(llama.model, passes)
+    model = Watched(llama.model)
+    passes = model.shapes
     with ParallelGenerator(new_cache(llama), model, llama.tokenizer, capacity=CAPACITY, step_size=128) as generator:
         talking = submit(generator, PROMPTS[0], 40)
         while talking.completion is None and len(generator.round()) == 0:
@@ -286,28 +275,6 @@ def test_a_detokenizer_that_raises_ends_its_own_reply_alone(llama, monkeypatch):
     assert (done(tickets[1]).done_reason, type(done(tickets[1]).error)) == ("error", KeyError)
 
 
-@pytest.mark.parametrize(("at", "after"), [(4, True), (13, False)])
-def test_a_model_that_raises_at_any_pass_leaves_right_state_and_clear_errors(loaded, at, after):
-    cache = new_cache(loaded)
-    with new_generator(loaded, cache) as generator:
-        # The first group tries out how the model takes rows; that is not what is to fail here.
-        inside.try_ways(loaded.model)
-        with fused(loaded.model, Fuse(at, raising(ValueError, after))) as fuse:
-            tickets = serve(generator, PROMPTS[:3])
-        assert fuse.passes >= at
-        for ticket, prompt in zip(tickets, PROMPTS, strict=False):
-            assert tokens_of(ticket) == alone(loaded, prompt)[: len(tokens_of(ticket))]
-            if done(ticket).done_reason == "error":
-                assert str(done(ticket).error) == "blown"
-            else:
-                assert len(done(ticket).tokens) == MAX_TOKENS
-        assert any(done(ticket).done_reason == "error" for ticket in tickets)
-        generator.group.check()
-        again = serve(generator, PROMPTS[:3])
-        require_alone(loaded, again, PROMPTS[:3])
-    require_right_tree(loaded, cache, PROMPTS[:3])
-
-
 def test_an_evaluation_that_fails_costs_those_who_run_and_nobody_else(loaded: LoadedModel) -> None:
     cache = new_cache(loaded)
     with new_generator(loaded, cache, max_rows=2) as generator:
@@ -340,9 +307,6 @@ def test_all_that_end_with_a_failed_evaluation_are_told_what_failed(llama: Loade
         assert tokens_of(talking) == alone(llama, PROMPTS[0], 20)[: len(tokens_of(talking))]
         assert "Currently only supports float32" in str(done(talking).error)
         assert "Currently only supports float32" in str(done(coming).error)
-
-
-# Neither in a prompt nor among the tokens that a model is tried with.
 
 
 @pytest.fixture
@@ -436,6 +400,15 @@ def test_a_prompt_that_no_memory_is_enough_for_does_not_hold_up_those_behind_it(
     assert str(done(never).error).startswith(
         "the request needs 1536000 bytes while it runs; max_request_bytes is 900000"
     )
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 600_000])
+def test_requests_that_are_larger_than_the_budget_are_served(llama: LoadedModel, budget_bytes: int) -> None:
+    cache = new_cache(llama, budget_bytes=budget_bytes)
+    with new_generator(llama, cache) as generator:
+        require_alone(llama, serve(generator, PROMPTS, reserve=1), PROMPTS)
+    assert held_bytes(cache.stats) <= budget_bytes
+    require_right_tree(llama, cache, PROMPTS)
 
 
 def test_of_replies_that_outgrow_the_budget_together_the_first_goes_on(llama: LoadedModel) -> None:

@@ -32,8 +32,9 @@ from radixcache.groups.batch import LostStateError
 from radixcache.layers.sizes import SizedLayout
 from radixcache.sized_cache import sized_cache
 from tests import inside
-from tests.groups.cold import ROUNDING, WRONG, cold, error, opened, resumed, shared_model
-from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
+from tests.groups.cold import ROUNDING, WRONG, cold, error, opened, resumed, serve, shared_model
+from tests.groups.rows import Watched, checked, decoded, grouped, prefilled
+from tests.memory import active_bytes, held_bytes
 from tests.prompts import tokens
 from tests.sessions.faults import Fuse, fused, raising, refused_product, spoiling
 
@@ -47,7 +48,7 @@ PROMPTS = [[*SYSTEM, *tokens(2, 30)], [*SYSTEM, *tokens(3, 41)], tokens(4, 25)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(kind: str) -> None:
     model, cache = opened(kind)
-    stored(cache, model, PROMPTS[0], marks=[70])
+    serve(cache, model, PROMPTS[0], marks=[70])
     prompts = [[*PROMPTS[0], 1], *PROMPTS[1:]]
     with cache.begin_many(prompts, capacity=512) as group:
         checked(cache, group)
@@ -64,7 +65,6 @@ def test_rows_answer_as_cold_runs_do_and_what_they_leave_is_resumed_at_its_end(k
     for prompt, replies in zip(prompts, said, strict=True):
         told = [*prompt, *replies]
         assert resumed(cache, model, [*told, 7]) == len(told)
-        cache.check()
 
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "mamba2"])
@@ -89,7 +89,6 @@ def test_chunks_marks_and_other_rows_between_them_change_nothing(kind: str) -> N
         assert error(found, cold(model, third.prompt.tolist())) < ROUNDING
         assert group.used_tokens == used + 12
         decoded(group, model, group.rows, [done[one.id], done[two.id], found], 3)
-    cache.check()
     for prompt, mark in ((first, 70), (second, 40)):
         assert resumed(cache, model, [*prompt[:mark], 9, 9]) == mark
 
@@ -105,7 +104,6 @@ def test_marks_between_the_first_and_the_last_get_a_checkpoint_where_it_saves_en
     # 60 is 40 behind 20, and 160 is 60 behind 100. The second prompt resumed at 180, where the first ended.
     for asked, found in ((20, 20), (60, 20), (100, 100), (160, 100), (170, 170), (200, 180), (260, 260)):
         assert resumed(cache, model, [*prompt[:asked], 9, 9]) == found, asked
-    cache.check()
 
 
 @pytest.mark.parametrize("kind", ["baichuan_m1", "recurrent_gemma"])
@@ -119,7 +117,6 @@ def test_the_end_of_a_reply_is_stored_where_another_prompt_has_windows_at_the_sa
             row.close()
             checked(cache, group)
     assert resumed(cache, model, [*second, 7]) == len(second)
-    cache.check()
 
 
 def test_the_ids_of_a_prompt_stand_for_its_keys_where_it_has_keys() -> None:
@@ -142,7 +139,7 @@ def test_every_distinct_edge_is_restored_once_and_shared_by_all_rows() -> None:
     cache = PrefixCache(model, on_event=told.append)
     turn = [*SYSTEM, *tokens(9, 20)]
     for prompt in (turn, PROMPTS[1]):
-        stored(cache, model, prompt)
+        serve(cache, model, prompt)
     cache.reclaim(cache.stats.paged_bytes + cache.stats.live_bytes)
     before = cache.stats
     told.clear()
@@ -169,7 +166,7 @@ def test_what_a_session_stored_beside_a_row_is_not_counted_as_shared_with_the_ro
     with grouped("llama", [prompt[:40], prompt], capacity=1000, stores=prompt[:20]) as (model, cache, group):
         for row in group.rows:
             prefilled(group, model, row)
-        stored(cache, model, prompt)
+        serve(cache, model, prompt)
         for longer, shared in (([*prompt, 5], 40), ([*prompt[:30], 5], 30)):
             used, promised = group.used_tokens, group.sharable_tokens(np.array(longer))
             row = group.admit(longer)
@@ -188,6 +185,18 @@ def test_what_the_tree_has_no_room_for_is_not_counted_as_shared(kind: str) -> No
         used = group.used_tokens
         assert (promised, group.admit([*PROMPTS[0], 5]).cached_tokens, group.used_tokens - used) == (0, 0, 0)
         checked(cache, group)
+
+
+def test_a_row_shares_what_a_running_row_has_generated_and_at_most_all_but_its_last_token() -> None:
+    with grouped("llama", [PROMPTS[2]], capacity=128) as (model, _, group):
+        (first,) = group.rows
+        (said,) = decoded(group, model, [first], [prefilled(group, model, first)], 6)
+        told = [*PROMPTS[2], *said]
+        second = group.admit(told)
+        assert (second.cached_tokens, second.remaining.tolist()) == (len(told) - 1, told[-1:])
+        assert second.reason == "last_token"
+        assert error(prefilled(group, model, second), cold(model, told)) < ROUNDING
+        assert group.used_tokens == len(told) + 1
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma"])
@@ -216,7 +225,7 @@ def test_windows_are_shared_wherever_the_tree_has_them_also_where_a_row_holds_no
     """A row restored at 140 has no window in front of 124; one that parts from it at 60 takes it from the tree."""
     model, cache = opened("gemma3_text", checkpoint_interval=4096)
     prompt = tokens(1, 140)
-    stored(cache, model, prompt, marks=[100])
+    serve(cache, model, prompt, marks=[100])
     with cache.begin_many([[*prompt, 1]], capacity=512) as group:
         assert group.rows[0].cached_tokens == 140
         for parted, cached in (([*prompt[:60], 2], 60), ([*prompt[:110], 3], 110), ([*prompt, 4], 140)):
@@ -317,7 +326,6 @@ def test_a_tainted_row_with_point_layers_is_stored_up_to_where_their_state_is_kn
         prefilled(group, model, row)
         row._tainted = 60
     assert resumed(cache, model, [*prompt, 1]) == (40 if inside.layout(cache).has_states else 60)
-    cache.check()
 
 
 def test_a_window_that_has_gone_round_is_not_rewound() -> None:
@@ -332,10 +340,27 @@ def test_a_window_that_has_gone_round_is_not_rewound() -> None:
         assert error(found, cold(model, [*PROMPTS[0], 1, 2, 3, 9])) < ROUNDING
 
 
-def active_bytes() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_the_ledger_says_what_is_held_while_a_group_is_open_and_after(kind: str) -> None:
+    model, cache = opened(kind)
+    inside.try_ways(model)  # what a model keeps of its first passes
+    base = active_bytes()
+
+    def agrees() -> None:
+        assert active_bytes() - base == pytest.approx(held_bytes(cache.stats), rel=0.01, abs=4096)
+
+    with cache.begin_many([PROMPTS[0], [*SYSTEM, *tokens(5, 300)]], capacity=2048) as group:
+        agrees()
+        for row in group.rows:
+            prefilled(group, model, row, 64)
+            agrees()
+        group.rows[0].close()
+        agrees()
+        checked(cache, group)
+        assert group.nbytes > 0
+    agrees()
+    cache.clear()
+    agrees()
 
 
 def test_recurrent_state_does_not_keep_the_activations_of_its_chunk() -> None:
@@ -392,7 +417,7 @@ def test_what_was_evaluated_before_an_exception_becomes_a_stored_prefix(
     kind: str, error_class: type[BaseException]
 ) -> None:
     model, cache = opened(kind)
-    failing = Failing(model, 4, error_class)
+    failing = Watched(model, fails_at=4, error=error_class)
     prompt = tokens(1, 90)
     group = cache.begin_many([prompt], capacity=256)
 
@@ -433,7 +458,7 @@ def test_an_interrupt_over_wrapped_windows_stays_one_and_the_rows_say_that_they_
 
 def test_a_failed_evaluation_loses_the_rows_and_nothing_of_them_is_stored() -> None:
     model, cache = opened("llama")
-    stored(cache, model, PROMPTS[0])
+    serve(cache, model, PROMPTS[0])
     with cache.begin_many([PROMPTS[2], PROMPTS[1]], capacity=512) as group:
         first, second = group.rows
         prefilled(group, model, second)
@@ -503,7 +528,7 @@ def test_a_group_whose_finalizer_was_interrupted_is_taken_back_by_the_next_reque
     monkeypatch.setattr(Group, "__del__", lambda self: None)
     other = cache.begin_many(capacity=64)
     requests = [
-        lambda: stored(cache, model, PROMPTS[2]),
+        lambda: serve(cache, model, PROMPTS[2]),
         lambda: cache.begin_many(capacity=8).close(),
         lambda: other.admit(PROMPTS[2]),
     ]

@@ -6,14 +6,13 @@ import random
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import CacheFullError, Group, PrefixCache, Row
+from radixcache import CacheFullError, PrefixCache
 from runner.models.tiny import TINY_KINDS, tiny_model
 from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
-from tests.groups.rows import known, prefilled, row_bytes, stored
+from tests.groups.rows import Talk, known, prefilled, row_bytes, talking
 from tests.prompts import tokens
 
 #: Tails, windows beside tails, recurrent states beside tails, and a kind whose rows go one by one.
@@ -46,81 +45,23 @@ def test_rows_are_checked_in_one_pass_unless_a_layer_takes_padding_as_tokens(kin
         assert group.drafts_together(model) == (kind not in APART)
 
 
-class Said:
-    """What each row has said, and what it drafts: right, wrong or both, and differently long in each row."""
-
-    def __init__(self, model: Any, group: Group, prompts: list[list[int]], seed: int = 0, alone: Any = None) -> None:
-        """`alone`: what answers cold, in place of the model."""
-        self.model, self.group, self.random = model, group, random.Random(seed)
-        self.alone = model if alone is None else alone
-        self.texts = {row: [*prompt] for row, prompt in zip(group.rows, prompts, strict=True)}
-        self.next = {row: int(mx.argmax(prefilled(group, model, row))) for row in group.rows}
-
-    def plain(self, rows: list[Row]) -> None:
-        logits = self.group.step(self.model, rows, [self.next[row] for row in rows])
-        for row, its in zip(rows, logits, strict=True):
-            self.say(row, [self.next[row]], its)
-
-    def check(self, rows: list[Row], most: int = 4) -> None:
-        drafts = [self.drafted(row, self.random.randint(0, most)) for row in rows]
-        answers: list[mx.array] = []
-
-        def accept(logits: mx.array) -> list[int]:
-            choices = np.array(mx.argmax(logits, axis=-1))
-            counts = []
-            for its, chosen in zip(drafts, choices, strict=True):
-                count = 1
-                while count < len(its) and its[count] == chosen[count - 1]:
-                    count += 1
-                counts.append(count)
-                answers.append(logits[len(counts) - 1, :count])
-            return counts
-
-        counts = self.group.check_drafts(self.model, rows, drafts, accept)
-        for row, its, count, logits in zip(rows, drafts, counts, answers, strict=True):
-            self.say(row, its[:count], logits)
-
-    def drafted(self, row: Row, count: int) -> list[int]:
-        """The next token and so many more: what the model will say, up to a random place, then something else."""
-        text, right = [*self.texts[row], self.next[row]], self.random.randint(0, count)
-        for at in range(count):
-            likeliest = int(mx.argmax(cold(self.alone, text)))
-            text.append(likeliest if at < right else (likeliest + 1 + self.random.randint(0, 200)) % 250)
-        return text[len(self.texts[row]) :]
-
-    def say(self, row: Row, its: list[int], logits: mx.array) -> None:
-        for token, own in zip(its, logits, strict=True):
-            self.texts[row].append(token)
-            assert error(own, cold(self.alone, self.texts[row])) < ROUNDING, (row.id, len(self.texts[row]))
-        self.next[row] = int(mx.argmax(logits[-1]))
-        assert row.known_tokens == len(self.texts[row])
-        assert row.known.ids().tolist() == self.texts[row]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("segment_bytes", [0, None])
 def test_rows_that_keep_different_numbers_of_drafted_tokens_say_what_they_say_alone(
     kind: str, segment_bytes: int | None
 ) -> None:
-    model, system = shared_model(kind), tokens(1, 40)
-    cache = PrefixCache(model)
+    system = tokens(1, 40)
     prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]
-    stored(cache, model, system)
-    with cache.begin_many(prompts, capacity=500, segment_bytes=segment_bytes) as group:
-        said = Said(model, group, prompts)
+    with talking(kind, prompts, stores=system, segment_bytes=segment_bytes) as talk:
+        talk.prefill(*talk.rows)
         for most in (4, 1, 6, 4):
-            said.check(group.rows, most)
-            group.check()
-        said.plain(group.rows)
-        group.rows[1].close()
+            talk.check_drafts(*talk.rows, most=most)
+        talk.step(*talk.rows)
+        talk.rows.pop(1).close()
         for _ in range(3):
-            said.check(group.rows)
-        said.plain(group.rows)
-        said.check(group.rows[:1])
-        texts = [*said.texts.values()]
-    cache.check()
-    for text in texts:
-        resumed(cache, model, [*text, 7])
+            talk.check_drafts(*talk.rows)
+        talk.step(*talk.rows)
+        talk.check_drafts(talk.rows[0])
 
 
 #: Kinds with windows of 16 tokens: in some layers, in all, and beside recurrent layers.
@@ -136,18 +77,12 @@ WINDOWED = [
 @pytest.mark.parametrize("kind", WINDOWED)
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_rows_on_both_sides_of_a_window_check_drafts_as_they_do_alone(kind: str, steps: int) -> None:
-    model, prompts = shared_model(kind), [tokens(1, 32), tokens(2, 8), tokens(3, 13)]
-    cache = PrefixCache(model)
-    with cache.begin_many(prompts, capacity=500) as group:
-        said = Said(model, group, prompts)
+    with talking(kind, [tokens(1, 32), tokens(2, 8), tokens(3, 13)]) as talk:
+        talk.prefill(*talk.rows)
         for most in (4, 2):
             for _ in range(steps):  # the ring of the longest row turns
-                said.plain(group.rows)
-            said.check(group.rows, most)
-        texts = [*said.texts.values()]
-    cache.check()
-    for text in texts:
-        resumed(cache, model, [*text, 7])
+                talk.step(*talk.rows)
+            talk.check_drafts(*talk.rows, most=most)
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
@@ -248,21 +183,23 @@ def test_a_draft_model_says_what_it_says_alone_and_leaves_nothing_in_the_rows(ki
         both = group.with_draft_model(model, draft)
         with pytest.raises(ValueError, match="row 0: 20 tokens of its prompt are left; prefill it first"):
             group.draft(both, group.rows, [1] * rows, 2)
-        said = Said(both, group, prompts, alone=model)
+        talk = Talk(group, both, model)
+        talk.prefill(*talk.rows)
         for most in (4, 1, 6, 4):
-            said.check(group.rows, most)
+            talk.check_drafts(*group.rows, most=most)
             for count in (1, 5):
                 before = [row.position for row in group.rows]
-                found = group.draft(both, group.rows, [said.next[row] for row in group.rows], count)
+                found = group.draft(both, group.rows, [talk.next[row] for row in group.rows], count)
                 assert [row.position for row in group.rows] == before
                 group.check()
                 for row, (its, chances) in zip(group.rows, found, strict=True):
                     if not row.owed_tokens:
-                        assert its == likeliest(draft, [*said.texts[row], said.next[row]], count)
+                        assert its == likeliest(draft, [*talk.texts[row], talk.next[row]], count)
                     assert all(0 < each <= 1 for each in chances)
-            said.plain(group.rows)
+            talk.step(*group.rows)
             if most == 1 and rows == 3:
                 group.rows[1].close()
+        talk.check()
 
 
 def likeliest(model: Any, text: list[int], count: int) -> list[int]:
@@ -275,54 +212,49 @@ def likeliest(model: Any, text: list[int], count: int) -> list[int]:
 
 def test_rows_that_draft_nothing_are_aligned_again() -> None:
     """Rows that end in different columns write one by one and need a mask; after some plain steps they need neither."""
-    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 20)]
-    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
-        said = Said(model, group, prompts)
-        keeping(group, model, said, [[1, 2, 3], [4]], [3, 1])
-        assert not group.rows[0].batch.columns.is_aligned
+    with talking("llama", [tokens(1, 20), tokens(2, 20)]) as talk:
+        talk.prefill(*talk.rows)
+        talk.keep(talk.rows, [[1, 2, 3], [4]], lambda _: [3, 1])
+        assert not talk.rows[0].batch.columns.is_aligned
         for _ in range(4):
-            said.plain(group.rows)
-        assert group.rows[0].batch.columns.is_aligned
+            talk.step(*talk.rows)
+        assert talk.rows[0].batch.columns.is_aligned
 
 
 def test_a_check_copies_no_tail() -> None:
-    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 20)]
-    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
-        said = Said(model, group, prompts)
-        said.plain(group.rows)
-        batch = group.rows[0].batch
+    with talking("llama", [tokens(1, 20), tokens(2, 20)]) as talk:
+        talk.prefill(*talk.rows)
+        talk.step(*talk.rows)
+        batch = talk.rows[0].batch
         for drafts, kept in (([[1, 2, 3], [4]], [1, 1]), ([[1, 2], [4, 5]], [2, 1]), ([[1], [4, 5, 6]], [1, 3])):
-            keeping(group, model, said, drafts, kept)
-            assert [row.batch for row in group.rows] == [batch, batch]
+            talk.keep(talk.rows, drafts, lambda _, kept=kept: kept)
+            assert [row.batch for row in talk.rows] == [batch, batch]
             assert batch.columns.end <= 20 + 1 + 2 + 3 + 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_caller_that_fails_leaves_the_rows_in_front_of_the_check(kind: str) -> None:
-    model, prompts = shared_model(kind), [tokens(1, 20), tokens(2, 23)]
-    with PrefixCache(model).begin_many(prompts, capacity=400) as group:
-        said = Said(model, group, prompts)
-        said.check(group.rows)
-        positions = [(row.position, row.known_tokens) for row in group.rows]
+    def fail(logits: mx.array) -> list[int]:
+        raise LookupError("refused")
 
-        def fail(logits: mx.array) -> list[int]:
-            raise LookupError("refused")
-
+    with talking(kind, [tokens(1, 20), tokens(2, 23)]) as talk:
+        talk.prefill(*talk.rows)
+        talk.check_drafts(*talk.rows)
+        positions = [(row.position, row.known_tokens) for row in talk.rows]
         with pytest.raises(LookupError, match="refused"):
-            group.check_drafts(model, group.rows, [[3, 4], [5, 6, 7]], fail)
-        assert [(row.position, row.known_tokens) for row in group.rows] == positions
-        said.plain(group.rows)
-        said.check(group.rows)
+            talk.keep(talk.rows, [[3, 4], [5, 6, 7]], fail)
+        assert [(row.position, row.known_tokens) for row in talk.rows] == positions
+        talk.step(*talk.rows)
+        talk.check_drafts(*talk.rows)
 
 
 def test_what_cannot_be_checked_is_refused_and_changes_nothing() -> None:
-    model, prompts = shared_model("llama"), [tokens(1, 20), tokens(2, 23)]
-    with PrefixCache(model).begin_many(prompts, capacity=120) as group:
-        first, second = group.rows
+    with talking("llama", [tokens(1, 20), tokens(2, 23)], capacity=120) as talk:
+        group, model, (first, second) = talk.group, talk.model, talk.rows
         whole: dict[str, Any] = {"accept": lambda logits: [1] * len(logits)}
         with pytest.raises(ValueError, match="20 tokens of its prompt are left"):
             group.check_drafts(model, [first], [[1, 2]], **whole)
-        said = Said(model, group, prompts)
+        talk.prefill(first, second)
         for drafts, found in (
             ([[1]], "tokens of 1 rows; wanted those of 2"),
             ([[1], []], "tokens is empty"),
@@ -337,12 +269,4 @@ def test_what_cannot_be_checked_is_refused_and_changes_nothing() -> None:
         with pytest.raises(CacheFullError):
             group.check_drafts(model, [first, second], [[1] * 60, [2] * 60], **whole)
         assert (first.position, second.position) == (20, 23)
-        said.check(group.rows)
-
-
-def keeping(group: Group, model: Any, said: Said, drafts: list[list[int]], kept: list[int]) -> None:
-    """Check these drafts, and keep so many of each row, whatever the model says."""
-    found: list[mx.array] = []
-    group.check_drafts(model, group.rows, drafts, lambda logits: found.append(logits) or kept)  # type: ignore[func-returns-value]
-    for row, its, count, logits in zip(group.rows, drafts, kept, found[0], strict=True):
-        said.say(row, its[:count], logits[:count])
+        talk.check_drafts(first, second)

@@ -13,15 +13,12 @@ from radixcache.layers.layout import Layout
 from tests import inside
 from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
 from tests.groups.rows import known, row_bytes
+from tests.memory import held_bytes
 from tests.prompts import tokens
 
 
-def held_bytes(cache: PrefixCache) -> int:
-    return cache.stats.live_bytes + cache.stats.paged_bytes
-
-
 def within_budget(cache: PrefixCache, group: Group) -> None:
-    assert held_bytes(cache) <= cache.stats.budget_bytes
+    assert held_bytes(cache.stats) <= cache.stats.budget_bytes
     group.check()
     cache.check()
 
@@ -38,7 +35,7 @@ def test_rows_beyond_the_budget_go_on_and_as_much_is_kept_as_fits_when_they_clos
             assert found is not None
             assert error(found[0, 0], cold(model, prompt)) < ROUNDING
             stats = cache.stats
-            assert stats.over_budget_bytes == max(0, held_bytes(cache) - budget_bytes)
+            assert stats.over_budget_bytes == max(0, held_bytes(cache.stats) - budget_bytes)
             assert (stats.over_budget_bytes > 0) == (count > 1)
             assert stats.held_bytes["rows"] >= group.nbytes
         for token in range(3):
@@ -47,7 +44,7 @@ def test_rows_beyond_the_budget_go_on_and_as_much_is_kept_as_fits_when_they_clos
             assert error(its[0], cold(model, (*prompt, 0, 1, 2))) < ROUNDING
         group.check()
         cache.check()
-    assert held_bytes(cache) <= budget_bytes
+    assert held_bytes(cache.stats) <= budget_bytes
     assert cache.stats.over_budget_bytes == 0
     assert max(cache.explain([*prompt, 0, 1, 2, 3]).resumable_tokens for prompt in prompts) > 100
     cache.check()
@@ -60,8 +57,8 @@ def test_of_a_row_that_is_larger_than_the_budget_the_beginning_is_kept(kind: str
     cache = known(model, budget_bytes, checkpoint_interval=100)
     with cache.begin_many([prompt], capacity=4000) as group:
         group.prefill(model, group.rows[0])
-        assert held_bytes(cache) > budget_bytes
-    assert held_bytes(cache) <= budget_bytes
+        assert held_bytes(cache.stats) > budget_bytes
+    assert held_bytes(cache.stats) <= budget_bytes
     kept = cache.explain(prompt).resumable_tokens
     assert 256 <= kept < 1400
     with cache.begin(prompt) as session:
@@ -119,30 +116,11 @@ def test_the_first_forward_pass_of_a_cache_takes_few_tokens_and_then_the_limit_i
     cache.check()
 
 
-def test_what_the_device_cannot_hold_is_refused_with_both_figures_before_any_of_it_is_evaluated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model: Any = shared_model("llama")
-    cache = known(model, 50_000)
-    token_bytes = inside.layout(cache).token_bytes
-    monkeypatch.setattr(Layout, "device_bytes", lambda _: 1000 * token_bytes)
-    with cache.begin_many([], capacity=100_000) as group:
-        row = group.admit(tokens(2, 900))
-        group.prefill(model, row)
-        for refuse in (group.admit, cache.begin):
-            with pytest.raises(RequestTooLargeError, match="the device can spare") as refused:
-                refuse(tokens(3, 2500))
-            assert refused.value.needed_bytes == 2500 * token_bytes
-            assert 1000 * token_bytes <= refused.value.available_bytes < 2500 * token_bytes
-        mx.eval(group.step(model, [row], [3]))
-        group.check()
-    cache.check()
-
-
 def test_rows_that_the_device_cannot_hold_together_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = shared_model("llama")
     cache = known(model, 50_000)
-    device_bytes = 1000 * inside.layout(cache).token_bytes
+    token_bytes = inside.layout(cache).token_bytes
+    device_bytes = 1000 * token_bytes
     monkeypatch.setattr(Layout, "device_bytes", lambda _: device_bytes - cache.stats.live_bytes)
     with cache.begin_many([tokens(2, 600), tokens(3, 600)], capacity=100_000) as group:
         first, second = group.rows
@@ -150,6 +128,11 @@ def test_rows_that_the_device_cannot_hold_together_take_turns(monkeypatch: pytes
         with pytest.raises(RequestTooLargeError, match="the device can spare"):
             group.prefill(model, second)
         assert second.position == 0
+        for refuse in (group.admit, cache.begin):
+            with pytest.raises(RequestTooLargeError, match="the device can spare") as refused:
+                refuse(tokens(4, 2500))
+            assert refused.value.needed_bytes == 2500 * token_bytes
+            assert 0 < refused.value.available_bytes <= 1000 * token_bytes
         group.check()
         first.close()
         found = group.prefill(model, second)

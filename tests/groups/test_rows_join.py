@@ -2,107 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import mlx.core as mx
 import pytest
 
-from radixcache import Group
 from radixcache.groups.batch import GROWTH_COLUMNS, Batch
 from radixcache.groups.row import Row
 from radixcache.paging.pager import Pager
-from tests.groups.cold import ROUNDING, cold, cold_last, error, opened
-from tests.groups.rows import TOGETHER, Counting, stored
-from tests.groups.test_prefill_many import PROMPTS, SYSTEM
+from tests.groups import rows as shared
+from tests.groups.cold import ROUNDING, cold, error
+from tests.groups.rows import PROMPTS, SYSTEM, TOGETHER
 from tests.prompts import tokens
 
 LONGEST = max(PROMPTS, key=len)
 TOKEN_BYTES = 3072
 
 
-class Talk:
-    """Rows of a group that are prefilled and stepped on tokens of no meaning.
-
-    Attributes:
-        said: the tokens of each row.
-        answers: the logits (V,) of each row, by how many tokens it had then.
-    """
-
-    def __init__(self, group: Group, model: Any) -> None:
-        self.group, self.counting, self.rows = group, Counting(model), group.rows
-        self.said = {row: row.prompt.tolist() for row in group.rows}
-        self.answers: dict[Row, dict[int, mx.array]] = {row: {} for row in group.rows}
-
-    def prefill(self, *rows: Row) -> None:
-        """Prefill these rows side by side."""
-        list(self.group.prefill_many(self.counting.model, rows))
-
-    def join(self, prompt: list[int]) -> Row:
-        """Admit and prefill another row."""
-        row = self.group.admit(prompt)
-        self.said[row], self.answers[row] = row.prompt.tolist(), {}
-        self.prefill(row)
-        return row
-
-    def step(self, *rows: Row) -> int:
-        """Step these rows; returns how many the model's pass had."""
-        for row in rows:
-            self.said[row].append(len(self.said[row]) % 200)
-        logits = self.group.step(self.counting, rows, [self.said[row][-1] for row in rows])
-        mx.eval(logits)
-        for row, found in zip(rows, logits, strict=True):
-            self.answers[row][len(self.said[row])] = found[0]
-        self.group.check()
-        return self.counting.shapes[-1][0]
-
-    def check(self) -> None:
-        """Compare each answer with a cold run of all that its row was told."""
-        for row, said in self.said.items():
-            wanted = cold_last(self.counting.model, said, len(said) - len(row.prompt) + 1)
-            for length, found in self.answers[row].items():
-                assert error(found, wanted[length - len(said) - 1]) < ROUNDING, (row, length)
+talking = partial(shared.talking, watches=True)
 
 
-@contextmanager
-def talking(
-    kind: str, prompts: Any, *, budget_bytes: int = 1 << 30, stores: bool = False, segment_bytes: int | None = None
-) -> Iterator[Talk]:
-    """A group of these rows; at the end its answers and bytes are checked. `stores`: SYSTEM is in the tree before."""
-    model, cache = opened(kind, budget_bytes=budget_bytes)
-    if stores:
-        stored(cache, model, SYSTEM)
-    with cache.begin_many(prompts, capacity=6000, segment_bytes=segment_bytes) as group:
-        talk = Talk(group, model)
-        yield talk
-        talk.check()
-    cache.check()
+def step(talk: shared.Talk, *some: Row) -> int:
+    """Step these rows; returns how many the model's pass had."""
+    talk.step(*some)
+    return int(talk.model.shapes[-1][0])
 
 
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_a_batch_goes_on_with_a_hole_for_as_many_steps_as_it_has_rows(kind: str) -> None:
-    with talking(kind, PROMPTS, stores=True, segment_bytes=0) as talk:
+    with talking(kind, PROMPTS, stores=SYSTEM, segment_bytes=0) as talk:
         rows = talk.rows
         talk.prefill(*rows)
-        assert talk.step(*rows) == 4
+        assert step(talk, *rows) == 4
         rows[1].close()
         left = [rows[3], rows[0], rows[2]]  # in any order
-        assert [talk.step(*left) for _ in range(6)] == [4, 4, 4, 4, 3, 3]
+        assert [step(talk, *left) for _ in range(6)] == [4, 4, 4, 4, 3, 3]
         rows[0].close()
         left.remove(rows[0])
-        assert talk.step(*left) == 3
-        left.append(talk.join([*talk.said[rows[0]], 5]))  # in the hole, on what the other row left
-        assert [talk.step(*left) for _ in range(2)] == [3, 3]
+        assert step(talk, *left) == 3
+        left.append(talk.join([*talk.texts[rows[0]], 5]))  # in the hole, on what the other row left
+        assert [step(talk, *left) for _ in range(2)] == [3, 3]
 
 
 def test_a_row_that_stays_behind_is_no_hole() -> None:
     with talking("llama", PROMPTS) as talk:
         talk.prefill(*talk.rows)
-        talk.step(*talk.rows)
+        step(talk, *talk.rows)
         talk.rows[0].close()
-        assert talk.step(*talk.rows[1:3]) == 2
-        assert talk.step(*talk.rows[1:]) == 3
+        assert step(talk, *talk.rows[1:3]) == 2
+        assert step(talk, *talk.rows[1:]) == 3
 
 
 def test_a_hole_is_given_up_where_there_is_no_room_for_it() -> None:
@@ -110,16 +58,16 @@ def test_a_hole_is_given_up_where_there_is_no_room_for_it() -> None:
     budget_bytes = TOKEN_BYTES * len(PROMPTS) * (len(LONGEST) + 3)
     with talking("llama", PROMPTS, budget_bytes=budget_bytes, segment_bytes=1 << 30) as talk:
         talk.prefill(*talk.rows)
-        assert talk.step(*talk.rows) == 4
+        assert step(talk, *talk.rows) == 4
         talk.rows[0].close()
-        assert [talk.step(*talk.rows[1:]) for _ in range(3)] == [4, 3, 3]
+        assert [step(talk, *talk.rows[1:]) for _ in range(3)] == [4, 3, 3]
 
 
 def test_a_checkpoint_of_windows_that_cannot_be_taken_costs_nobody_else_their_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with talking("gemma3_text", PROMPTS[2:]) as talk:
-        (first, other), model = talk.rows, talk.counting.model
+        (first, other), model = talk.rows, talk.alone
         list(talk.group.prefill_many(model, [first], 20))
 
         def fail(*_: object) -> None:
@@ -138,33 +86,33 @@ def test_a_checkpoint_of_windows_that_cannot_be_taken_costs_nobody_else_their_st
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_who_has_yet_to_come_gets_room_and_who_comes_after_another_left_its_place(kind: str) -> None:
     prompts = [[*SYSTEM, *tokens(seed, own)] for seed, own in ((3, 30), (6, 20), (2, 9), (7, 5))]
-    with talking(kind, prompts, stores=True, segment_bytes=0 if kind == "llama" else None) as talk:
+    with talking(kind, prompts, stores=SYSTEM, segment_bytes=0 if kind == "llama" else None) as talk:
         first, second, third, last = talk.rows
         talk.prefill(first)
         talk.prefill(second)
-        assert talk.step(first, second) == 2
+        assert step(talk, first, second) == 2
         batch = first.batch
         assert batch.columns.row_capacity == 4
         talk.prefill(third, last)
-        assert talk.step(third, second, last, first) == 4
+        assert step(talk, third, second, last, first) == 4
         assert [row.batch for row in talk.rows] == [batch] * 4
         second.close()
         fifth = talk.join([*prompts[1], 7, 7])
-        assert talk.step(first, fifth, third, last) == 4
+        assert step(talk, first, fifth, third, last) == 4
         assert (fifth.batch, fifth.at) == (batch, 1)
-        assert talk.step(last, fifth, third, first) == 4
+        assert step(talk, last, fifth, third, first) == 4
 
 
 def test_a_row_with_more_columns_than_the_batch_has_all_gathered() -> None:
     with talking("llama", [LONGEST[:9], LONGEST[1:10]]) as talk:
         first, second = talk.rows
         talk.prefill(first, second)
-        talk.step(first, second)
+        step(talk, first, second)
         before = first.batch
         assert before.columns.row_capacity == 2
         third = talk.join(LONGEST[2:])
         second.close()  # its place is of no use
-        assert talk.step(first, third) == 2
+        assert step(talk, first, third) == 2
         assert first.batch is third.batch is not before
 
 
@@ -175,7 +123,7 @@ def test_rows_get_no_room_ahead_where_the_budget_has_none() -> None:
         first, second, _ = talk.rows
         talk.prefill(first)
         talk.prefill(second)
-        assert talk.step(first, second) == 2
+        assert step(talk, first, second) == 2
         assert first.batch.columns.row_capacity == 2
         assert talk.group.nbytes <= budget_bytes
 
@@ -188,29 +136,29 @@ def test_room_for_rows_that_did_not_come_is_given_up_where_the_others_need_it() 
         first, second, third = talk.rows
         talk.prefill(first)
         talk.prefill(second)
-        talk.step(first, second)
+        step(talk, first, second)
         assert first.batch.columns.row_capacity == 3
         third.close()
         while 3 * first.position <= budget_tokens:
-            talk.step(first, second)
-        assert talk.step(first, second) == 2
+            step(talk, first, second)
+        assert step(talk, first, second) == 2
         assert first.batch.columns.row_capacity == 2
 
 
 @pytest.mark.parametrize("is_all_in_place", [False, True])
 def test_what_a_row_without_numbers_left_behind_does_not_come_to_who_takes_its_place(is_all_in_place: bool) -> None:
     segment_bytes = 0 if is_all_in_place else 1 << 30
-    with talking("llama", [LONGEST, LONGEST[::-1]], stores=True, segment_bytes=segment_bytes) as talk:
+    with talking("llama", [LONGEST, LONGEST[::-1]], stores=SYSTEM, segment_bytes=segment_bytes) as talk:
         first, second = talk.rows
         talk.prefill(first, second)
-        talk.step(first, second)
+        step(talk, first, second)
         batch, at = second.batch, second.at
         for leaf in batch.leaves:
             leaf.values[at : at + 1] = mx.nan
         second.distrust_from(0)
         second.close()
         third = talk.join([*SYSTEM, 9] if is_all_in_place else LONGEST[3:20])
-        assert talk.step(first, third) == 2
+        assert step(talk, first, third) == 2
         assert (third.batch, third.at) == (batch, at)
 
 
@@ -226,13 +174,13 @@ def test_rows_that_come_and_go_do_not_make_the_batch_longer_and_longer(monkeypat
     with talking("llama", [LONGEST, LONGEST[1:]], segment_bytes=1 << 30) as talk:
         rows = talk.rows
         talk.prefill(*rows)
-        talk.step(*rows)
-        monkeypatch.setattr(Batch, "gathered", classmethod(counted))
+        step(talk, *rows)
+        monkeypatch.setattr(Batch, "gather", classmethod(counted))
         turns = (2 * GROWTH_COLUMNS + 16) // 5
         for turn in range(turns):
             rows.pop(0).close()
             rows.append(talk.join([turn % 50 + 9, *LONGEST[5:]]))
             for _ in range(5):
-                talk.step(*rows)
+                step(talk, *rows)
             assert rows[0].batch.columns.end <= len(LONGEST) + 2 * GROWTH_COLUMNS
     assert len(gathered) <= turns // 8

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from radixcache import PrefixCache, Row, ShortReason
 from runner.models.tiny import tiny_model
 from tests import inside
-from tests.groups.cold import ROUNDING, cold, error, opened, shared_model
-from tests.groups.rows import Failing, checked, decoded, grouped, prefilled, stored
+from tests.groups.cold import ROUNDING, cold, error, opened, serve, shared_model
+from tests.groups.rows import Watched, checked, decoded, grouped, prefilled
 from tests.prompts import tokens
 
 SYSTEM, QUARTERS = tokens(1, 60), [tokens(20 + number, 40) for number in range(3)]
@@ -58,7 +58,7 @@ def test_a_row_keeps_what_the_tree_has_only_in_the_buffers_of_a_session_in_anoth
     with grouped("llama", [[*prompt, 1, 2, 3]], capacity=400, segment_bytes=0) as (model, cache, group):
         (row,) = group.rows
         prefilled(group, model, row)
-        stored(cache, model, [*prompt, 7])
+        serve(cache, model, [*prompt, 7])
         with ThreadPoolExecutor(1) as other:
             session = other.submit(cache.begin, [*prompt, 8]).result()
             try:
@@ -76,9 +76,9 @@ def test_a_row_keeps_what_the_tree_has_only_in_the_buffers_of_a_session_in_anoth
 def test_what_is_live_in_an_idle_slot_and_in_a_session_of_another_thread_gets_a_snapshot_for_a_row(kind: str) -> None:
     model, cache = opened(kind, live_slots=2)
     prompt = tokens(1, 90)
-    stored(cache, model, prompt)
+    serve(cache, model, prompt)
     with cache.begin([*prompt, 8]):
-        stored(cache, model, prompt)
+        serve(cache, model, prompt)
     assert cache.stats.paged_bytes == cache.stats.checkpoint_bytes, "both slots have it live"
     with ThreadPoolExecutor(1) as other:
         session = other.submit(cache.begin, [*prompt, 9]).result()
@@ -105,7 +105,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
             cache.reclaim(0)
             assert [in_place(row) for row in group.rows] == [90, 90]
             decoded(group, model, group.rows, logits, 1)
-        stored(cache, model, [*prompt[:37], 6, 7])
+        serve(cache, model, [*prompt[:37], 6, 7])
         cache.reclaim(0)
         checked(cache, group)
         assert [in_place(row) for row in group.rows] == [90, 90]
@@ -122,7 +122,7 @@ def test_nothing_takes_away_what_rows_read() -> None:
 def test_a_row_goes_on_when_what_it_reads_is_found_wrong_and_gives_none_of_it_away(kind: str) -> None:
     model, cache = opened(kind)
     prompt = tokens(1, 80)
-    stored(cache, model, prompt, marks=[50])
+    serve(cache, model, prompt, marks=[50])
     with cache.begin_many([[*prompt, 1], [*prompt[:50], 2]], capacity=400, segment_bytes=0) as group:
         logits = [prefilled(group, model, row) for row in group.rows]
         reads = [in_place(row) for row in group.rows]
@@ -145,7 +145,7 @@ def test_a_shift_out_of_a_segment_is_a_rotation_and_others_do_not_notice(kind: s
     """Keys behind the gap are those that the same tokens would have had at their new places, but for what they saw."""
     model, cache = opened(kind)
     prompt = tokens(1, 100)
-    stored(cache, model, prompt[:80], marks=[60])
+    serve(cache, model, prompt[:80], marks=[60])
     with cache.begin_many([prompt, [*prompt[:80], 1]], capacity=800, segment_bytes=segment_bytes) as group:
         one, two = group.rows
         prefilled(group, model, one)
@@ -175,7 +175,7 @@ def test_a_pass_that_raises_for_any_row_has_happened_for_none(kind: str, at: int
         decoded(group, model, group.rows, logits, 1)
         places = [row.position for row in group.rows]
         with pytest.raises(ValueError, match="broke off"):
-            group.step(Failing(model, at, ValueError), group.rows, [1, 2, 3])
+            group.step(Watched(model, fails_at=at, error=ValueError), group.rows, [1, 2, 3])
         assert [row.position for row in group.rows] == places
         checked(cache, group)
         found = group.step(model, group.rows, [4, 5, 6])

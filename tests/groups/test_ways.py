@@ -1,4 +1,4 @@
-"""Which way a model decodes several rows, found out by trial; and what of mlx-lm that rests on."""
+"""Which way a model decodes several rows, found out by trial, and the attention that its layers call."""
 
 from __future__ import annotations
 
@@ -10,44 +10,18 @@ import pytest
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from radixcache import PrefixCache, UnsupportedCacheError
+from radixcache import UnsupportedCacheError
 from radixcache.adapters.contract import Spans
 from radixcache.groups import passes
 from radixcache.groups.attention import NAME, handed_out, serve
 from radixcache.groups.batch import Batch, PassError
-from radixcache.groups.passes import Way, way_of
+from radixcache.groups.passes import way_of
 from runner.models.tiny import tiny_model
-from tests.groups.cold import ROUNDING, cold, error, shared_model
-from tests.groups.rows import WAYS, decoded, prefilled, stored
-from tests.prompts import tokens
-
-#: One kind for each way, and one with recurrent layers; the others are slow tests.
-FAST = ("llama", "qwen3_next", "deepseek_v3", "gpt_bigcode")
-KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in WAYS]
+from tests.groups.cold import shared_model
 
 
 def found(model: Any) -> passes.WayTrial:
     return way_of(model, lambda: make_prompt_cache(model))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_decodes_the_best_way_that_gives_what_it_gives_alone(kind: str) -> None:
-    model, way = shared_model(kind), WAYS[kind]
-    assert found(model).way is way
-    assert bool(found(model).reason) == (way is not Way.SEGMENTS)
-    system = tokens(1, 60)
-    prompts = [[*system, *tokens(2, 9)], [*system, *tokens(3, 14)], tokens(4, 7)]
-    cache = PrefixCache(model)
-    stored(cache, model, system)
-    with cache.begin_many(prompts, capacity=400, segment_bytes=0) as group:
-        logits = [prefilled(group, model, row) for row in group.rows]
-        for prompt, each in zip(prompts, logits, strict=True):
-            assert error(each, cold(model, prompt)) < ROUNDING
-        decoded(group, model, group.rows, logits, 4)
-        reads = [len(row.reads()) for row in group.rows]
-        assert (reads[0] > 0) == (way is Way.SEGMENTS and kind not in ("mamba2", "recurrent_gemma")), reads
-        group.check()
-    cache.check()
 
 
 def test_what_was_found_is_kept_as_long_as_the_model_lives() -> None:

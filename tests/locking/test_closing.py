@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +39,18 @@ CALLS: dict[str, Any] = {
 def test_a_call_that_waits_for_the_lock_while_the_cache_is_closed_is_refused(llama: Any, call: str) -> None:
     ledger = Ledger(8_000_000)
     cache, other = (PrefixCache(llama, budget_bytes=ledger) for _ in range(2))
-    errors: list[Exception] = []
-    is_asking = threading.Event()
-
-    def ask() -> None:
-        is_asking.set()
-        try:
-            CALLS[call](cache, llama)
-        except Exception as error:
-            errors.append(error.with_traceback(None))
-
-    with inside.core(cache).lock:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert is_asking.wait(60)
-        thread.join(0.3)  # it waits for the lock by now; if not, it finds the cache closed
-        cache.close()
-    thread.join()
-    assert [type(error) for error in errors] == [CacheClosedError]
+    with ThreadPoolExecutor(1) as thread:
+        with inside.core(cache).lock:
+            asked = thread.submit(CALLS[call], cache, llama)
+            wait([asked], 0.3)  # it waits for the lock by now; if not, it finds the cache closed
+            cache.close()
+        assert type(asked.exception()) is CacheClosedError
     assert ledger.total_bytes == 0
     other.check()
 
 
 def test_a_request_whose_store_is_asked_while_the_cache_is_closed_is_refused(llama: Any, tmp_path: Path) -> None:
     is_asked, is_closed = threading.Event(), threading.Event()
-    errors: list[Exception] = []
 
     class Slow(DiskStore):
         def match(self, *arguments: Any, **more: Any) -> Any:
@@ -73,20 +61,12 @@ def test_a_request_whose_store_is_asked_while_the_cache_is_closed_is_refused(lla
     ledger = Ledger(8_000_000)
     with Slow(tmp_path, budget_bytes=1 << 30, write_on="close", min_free_bytes=0) as store:
         cache, other = PrefixCache(llama, budget_bytes=ledger, store=store), PrefixCache(llama, budget_bytes=ledger)
-
-        def ask() -> None:
-            try:
-                cache.begin(PROMPT)
-            except Exception as error:
-                errors.append(error.with_traceback(None))
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert is_asked.wait(60)
-        cache.close()
-        is_closed.set()
-        thread.join()
-    assert [type(error) for error in errors] == [CacheClosedError]
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(cache.begin, PROMPT)
+            assert is_asked.wait(60)
+            cache.close()
+            is_closed.set()
+            assert type(asked.exception()) is CacheClosedError
     assert ledger.total_bytes == 0
     other.check()
 

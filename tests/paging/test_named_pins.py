@@ -18,8 +18,6 @@ from tests.groups.cold import ROUNDING, serve
 from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM
 from tests.prompts import tokens
 
-# Names
-
 
 def test_a_name_changes_over_only_when_the_new_prefix_is_stored_beside_the_old_one() -> None:
     cache = sized_cache(SizedLayout(1), budget_bytes=100)
@@ -74,9 +72,6 @@ def test_wrong_arguments_are_refused_and_change_nothing(llama: Any) -> None:
     with pytest.raises(ValueError, match="mark 41 is outside the prompt of 40 tokens"):
         cache.warm(llama, SYSTEM, marks=[41])
     assert (cache.dump(), cache.names()) == (before, {})
-
-
-# Time
 
 
 def test_a_pin_ends_when_its_seconds_are_over_at_the_next_call_whatever_that_is(llama: Any) -> None:
@@ -136,9 +131,6 @@ def test_a_pin_ends_with_its_last_request_and_the_prefix_is_ordinary_again(llama
     cache.check()
 
 
-# Pressure
-
-
 def test_pins_of_all_caches_on_a_ledger_count_together(llama: Any) -> None:
     ledger = Ledger(100 * LLAMA_TOKEN_BYTES)
     ours, theirs = PrefixCache(llama, budget_bytes=ledger), PrefixCache(llama, budget_bytes=ledger)
@@ -165,9 +157,6 @@ def test_a_pin_of_live_state_that_is_lost_is_gone_with_it_and_no_other(llama: An
     assert list(cache.names()) == ["paged"]
     assert cache.stats.pinned_bytes == 20 * LLAMA_TOKEN_BYTES
     assert serve(cache, llama, [*tokens(8, 20), 5]).cached_tokens == 20
-
-
-# Warming
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_sliding", "nemotron_h"])

@@ -12,7 +12,8 @@ from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 from runner.models.tiny import VOCABULARY_LENGTH, tiny_model
 from tests.groups.cold import serve, shared_model
-from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM, held_bytes
+from tests.memory import held_bytes
+from tests.paging.served import LLAMA_TOKEN_BYTES, PROMPT, SYSTEM
 from tests.prompts import tokens
 
 KINDS = ["llama", "nemotron_h"]
@@ -58,11 +59,11 @@ def test_a_pinned_prefix_survives_what_evicts_everything_else(model: Any) -> Non
     cache.reclaim(0)
     cache.check()
     assert cache.stats.tokens == len(SYSTEM)
-    assert held_bytes(cache) >= kept
+    assert held_bytes(cache.stats) >= kept
     assert serve(cache, model, [*SYSTEM, *tokens(6, 10)], marks=[len(SYSTEM)]).cached_tokens == len(SYSTEM)
     cache.unpin(SYSTEM)
     cache.reclaim(0)
-    assert held_bytes(cache) == cache.stats.tokens == cache.stats.pinned_bytes == 0
+    assert held_bytes(cache.stats) == cache.stats.tokens == cache.stats.pinned_bytes == 0
 
 
 def test_a_pin_inside_an_edge_keeps_exactly_its_tokens(llama: Any) -> None:
@@ -165,7 +166,7 @@ def test_pinned_state_of_point_layers_is_held_once_under_pressure(kind: str) -> 
     cache.warm(model, tokens(1, 90), name="system")
     cache.reclaim(0)
     cache.check()
-    assert held_bytes(cache) == cache.stats.pinned_bytes
+    assert held_bytes(cache.stats) == cache.stats.pinned_bytes
     assert cache.explain([*tokens(1, 90), 5]).resumable_tokens == 90
 
 

@@ -14,9 +14,16 @@ from radixcache import DiskStore, PrefixCache
 from radixcache.paging import tier
 from radixcache.paging.rates import StoreRates
 from radixcache.stores.block import Block, Kind
-from tests.paging.served import Clock
 from tests.prompts import tokens
 from tests.restarts import is_close, serve
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def rates_of(cost: CostModel, chunks: dict[tuple[int, int], float], clock: Clock | None = None) -> StoreRates:
@@ -137,9 +144,6 @@ def test_the_way_into_live_caches_is_shared_out_among_the_stores_by_their_bytes(
     assert rates.is_worth_reading({0: 1000}, 0, 90)  # 0.7 s
     assert not rates.is_worth_reading({0: 1000}, 0, 86)
     assert not rates.is_worth_reading({1: 3000}, 0, 130)  # 1.1 s
-
-
-# A store that is slower than prefill, where all prompts are there to be read
 
 
 LENGTH = 1300

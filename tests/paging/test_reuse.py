@@ -13,7 +13,7 @@ from radixcache.sized_cache import sized_cache
 from runner.models.tiny import CHUNK_LENGTH, VOCABULARY_LENGTH, WINDOW_LENGTH, tiny_model
 from tests import inside
 from tests.groups.cold import opened, serve, shared_model
-from tests.paging.served import held_bytes
+from tests.memory import held_bytes
 from tests.prompts import tokens
 
 TOO_LONG_KINDS = ["llama_sliding", "nemotron_h"]
@@ -33,9 +33,6 @@ SYSTEM = tokens(0, SYSTEM_LENGTH)
 REPLY = [1, 2, 3]
 
 
-# A growing conversation
-
-
 def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_template_rewrote_what_follows(
     model: Any,
 ) -> None:
@@ -50,9 +47,6 @@ def test_each_turn_resumes_16_tokens_before_the_last_prompts_end_when_the_templa
         prompt = [*prompt[: previous - 15], *tokens(200 + turn, 45)]
 
 
-# A shared system prompt
-
-
 def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(model: Any) -> None:
     cache = PrefixCache(model)
     sessions = [serve(cache, model, SYSTEM + tokens(user, 40, first=user)) for user in range(4)]
@@ -61,12 +55,6 @@ def test_without_marks_the_third_user_resumes_at_the_end_of_the_system_prompt(mo
     # A chunked cache that was filled by one forward pass has lost nothing and is cut back: the second user gains too.
     second = sessions[1]
     assert (second.cached_tokens, second.reason) in [(0, ShortReason.NO_CHECKPOINT), (SYSTEM_LENGTH, None)]
-
-
-# Branches
-
-
-# Reasons
 
 
 def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: Any) -> None:
@@ -88,9 +76,6 @@ def test_a_reason_is_given_exactly_when_less_than_the_match_is_resumed(model: An
     assert short.keys() == ({ShortReason.NO_CHECKPOINT} if inside.layout(cache).has_states else set())
 
 
-# Windows and chunks that have lost nothing yet
-
-
 @pytest.mark.parametrize(("kind", "length"), [("llama_sliding", WINDOW_LENGTH), ("llama4", CHUNK_LENGTH)])
 def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(kind: str, length: int) -> None:
     model = tiny_model(kind)
@@ -107,9 +92,6 @@ def test_a_window_whose_tokens_were_given_up_resumes_at_the_checkpoint_before(ki
     session = serve(cache, model, branch)
     assert (session.matched_tokens, session.cached_tokens) == (2 * length, length)
     assert session.reason == ShortReason.WINDOW_GAP
-
-
-# Checkpoints on the way, and the cap on them
 
 
 def test_a_branch_resumes_at_the_last_checkpoint_of_the_interval(model: Any) -> None:
@@ -223,9 +205,6 @@ def test_what_a_policy_could_make_nothing_of_is_refused_before_anything_runs(abo
         pass
 
 
-# Prompts that the budget has no room for
-
-
 @pytest.mark.parametrize("kind", TOO_LONG_KINDS)
 def test_the_next_turn_resumes_as_far_as_the_budget_reaches(kind: str) -> None:
     model, prompt = shared_model(kind), tokens(1, 700)
@@ -236,7 +215,7 @@ def test_the_next_turn_resumes_as_far_as_the_budget_reaches(kind: str) -> None:
     assert serve(cache, model, prompt[:600], REPLY).cached_tokens == 0
     for length in (650, 700):
         assert 100 <= serve(cache, model, prompt[:length], REPLY).cached_tokens < 500
-        assert held_bytes(cache) <= budget_bytes
+        assert held_bytes(cache.stats) <= budget_bytes
 
 
 @pytest.mark.parametrize("kind", [*TOO_LONG_KINDS, pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -254,7 +233,7 @@ def test_as_many_tokens_are_kept_as_the_budget_has_room_for(kind: str, share: fl
     point_bytes = layout.request_bytes(700) - 700 * layout.token_bytes
     room = (budget_bytes - 2 * point_bytes) // layout.token_bytes
     assert room - 1 <= cache.explain(prompt).resumable_tokens <= room
-    assert held_bytes(cache) <= budget_bytes
+    assert held_bytes(cache.stats) <= budget_bytes
 
 
 @pytest.mark.parametrize("kind", TOO_LONG_KINDS)
@@ -262,4 +241,4 @@ def test_a_budget_of_one_byte_still_serves(kind: str) -> None:
     model, cache = opened(kind, budget_bytes=1)
     for _ in range(2):
         assert serve(cache, model, tokens(1, 100), REPLY).cached_tokens == 0
-        assert held_bytes(cache) == 0
+        assert held_bytes(cache.stats) == 0

@@ -42,9 +42,6 @@ def slot_of(session: Session) -> int:
     return inside.live(session).slot
 
 
-# Which slot, and what is copied
-
-
 @pytest.mark.parametrize(("slots", "copies"), [(1, True), (2, False)])
 def test_users_who_each_have_a_slot_take_turns_without_a_copy(llama: Any, slots: int, copies: bool) -> None:
     cache = PrefixCache(llama, live_slots=slots)
@@ -100,27 +97,6 @@ def test_a_slot_behind_another_pages_nothing_out_that_is_live_there(llama: Any) 
     before = cache.stats
     serve(cache, llama, tokens(9, 30))
     assert cache.stats.paged_out_bytes == before.paged_out_bytes
-
-
-# Who gives way
-
-
-def test_under_pressure_the_slot_used_longest_ago_is_given_up_and_the_common_prefix_with_it(llama: Any) -> None:
-    cache = PrefixCache(llama, live_slots=2)
-    with cache.begin(ANNA, reserve=0) as anna, cache.begin(BEN, reserve=0) as ben:
-        run(anna, llama)
-        run(ben, llama)
-    # Two slots hold SYSTEM twice; with it once, everything fits.
-    distinct = len(SYSTEM) + 2 * 60
-    cache.reclaim((distinct + 8) * LLAMA_TOKEN_BYTES)
-    cache.check()
-    stats = cache.stats
-    assert stats.tokens == distinct, cache.dump()
-    assert stats.evictions == 0
-    # BEN was begun last.
-    assert stats.paged_bytes == 60 * LLAMA_TOKEN_BYTES
-    assert inside.paths(cache)[0].offset == 0
-    assert serve(cache, llama, [*ANNA, 7], reserve=0).cached_tokens == len(ANNA)
 
 
 def test_a_slot_that_nobody_came_back_to_does_not_shield_its_state_from_the_policy(llama: Any) -> None:
@@ -181,9 +157,6 @@ def test_what_two_slots_hold_is_not_joined_with_what_one_of_them_goes_on_with(ll
     cache.check()
 
 
-# Who holds the slots
-
-
 def test_a_busy_error_names_who_holds_each_slot(llama: Any) -> None:
     cache = PrefixCache(llama, live_slots=2)
     first = cache.begin(ANNA, turn=3, kind="chat")
@@ -233,9 +206,6 @@ def test_a_session_collected_in_the_middle_of_an_operation_is_closed_after_it(
     assert all(is_open_after)
     assert not any(path.is_open for path in inside.paths(cache))
     cache.check()
-
-
-# Threads
 
 
 def test_buffers_that_another_thread_works_on_are_not_read_and_the_reason_says_so(llama: Any) -> None:

@@ -11,11 +11,15 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 from radixcache import PrefixCache, ShortReason
 from runner.models.tiny import tiny_model
 from tests import inside
-from tests.paging.served import WindowModel, rotating
+from tests.paging.served import WindowModel
 from tests.walks.spelling import spells
 
 #: Bytes of a token in one window of a SpellingModel: a key and a value of two float32 each.
 TOKEN_BYTES = 16
+
+
+def rotating(size: int, keep: int = 0) -> WindowModel:
+    return WindowModel(KVCache, lambda: RotatingKVCache(size, keep))
 
 
 WINDOWS = {
@@ -73,9 +77,6 @@ def test_what_was_decoded_past_the_wrap_twice_is_resumed_where_the_window_still_
         assert session.cached_tokens == at or len(prompt) <= at < len(whole)
 
 
-# Bytes
-
-
 def test_a_checkpoint_a_few_tokens_behind_another_costs_these_tokens() -> None:
     model = rotating(16)
     cache = PrefixCache(model, checkpoint_budget_bytes=1 << 20)
@@ -111,7 +112,6 @@ def test_a_pinned_prefix_is_resumed_at_its_end_whatever_comes() -> None:
     cache.pin(trunk[:50])
     for user in range(12):
         serve(cache, model, [110 + user, *ids(1, 99)])
-        cache.check()
     assert serve(cache, model, [*trunk[:50], 200]).cached_tokens == 50
 
 
@@ -178,9 +178,6 @@ def test_a_prefill_token_by_token_is_kept_in_pieces_of_many() -> None:
     stored = [node.payload.windows for node in inside.nodes(cache) if node.payload.windows is not None]
     assert sum(len(leaf.pieces) for windows in stored for leaf in windows.leaves if leaf is not None) < 12
     assert serve(cache, model, [*trunk[:250], 200]).cached_tokens == 250
-
-
-# What is told
 
 
 def test_explain_and_dump_say_from_where_on_a_window_is_stored() -> None:

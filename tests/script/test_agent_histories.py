@@ -2,8 +2,8 @@
 
 An `Agent` holds a plain list of what the model sees, and notes a copy of the list for each request. Beside that, it
 writes the log of its kind of agent. Questions, calls, compactions, going back, forks, subagents and rows that are
-written again come in any order. What is read from the logs must be the noted lists. Logs of Gemini CLI and opencode are
-read by the same functions as those of qwen-code and pi; test_chat_sessions.py has an example of each.
+written again come in any order. What is read from the logs must be the noted lists. The logs of other agents are read
+by the same functions as those of pi; test_chat_sessions.py has an example of each.
 """
 
 from __future__ import annotations
@@ -17,19 +17,7 @@ from hypothesis import strategies as st
 
 from runner.script.chat_sessions import COMPACTED
 from tests.script.any_json import changed, read_or_refused
-from tests.script.logs import (
-    ClaudeLog,
-    QwenLog,
-    call,
-    codex_log,
-    function_call,
-    item,
-    pi_said,
-    requests_of_log,
-    thought,
-    turn,
-    written,
-)
+from tests.script.logs import ClaudeLog, call, codex_log, item, pi_said, requests_of_log, thought, turn, written
 
 Line = tuple[str, str]  # what a message says, and the row that has it
 
@@ -79,14 +67,10 @@ class Agent:
         raise NotImplementedError
 
 
-class LogAgent(Agent):
-    """An agent whose rows name the row before. A fork copies all rows into a file of its own."""
-
-    log: type[Any]
-
+class ClaudeCode(Agent):
     def __init__(self) -> None:
         super().__init__()
-        self._log = self.log("s0")
+        self._log = ClaudeLog("s0")
         self.files["s0"] = self._log.records
         self._parent: str | None = None
 
@@ -97,12 +81,8 @@ class LogAgent(Agent):
 
     def fork(self, number: int) -> None:
         session = f"s{len(self.files)}"
-        self._log = self.log(session, self._log.records)
+        self._log = ClaudeLog(session, self._log.records)
         self.files[session] = self._log.records
-
-
-class ClaudeCode(LogAgent):
-    log = ClaudeLog
 
     def call(self, names: list[str], number: int) -> None:
         rows: list[str] = []
@@ -233,46 +213,6 @@ class Codex(Agent):
         return ["s:Be kind.", *lines]
 
 
-class QwenCode(LogAgent):
-    log = QwenLog
-
-    def say(self, role: str, text: str, number: int) -> None:
-        super().say(role, text, number)
-        if number % 2:
-            self._parent = self._log.add("system", after=self._parent, subtype="ui_telemetry", systemPayload={})
-
-    def call(self, names: list[str], number: int) -> None:
-        self._parent = self._log.reply(*map(function_call, names), after=self._parent)
-        self.view.append(("a:" + "(read_file)" * len(names), self._parent))
-        for name in names:
-            self._parent = self._log.result(name, name, after=self._parent)
-            self.view.append((f"t:{name}", self._parent))
-
-    def compact(self, number: int) -> None:
-        kept = [(line, row) for line, row in self.kept(number) if line[0] in "ua" and "(" not in line]
-        text = self.text()
-        said = [(f"u:{text}", ""), *kept]
-        history = [{"role": "user" if line[0] == "u" else "model", "parts": [{"text": line[2:]}]} for line, _ in said]
-        payload = {"info": {}, "compressedHistory": history}
-        row = self._log.add("system", after=self._parent, subtype="chat_compression", systemPayload=payload)
-        self._parent, self.view = row, [(line, "") for line, _ in said]
-
-    def go_back(self, number: int) -> None:
-        view = self.cut(number)
-        if len(view) < len(self.view) and view[-1][1]:  # it goes back to no row of a compressed history
-            self.view, self._parent = view, self._log.add("system", after=view[-1][1], subtype="rewind")
-
-    def again(self, number: int) -> None:
-        self._log.records.append(self._log.records[number % len(self._log.records)])
-
-    def side(self, number: int) -> None:
-        text, log = self.text(), QwenLog(f"side{len(self.files)}")
-        log.ask(text, isSidechain=True, agentId="a")
-        log.reply(self.text(), isSidechain=True, agentId="a")
-        self.files[f"side{len(self.files)}"] = log.records
-        self.made.append([f"u:{text}"])
-
-
 class Pi(Agent):
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +264,7 @@ class Pi(Agent):
         self._rows.append(self._rows[number % len(self._rows)])
 
 
-AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, QwenCode, Pi)}
+AGENTS = {each.__name__: each for each in (ClaudeCode, Codex, Pi)}
 MOVES = ("ask", "compact", "go_back", "fork", "again", "side")
 HISTORIES = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 59)), max_size=12)
 

@@ -31,10 +31,13 @@ def test_every_reply_of_qwen_code_is_a_request_with_its_texts_calls_and_figures(
     log.reply("No more.", model="qwen3-small")
     log.add("system", subtype="rewind", after=first, systemPayload={"truncatedCount": 2})
     log.talk("But?", "Nothing.")
+    log.ask("Search.", after=None, isSidechain=True)
+    log.reply("Found.", isSidechain=True)
     path = written(tmp_path, log.records)
     requests = requests_of_log(path)
+    assert outline(requests[4]) == ["u:Search."]
     assert outline(requests[3]) == ["u:Look.", "a:A moment.(read_file)", "t:one", "a:It is.", "u:But?"]
-    assert openings(requests) == ["session", None, "model", "edit"]
+    assert openings(requests) == ["session", None, "model", "edit", "subagent"]
     reply, call = requests[1].messages[1], requests[1].call
     assert reply["reasoning_content"] == "I look."
     assert reply["tool_calls"][0]["function"] == {"name": "read_file", "arguments": {"file": "a"}}

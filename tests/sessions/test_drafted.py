@@ -17,33 +17,20 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from radixcache import PrefixCache, Session, stream_generate
 from radixcache.generate import decode
-from radixcache.speculate.drafting import IDLE_TOKENS, MOST_STRIDE, Drafting
-from radixcache.speculate.pace import DraftPace, Proposal
-from runner.models.tiny import TINY_KINDS, VOCABULARY_LENGTH, tiny_model, tiny_tokenizer
+from radixcache.speculate.drafting import Drafting
+from radixcache.speculate.pace import DraftPace
+from runner.models.tiny import TINY_KINDS, tiny_model, tiny_tokenizer
 from tests import inside
 from tests.prompts import tokens
+from tests.walks.drafts import Guess
 
 PROMPT = tokens(1, 50)
 SOME_KINDS = ["llama", "llama_sliding", "nemotron_h", "mamba2"]
 
 
-class Guess:
-    """A source that knows the reply, and is wrong at every `wrong`-th place; it proposes up to `most` tokens."""
-
-    name = "guess"
-
-    def __init__(self, reply: Sequence[int], wrong: int = 3, most: int = 4) -> None:
-        self._reply = [token if (at + 1) % wrong else (token + 1) % VOCABULARY_LENGTH for at, token in enumerate(reply)]
-        self._most, self._at = most, 0
-        self.limits: list[int] = []
-
-    def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        self.limits.append(limit)
-        found = tuple(self._reply[self._at : self._at + min(limit, self._most)])
-        return Proposal(found, (0.9,) * len(found), self.name)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._at += len(tokens)
+def guess(reply: Sequence[int], wrong: int = 3) -> Guess:
+    """A source that knows the reply, and is wrong at every `wrong`-th place; it proposes up to 4 tokens."""
+    return Guess(reply, range(wrong - 1, len(reply), wrong), 4)
 
 
 def drafting(*sources: Any) -> Drafting:
@@ -58,9 +45,6 @@ def decoded(session: Session, model: Any, count: int, drafts: Drafting | None = 
     return [token for token, _, _ in found], sum(is_drafted for _, _, is_drafted in found)
 
 
-# The same tokens
-
-
 @pytest.mark.parametrize("kind", sorted(TINY_KINDS))
 def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as_far_as_it_was_said(kind: str) -> None:
     model = tiny_model(kind)
@@ -68,7 +52,7 @@ def test_with_layers_of_every_kind_a_drafted_reply_is_the_reply_and_is_stored_as
         reply, _ = decoded(session, model, 24)
     cache = PrefixCache(model)
     with cache.begin(PROMPT) as session:
-        drafts = drafting(Guess(reply))
+        drafts = drafting(guess(reply))
         found, accepted = decoded(session, model, 24, drafts)
         assert session.known_tokens == len(PROMPT) + 23  # the last token was not evaluated
         assert found == reply
@@ -90,7 +74,7 @@ def test_accepted_tokens_are_counted_and_not_those_behind_the_end_of_a_reply() -
     for end in range(1, 24):
         with PrefixCache(model).begin(PROMPT) as session:
             session.prefill(model)
-            drafts, accepted = drafting(Guess(reply, wrong=7)), 0
+            drafts, accepted = drafting(guess(reply, wrong=7)), 0
             said: Any = decode(session, model, session.prompt, 24, drafting=drafts)
             for _, _, is_drafted in islice(said, end):
                 accepted += is_drafted
@@ -132,16 +116,6 @@ def test_processors_and_samplers_are_asked_once_for_each_token_in_order_whatever
     assert seen == [[*PROMPT, *reply[:at]] for at in range(12)]
 
 
-@pytest.mark.parametrize(("pass_s", "stride"), [(1e-1, 1), (1.5e-2, 7), (1e-5, MOST_STRIDE)])
-def test_where_nothing_was_drafted_for_long_a_fast_model_is_looked_at_less_often(pass_s: float, stride: int) -> None:
-    model, guess = tiny_model("llama"), Guess([])
-    drafts = Drafting([guess], DraftPace(seconds=lambda rows, width: pass_s), PROMPT)
-    with PrefixCache(model).begin(PROMPT) as session:
-        assert len(decoded(session, model, 98, drafts)[0]) == 98
-    rare = len(range(IDLE_TOKENS + stride, 96, stride))
-    assert len(guess.limits) == 1 + IDLE_TOKENS + rare
-
-
 def cheap_passes(cache: PrefixCache) -> PrefixCache:
     """The cache, where each further token of a pass is taken to cost next to nothing."""
     inside.core(cache).draft_pace = DraftPace(seconds=lambda rows, width: 1 + width / 100)
@@ -155,12 +129,6 @@ def replies(model: Any, count: int, cache: PrefixCache | None = None, prompt: An
     return list(stream_generate(model, tokenizer, prompt, count, cache=cache, **more))
 
 
-# The same distribution
-
-
-# What is stored
-
-
 @pytest.mark.parametrize("kind", SOME_KINDS)
 def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_where_the_pass_began(kind: str) -> None:
     model = tiny_model(kind)
@@ -168,7 +136,7 @@ def test_a_reply_that_stops_inside_a_draft_is_stored_as_far_as_it_was_said_or_wh
     reply = [each.token for each in replies(model, 12)]
     with cache.begin(PROMPT) as session:
         session.prefill(model)
-        drafts = drafting(Guess(reply, wrong=100))
+        drafts = drafting(guess(reply, wrong=100))
         stream: Any = decode(session, model, session.prompt, 12, drafting=drafts)
         said = [is_drafted for _, _, is_drafted in (next(stream) for _ in range(7))]
         if inside.layout(cache).has_points:
@@ -189,7 +157,7 @@ def test_a_reply_of_a_recurrent_model_may_stop_in_front_of_accepted_tokens_that_
     reply = [each.token for each in replies(model, 6)]
     with cache.begin(PROMPT) as session:
         session.prefill(model)
-        stream: Any = decode(session, model, session.prompt, 6, drafting=drafting(Guess(reply, wrong=4)))
+        stream: Any = decode(session, model, session.prompt, 6, drafting=drafting(guess(reply, wrong=4)))
         assert [next(stream)[0]] == reply[:1]  # the first token has a pass of its own
         assert next(stream)[0] == reply[1]
         stream.close()
@@ -216,9 +184,6 @@ def test_a_step_is_refused_until_drafted_tokens_are_reported_or_taken_back() -> 
     cache.check()
 
 
-# Draft models
-
-
 @pytest.mark.parametrize("kind", ["llama_sliding", "mamba2", "nemotron_h", "gemma3_text", "deepseek_v41", "rwkv7"])
 @pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
 def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: str, seed: int) -> None:
@@ -233,9 +198,6 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
         assert sum(each.from_draft for each in found) >= (9 if seed == 0 else 0)
         assert found[0].cached_tokens >= 40 * turn
         prompt = [*prompt, *expected, turn, 2]
-
-
-# Where it is refused
 
 
 @pytest.mark.parametrize("more", [{"speculate": "tree"}, {"prediction": [1, 2]}], ids=str)

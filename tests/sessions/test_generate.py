@@ -58,9 +58,6 @@ def agree(model: Any, cache: PrefixCache, prompt: Any, tokenizer: Any = TOKENIZE
     return [each.token for each in found]
 
 
-# The same tokens
-
-
 def test_greedy_replies_are_those_of_mlx_lm_through_a_conversation_with_a_branch(model: Any) -> None:
     cache, step_size = PrefixCache(model), 16
     prompt = PROMPT
@@ -117,9 +114,6 @@ def test_text_is_encoded_as_mlx_lm_encodes_it() -> None:
     assert cache.stats.hit_tokens == len(TOKENIZER.encode("Grüße aus Köln, und "))
 
 
-# The end
-
-
 def test_a_stop_token_ends_the_reply(model: Any) -> None:
     cache = PrefixCache(model)
     tokens = agree(model, cache, PROMPT, max_tokens=12)
@@ -147,9 +141,6 @@ def test_a_limit_ends_the_reply_and_runs_no_forward_pass_for_nothing(model: Any,
     agree(model, cache, PROMPT, max_tokens=count)
     # The last token was never fed to the model, so it is not stored.
     assert cache.stats.tokens == len(PROMPT) + count - 1
-
-
-# What is left in the cache
 
 
 def test_a_stream_that_is_closed_early_frees_the_slot_and_keeps_its_tokens(model: Any) -> None:
@@ -192,9 +183,6 @@ def test_progress_is_reported_up_to_the_whole_prompt() -> None:
     # The branch's first progress says what was restored.
     assert again[0][0] > 0
     assert again[-1] == (100, 100)
-
-
-# Embeddings
 
 
 @pytest.mark.filterwarnings("ignore:state up to")
@@ -243,9 +231,6 @@ def test_a_prompt_may_come_as_embeddings_which_are_asked_for_from_where_it_is_re
     assert agree(model, cache, PROMPT, max_tokens=8) != [each.token for each in expected]
 
 
-# Arguments
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -282,9 +267,6 @@ def test_a_wrong_prompt_is_refused_by_name(prompt: Any, speculate: str | None) -
     llama = shared_model("llama")
     with pytest.raises(ValueError, match=r"^prompt\b"):
         stream_generate(llama, TOKENIZER, prompt, cache=PrefixCache(llama), speculate=speculate)
-
-
-# Speculative decoding
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 4), (1, 1)], ids=["a twin", "another"])

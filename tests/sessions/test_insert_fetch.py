@@ -40,9 +40,6 @@ def state(cache: PrefixCache) -> tuple[Any, ...]:
     return cache.dump(), stats.live_bytes, stats.paged_bytes, stats.tokens, stats.copied_bytes, stats.evictions
 
 
-# insert
-
-
 def test_insert_copies_only_what_the_tree_does_not_hold(llama: Any) -> None:
     cache = PrefixCache(llama)
     cache.insert(PROMPT, filled(llama, PROMPT))
@@ -162,9 +159,6 @@ def test_an_insert_larger_than_the_budget_stores_what_fits_of_a_pure_span_model(
         assert session.cached_tokens == stored
 
 
-# fetch
-
-
 def test_a_fetch_leaves_the_live_path_where_it_is(llama: Any) -> None:
     cache = PrefixCache(llama)
     serve(cache, llama, tokens(2, 30))
@@ -216,9 +210,6 @@ def test_many_threads_may_fetch_and_insert_at_once(llama: Any) -> None:
         thread.join()
     assert wrong == []
     cache.check()
-
-
-# A batched engine
 
 
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])

@@ -194,15 +194,21 @@ def spoil_live(cache: PrefixCache, slot: int, row: int, layer: int = -1) -> None
 
 
 class Hidden:
-    """A model with something wrong beside its caches: the logits of what was restored are off."""
+    """A model with something wrong beside its caches: the logits of what was restored are off.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    It notes the tokens of each pass, and the bytes of second states that a cache holds then.
+    """
+
+    def __init__(self, model: Any, cache: PrefixCache | None = None) -> None:
+        self.model, self.cache = model, cache
+        self.held: list[int] = []
         self.wrong: Callable[[Any], bool] = lambda cache: False
         self.passes: list[int] = []
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         self.passes.append(int(tokens.shape[1]))
+        if self.cache is not None:
+            self.held.append(self.cache.stats.verify_bytes)
         wrong = self.wrong(cache)
         logits: mx.array = self.model(tokens, cache=cache)
         return logits + mx.arange(logits.shape[-1]) if wrong else logits

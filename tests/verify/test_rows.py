@@ -23,7 +23,7 @@ from radixcache.errors import RequestTooLargeError
 from radixcache.groups.batch import TailLayer
 from radixcache.verify import Part
 from tests import inside
-from tests.groups.cold import ROUNDING, cold, error, resumed, shared_model
+from tests.groups.cold import ROUNDING, cold, error, resumed, serve, shared_model
 from tests.groups.rows import known, row_bytes
 from tests.prompts import tokens
 from tests.verify.faults import MATTERS, PROMPT_A, PROMPT_B, TURN, Hidden, fault, wrong_span
@@ -48,13 +48,6 @@ def cold_answer(model: Any, prompt: Sequence[int]) -> list[mx.array]:
 
 def furthest(found: Sequence[mx.array], wanted: Sequence[mx.array]) -> float:
     return max(error(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
-
-
-def served(cache: PrefixCache, model: Any, prompt: Sequence[int]) -> None:
-    """Store a prompt, cold."""
-    with cache.begin(prompt) as session:
-        session.prefill(model)
-        session.step(model, prompt[-1:])
 
 
 def draw(cache: PrefixCache, *drawn: bool) -> None:
@@ -117,7 +110,7 @@ def test_a_row_that_resumes_on_a_planted_fault_is_served_cold_and_the_fault_is_q
 def test_rows_that_begin_with_the_one_that_finds_the_fault_begin_again_with_it() -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
-    served(cache, model, PROMPT_A)
+    serve(cache, model, PROMPT_A)
     wrong_span_of_live(cache)
     draw(cache, False, True)
     prompts = [[*PROMPT_A, 5, 6], [*PROMPT_A, 7]]
@@ -156,7 +149,7 @@ def test_a_row_begins_again_whatever_its_first_pass_is_and_goes_on_from_where_it
     shared = shared_model("llama")
     model = Hidden(shared)
     cache = PrefixCache(shared, verify=1.0)
-    served(cache, shared, PROMPT_A)
+    serve(cache, shared, PROMPT_A)
     if wrong == "state":
         wrong_span_of_live(cache)
     with cache.begin_many([PROMPT_A], capacity=500) as group:
@@ -181,7 +174,7 @@ def test_a_row_begins_again_whatever_its_first_pass_is_and_goes_on_from_where_it
 
 def wrong_span_of_live(cache: PrefixCache) -> None:
     """Page out what is live, and plant a wrong key at token 20."""
-    served(cache, shared_model("llama"), tokens(9, 30))
+    serve(cache, shared_model("llama"), tokens(9, 30))
     wrong_span(0)(cache)
 
 
@@ -190,7 +183,7 @@ def test_a_row_that_has_no_room_to_begin_again_catches_up_in_a_later_pass(way: s
     shared = shared_model("llama")
     model = Hidden(shared)
     cache = PrefixCache(shared, verify=1.0)
-    served(cache, shared, PROMPT_A)
+    serve(cache, shared, PROMPT_A)
     with cache.begin_many([PROMPT_A], capacity=500) as group:
         (row,) = group.rows
         model.wrong = lambda live: row.mismatch is None and isinstance(live[0], TailLayer)
@@ -299,7 +292,7 @@ def test_where_only_the_logits_of_a_pass_with_drafts_are_wrong_that_is_noticed_b
     shared = shared_model("llama")
     model = Hidden(shared)
     cache = PrefixCache(shared, verify=1.0)
-    served(cache, shared, SHORT)
+    serve(cache, shared, SHORT)
     with cache.begin_many([TEXT], capacity=99) as group:
         (row,) = group.rows
         assert row.cached_tokens == len(SHORT)
@@ -392,7 +385,7 @@ def test_a_check_costs_a_prefill_of_the_prompt_and_one_of_the_text_and_none_with
     evaluated = {}
     for share in (0.0, 1.0):
         cache = PrefixCache(shared, verify=share)
-        served(cache, shared, PROMPT_A)
+        serve(cache, shared, PROMPT_A)
         with cache.begin_many([[*PROMPT_A, *TURN]], capacity=500) as group:
             group.drafts_together(model)
             model.passes.clear()
@@ -408,21 +401,14 @@ def test_a_check_costs_a_prefill_of_the_prompt_and_one_of_the_text_and_none_with
 def test_a_check_that_does_not_fit_the_budget_is_skipped_and_counted(rows: float, fits: bool) -> None:
     model, prompt = shared_model("llama"), tokens(3, 300)
     cache = known(model, int(rows * row_bytes(model, 320)), verify=1.0)
-    held: list[int] = []
-
-    def watched(ids: mx.array, cache: Any) -> mx.array:
-        held.append(watching.stats.verify_bytes)
-        logits: mx.array = model(ids, cache=cache)
-        return logits
-
-    watching = cache
+    watched = Hidden(model, cache)
     with cache.begin_many([prompt], capacity=900) as group:
         group.drafts_together(model)
         answer(group, watched, group.rows[0])
     cache.check()
     stats = cache.stats
     assert (stats.verified_requests, stats.verify_skipped) == (int(fits), int(not fits))
-    assert (max(held) > 2 * len(prompt) * inside.layout(cache).token_bytes) == fits
+    assert (max(watched.held) > 2 * len(prompt) * inside.layout(cache).token_bytes) == fits
     assert (stats.verify_bytes, stats.verify_mismatches) == (0, 0)
     assert stats.peak_bytes <= stats.budget_bytes
     assert inside.stored_tokens(cache, prompt) == len(prompt)
@@ -455,7 +441,7 @@ def test_a_row_is_compared_as_far_as_its_state_is_that_of_its_tokens(
 ) -> None:
     model = shared_model(kind)
     cache = PrefixCache(model, verify=1.0)
-    served(cache, model, PROMPT_A)
+    serve(cache, model, PROMPT_A)
     with cache.begin_many([[*PROMPT_A, *TURN]], capacity=500) as group:
         (row,) = group.rows
         answer(group, model, row)
@@ -485,7 +471,7 @@ def test_keys_that_are_not_the_token_ids_are_skipped() -> None:
 def test_a_check_that_breaks_off_leaves_the_row_as_it_was_and_closes_it(at: str, raised: type[BaseException]) -> None:
     model = shared_model("llama")
     cache = PrefixCache(model, verify=1.0)
-    served(cache, model, PROMPT_A)
+    serve(cache, model, PROMPT_A)
     prompt = [*PROMPT_A, *TURN]
     breaks = at == "first pass"
 
@@ -546,3 +532,12 @@ def test_a_group_that_closes_because_of_an_error_stores_its_rows_without_a_check
         raise ZeroDivisionError
     assert (cache.stats.verified_requests, cache.stats.verify_skipped) == (0, 1)
     assert inside.stored_tokens(cache, PROMPT_B) == len(PROMPT_B)
+
+
+def test_a_row_that_steps_its_prompt_and_closes_in_the_middle_of_it_raises_no_alarm() -> None:
+    model, prompt = shared_model("llama"), tokens(1, 20)
+    cache = PrefixCache(model, verify=1.0)
+    with cache.begin_many([prompt], capacity=200) as group:
+        for token in prompt[:12]:
+            group.step(model, group.rows, [token])
+    assert (cache.stats.verify_mismatches, cache.stats.verified_requests) == (0, 1)

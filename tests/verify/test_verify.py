@@ -311,20 +311,13 @@ def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(b
     token_bytes = inside.layout(probe).token_bytes
     cache = PrefixCache(model, verify=1.0, budget_bytes=budget_tokens * token_bytes)
     second, third, first = long_prompts(210, 220, 620)
-    held: list[int] = []
-
-    def watched(tokens: mx.array, cache: Any) -> mx.array:
-        held.append(watching.stats.verify_bytes)
-        logits: mx.array = model(tokens, cache=cache)
-        return logits
-
-    watching = cache
+    watched = Hidden(model, cache)
     for prompt in (second, third, first):
         with cache.begin(prompt, reserve=8) as session:
             session.prefill(watched)
     before = cache.stats
     assert before.evictions == 0
-    assert max(held) == 0
+    assert max(watched.held) == 0
     with cache.begin([*first, 1, 2], reserve=8) as session:
         session.prefill(watched, step_size=256)
         cache.check()
@@ -332,7 +325,7 @@ def test_a_second_state_makes_room_for_itself_or_is_skipped_and_evicts_nothing(b
     stats = cache.stats
     assert (stats.verified_requests, stats.verify_skipped) == (int(fits), int(not fits))
     assert (stats.evictions > 0) == fits
-    assert (max(held) >= len(first) * token_bytes) == fits
+    assert (max(watched.held) >= len(first) * token_bytes) == fits
     assert stats.verify_bytes == 0
     assert stats.peak_bytes <= budget_tokens * token_bytes
 

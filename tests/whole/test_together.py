@@ -124,7 +124,7 @@ def quarantined_cache(**more: Any) -> tuple[Any, PrefixCache]:
     return model, cache
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 @pytest.mark.parametrize("exact", [False, True])
 def test_quarantined_tokens_are_neither_warmed_nor_pinned_and_the_message_says_so(exact: bool) -> None:
     model, cache = quarantined_cache(exact=exact)
@@ -178,7 +178,7 @@ def test_in_exact_mode_unpin_takes_the_pin_of_the_same_tokens_back_whatever_was_
     cache.check()
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the_other() -> None:
     model = tiny_model("llama")
     per_token = 0
@@ -211,7 +211,7 @@ def test_the_second_state_counts_for_all_caches_on_the_ledger_and_takes_from_the
     mx.clear_cache()
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 def test_figures_of_a_run_with_mismatches_are_counters_only_where_they_never_fall() -> None:
     model = tiny_model("llama")
     cache = verifying(model)
@@ -255,7 +255,7 @@ def test_an_infinite_error_is_written_as_prometheus_and_json_can_read_it() -> No
     ]
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quarantine_what_is_in_front_of_it() -> None:
     model = SpellingModel(["kv", "arrays"])
     cache = PrefixCache(model, verify=1.0, live_slots=3)
@@ -281,7 +281,7 @@ def test_a_second_session_that_finds_the_same_checkpoint_wrong_does_not_quaranti
     assert cache.explain([*prompt, 9]).resumable_tokens == len(prefix)
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_taken_out() -> None:
     model = tiny_model("llama")
     told: list[Event] = []
@@ -302,7 +302,7 @@ def test_a_mismatch_is_told_after_the_request_was_resumed_and_its_state_was_take
     assert {event.namespace for event in told} == {"tenant"}
 
 
-@pytest.mark.filterwarnings("ignore:state restored")
+@pytest.mark.filterwarnings("ignore:state up to token")
 def test_what_is_quarantined_in_one_namespace_is_as_it_was_in_another() -> None:
     model = tiny_model("llama")
     cache = verifying(model, live_slots=2)
