@@ -113,7 +113,7 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
     before, now = stored.rendering(tokenizer), asked.rendering(tokenizer)
     if before is None or now is None:
         return None
-    fork, found = common_rendering(before, now), list[tuple[int, bool, Change]]()
+    fork, places = common_rendering(before, now), list[tuple[int, bool, Change]]()
     if fork == len(before):
         return None
     for change, chat in islice(_changes(stored, asked), TRIED_CHANGES):
@@ -121,9 +121,9 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
         if rendering != before:
             # A template may refuse a mixed chat, which then says nothing about the place.
             at = fork if rendering is None else common_rendering(before, rendering)
-            found.append((at, rendering is None, change))
-    at, _, first = min(found, key=lambda each: each[:2], default=(fork, False, None))
-    if (found and at <= fork) or len(asked.messages) <= len(stored.messages):
+            places.append((at, rendering is None, change))
+    at, _, first = min(places, key=lambda each: each[:2], default=(fork, False, None))
+    if (places and at <= fork) or len(asked.messages) <= len(stored.messages):
         return first
     # Later messages can make a template write earlier ones, or the tools, in another place.
     old, new = (chat._replace(tools=None).rendering(tokenizer) for chat in (stored, asked))
@@ -246,13 +246,13 @@ def _tool_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
 
 def _by_name(tools: Sequence[Tool]) -> dict[tuple[str, int], Tool]:
     """Tools by their name and how many tools before them have the same name."""
-    found: dict[tuple[str, int], Tool] = {}
+    by_name: dict[tuple[str, int], Tool] = {}
     counts = Counter[str]()
     for tool in tools:
         name = str(tool_function(tool).get("name", ""))
-        found[name, counts[name]] = tool
+        by_name[name, counts[name]] = tool
         counts[name] += 1
-    return found
+    return by_name
 
 
 def _list_words(before: list[tuple[str, int]], now: list[tuple[str, int]]) -> tuple[str, str]:

@@ -70,8 +70,8 @@ class Lookup(NamedTuple):
     plan: ResumePlan
 
 
-class Sayings:
-    """What the requests of one cache said, from which replies are drafted.
+class DraftIndex:
+    """The suffix index of one cache, from which replies are drafted.
 
     The suffix index is built from the tree when the first request asks for drafts. After that, it gets the tokens of
     every request, and those that are inserted or read from a store.
@@ -82,7 +82,7 @@ class Sayings:
         self.suffixes: SuffixIndex | None = None
 
     def source(self, namespace: str = "") -> TreeSource:
-        """What was said before in a namespace, as a source of drafts; takes the lock by itself."""
+        """Return a source of drafts for a namespace; takes the lock by itself."""
         lock = self._states.account.ledger.lock
         with lock:
             if self.suffixes is None:
@@ -93,9 +93,9 @@ class Sayings:
         return TreeSource(self.suffixes, namespace, lock)
 
     def has_more(self, known: KnownTokens, right_tokens: int | None) -> bool:
-        """Whether a request under way should say now what it knows, of which the first `right_tokens` are right."""
+        """Whether a running request has a batch of tokens for the index; only the first `right_tokens` count."""
         right = known.count if right_tokens is None else min(right_tokens, known.count)
-        return right - known.said_tokens >= FED_TOKENS and self.suffixes is not None
+        return right - known.indexed_tokens >= FED_TOKENS and self.suffixes is not None
 
     def add(
         self, known: KnownTokens, keys: Keys, matched_tokens: int, namespace: str, *, is_growing: bool = False
@@ -105,18 +105,18 @@ class Sayings:
         Quarantined ones are left out. While the request grows, one call adds at most `LOOK_TOKENS`.
         """
         if self.suffixes is not None:
-            start = max(matched_tokens, known.said_tokens)
+            start = max(matched_tokens, known.indexed_tokens)
             end = min(len(keys), start + LOOK_TOKENS) if is_growing else len(keys)
             allowed = min(end, self._quarantine.limit(keys, namespace))
             self.suffixes.add(keys[:allowed], namespace, context=start)
-            known.said_tokens = max(known.said_tokens, end)
+            known.indexed_tokens = max(known.indexed_tokens, end)
 
     def stored(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys the tree has, if there is an index: what comes next is `add_stored` behind them."""
+        """How many of these keys the tree has, if there is an index. `add_stored` adds what comes behind them later."""
         return 0 if self.suffixes is None else self._states.match(keys, namespace).offset
 
     def add_stored(self, keys: Keys, start: int, namespace: str) -> None:
-        """Add what came into the tree behind `start`, unless it was said before."""
+        """Add what came into the tree behind `start`, unless the index has it."""
         end = self.stored(keys, namespace)
         if self.suffixes is not None and not self.suffixes.has(keys[max(0, start - TAIL_TOKENS) : end], namespace):
             self.suffixes.add(keys[:end], namespace, context=start)
@@ -155,7 +155,7 @@ class Core:
         self._trace, self._owns_trace = trace, owns_trace
         self.verifier = Verifier(settings.verify, settings.verify_seed, self.lock, states.events)
         self._tails = Tails()
-        self.said = Sayings(settings, states, quarantine)
+        self.draft_index = DraftIndex(settings, states, quarantine)
         self.draft_pace = DraftPace()
         #: The booking of each open group.
         self.bookings: list[tuple[Booking, weakref.ref[Owner]]] = []
@@ -234,11 +234,11 @@ class Core:
                 request = request._replace(use=self.next_use(use.priority, use.turn, use.kind))
             return self.before_quarantine(request.keys, request.namespace)[: request.limit], request.use
 
-        start = self.said.stored(request.keys, request.namespace)
+        start = self.draft_index.stored(request.keys, request.namespace)
         is_read = tier.read(request.namespace, asked)
         self.require_open()
         if is_read:
-            self.said.add_stored(request.keys, start, request.namespace)
+            self.draft_index.add_stored(request.keys, start, request.namespace)
         asked()
         return request, tier.rates.timing_move() if is_read else nullcontext()
 
@@ -429,9 +429,9 @@ class Core:
             self.layout.compare(caches)  # Point state cannot be cut back to where the quarantine begins.
             end = len(keys)
         else:
-            start = self.said.stored(keys, request.namespace)
+            start = self.draft_index.stored(keys, request.namespace)
             end = self.pager.record_foreign(caches, keys, request.namespace, request.use)
-            self.said.add_stored(keys[:end], start, request.namespace)
+            self.draft_index.add_stored(keys[:end], start, request.namespace)
         self.write_store(request.keys[:end], request, 0)
         self.evictor.enforce_budget()
         return self.states.match(request.keys[:end], request.namespace).offset
@@ -480,7 +480,7 @@ class Core:
             start = match.node.start if match.offset == len(keys) else 0
         start = floor(start, states.grid_tokens)
         quarantine.add(keys, start, namespace)
-        self.said.clear(namespace)  # The index does not know which replies came from wrong state, so all go.
+        self.draft_index.clear(namespace)  # The index does not know which replies came from wrong state, so all go.
         if self.tier is not None:
             self.tier.remove(keys, start, namespace)
         for group in self.groups():
@@ -512,7 +512,7 @@ class Core:
         self.pins.clear(namespace)
         self.evictor.enforce_budget()
         self._tails.clear(namespace)
-        self.said.clear(namespace)
+        self.draft_index.clear(namespace)
         with self.states.losing_silently():
             if namespace is None:
                 self.evictor.shrink_to(0)
@@ -545,7 +545,7 @@ class Core:
     def check(self) -> None:
         states, account, paths = self.states, self._account, self.slots.paths
         parts = (states, states.events.history, self._ledger, self.slots, self.pins, self.quarantine, self._tails)
-        for part in (*parts, self.said):
+        for part in (*parts, self.draft_index):
             part.check()
         assert states.leaving_bytes == 0, states.leaving_bytes
         for node in states.tree.nodes():

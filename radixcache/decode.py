@@ -394,7 +394,7 @@ class DecodeLoop:
             if reply.drafting is not None:
                 proposal = drafts.get(reply, NOTHING)
                 reply.drafting.choose(proposal, len(proposal.tokens))
-                reply.drafting.said(said[reply], count - 1)
+                reply.drafting.advance(said[reply], count - 1)
 
 
 def next_tokens(replies: Sequence[Decoding]) -> mx.array:

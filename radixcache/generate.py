@@ -308,7 +308,7 @@ def decode(
         while len(reply.unread) > leave:
             reply.take()
             if drafting is not None:
-                drafting.said([reply.said[-1][0]])
+                drafting.advance([reply.said[-1][0]])
         return replies
 
     try:

@@ -299,8 +299,8 @@ class PrefixCache:
             ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
                 cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
         """
-        core, said = self._core, partial(self._core.said.source, namespace)
-        return drafting_of(prompt, said, core.draft_pace, core.settings, speculate, prediction, max_tokens)
+        core, tree_source = self._core, partial(self._core.draft_index.source, namespace)
+        return drafting_of(prompt, tree_source, core.draft_pace, core.settings, speculate, prediction, max_tokens)
 
     def begin_many(
         self,

@@ -148,13 +148,13 @@ class KnownTokens:
     Attributes:
         count: tokens of the prompt and all reported ones, less those removed.
         read_ids, read_keys: of the prompt, and of reported tokens that were read already.
-        said_tokens: how many of them the suffix index was given.
+        indexed_tokens: how many of them the suffix index was given.
     """
 
     def __init__(self, ids: TokenIds, keys: Keys, vocab_size: int | None) -> None:
         self.read_ids, self.read_keys = ids, keys
         self.count = len(ids)
-        self.said_tokens = 0
+        self.indexed_tokens = 0
         self._ceiling = vocab_size or 1 << 31
         self._pending: list[tuple[Any, int, int]] = []
         self._is_cut_short = False
@@ -205,7 +205,7 @@ class KnownTokens:
         self.read_ids = np.delete(self.read_ids, np.s_[start:end])
         self.read_keys = np.delete(self.read_keys, np.s_[start:end])
         self.count -= length - len(self.read_ids)
-        self.said_tokens = min(self.said_tokens, start)
+        self.indexed_tokens = min(self.indexed_tokens, start)
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on; waits for none."""
@@ -220,7 +220,7 @@ class KnownTokens:
                 left -= end - start
         self._pending = kept
         self.count = min(self.count, length)
-        self.said_tokens = min(self.said_tokens, length)
+        self.indexed_tokens = min(self.indexed_tokens, length)
 
     def forget_pending(self) -> None:
         self._pending.clear()

@@ -169,18 +169,15 @@ def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
 
 def unwritten_parts(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
     """The kinds of parts that the conversations have and the chat template never writes."""
-    names = {"tool_calls": "tool calls", "reasoning_content": "reasoning"}
-    asked, found = {"role": "user", "content": "?"}, dict[str, dict[str, Any]]()
-    for message in chain.from_iterable(each.messages for each in conversations):
-        found |= {key: {"role": "assistant", "content": "", key: message[key]} for key in names.keys() & message.keys()}
-        if len(found) == len(names):
-            break
-    plain = {"role": "assistant", "content": ""}
+    asked, plain = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
     tools = next((each.tools for each in conversations if each.tools), None)
     unwritten = ["tools"] if tools and _is_same_text(tokenizer, [asked], [asked], tools) else []
-    return unwritten + [
-        names[key] for key in sorted(found) if _is_same_text(tokenizer, [asked, found[key]], [asked, plain])
-    ]
+    for key, name in (("reasoning_content", "reasoning"), ("tool_calls", "tool calls")):
+        messages = chain.from_iterable(each.messages for each in conversations)
+        sample = next((message[key] for message in messages if message.get(key)), None)
+        if sample and _is_same_text(tokenizer, [asked, {**plain, key: sample}], [asked, plain]):
+            unwritten.append(name)
+    return unwritten
 
 
 def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]], tools: Any = None) -> bool:
@@ -220,25 +217,27 @@ def find_breaks(
 
 
 class _Prompt:
-    """A request as its template renders it."""
+    """A request as its template renders it: the tokens, the same as keys, and where messages end."""
 
     def __init__(self, tokenizer: Any, request: ScheduledRequest) -> None:
         """ValueError: the template refuses the request."""
-        is_reply = request.messages[-1]["role"] == "assistant"
-        template = ChatTemplate(tokenizer, request.conversation.tools, dict(request.conversation.arguments))
-        self.chat = RenderedChat(template, request.messages, "message" if is_reply else "reply")
-        self._messages, self.count = request.messages, len(request.messages)
-        self.tokens = self.chat.tokens
-        self._has_system = request.messages[0]["role"] == "system"
+        self.request, self.model, self.messages = request, request.model, request.messages
+        self.chat = Chat(request.messages, request.conversation.tools, request.conversation.arguments)
+        is_reply = self.messages[-1]["role"] == "assistant"
+        template = ChatTemplate(tokenizer, self.chat.tools, dict(self.chat.arguments))
+        self.rendered = RenderedChat(template, self.messages, "message" if is_reply else "reply")
+        self.tokens = self.rendered.tokens
+        self.keys = self.tokens.astype(np.int64)
+        self.count = len(self.messages)
 
     @cached_property
     def opening(self) -> int:
         """The end of all in front of the first message, if it is no system prompt; else 0."""
-        return 0 if self._has_system else max(self.chat.head_ends, default=0)
+        return 0 if self.messages[0]["role"] == "system" else max(self.rendered.head_ends, default=0)
 
     def end(self, count: int) -> int:
         """The end of the first messages, or the last end in front of it that is found."""
-        return next(filter(None, map(self.chat.end, range(count, 0, -1))), 0)
+        return next(filter(None, map(self.rendered.end, range(count, 0, -1))), 0)
 
     def lasting_end(self, count: int) -> int:
         """The end of the first messages, as far as later questions do not change the tokens of the prompt."""
@@ -246,9 +245,9 @@ class _Prompt:
 
     @cached_property
     def _lasting(self) -> int:
-        last = self._messages[-1]["role"] != "assistant"
-        later = [{"role": "assistant", "content": "So."}] * last + [{"role": "user", "content": "Why?"}]
-        return self.chat.shared_with([*self._messages, *later]) or len(self.tokens)
+        is_asked = self.messages[-1]["role"] != "assistant"
+        later = [{"role": "assistant", "content": "So."}] * is_asked + [{"role": "user", "content": "Why?"}]
+        return self.rendered.shared_with([*self.messages, *later]) or len(self.tokens)
 
     def message_at(self, offset: int) -> int:
         """Index of the message of the token at an offset; the count of messages behind them."""
@@ -271,33 +270,37 @@ class _Search:
 
     def add(self, request: ScheduledRequest) -> None:
         """Explain a request, then serve it. ValueError: the template refuses it; then nothing was done."""
-        chat, model, prompt = _chat(request), request.model, _Prompt(self._tokenizer, request)
+        prompt = _Prompt(self._tokenizer, request)
         tokens, reply = prompt.tokens, recorded_reply(self._tokenizer, request, prompt.tokens)
-        self._count(request, prompt, self._cache.explain(tokens, model))
-        marks = prompt.chat.marks() if self._has_marks else ()
-        with self._cache.begin(tokens, namespace=model, marks=marks, reserve=0) as session:
+        explanation = self._cache.explain(tokens, prompt.model)
+        new_tokens = self._count(prompt, explanation)
+        self._note_hints(explanation, prompt)
+        self._note_call(request, new_tokens)
+        marks = prompt.rendered.marks() if self._has_marks else ()
+        with self._cache.begin(tokens, namespace=prompt.model, marks=marks, reserve=0) as session:
             session.prefill(self._model)
             session.step(self._model, tokens[-1:])
             if len(reply):
                 session.step(self._model, reply)
         replies = () if request.recorded_reply is None else (request.recorded_reply,)
-        for digest in _digests(chat, (*request.messages, *replies)):
-            self._models.setdefault(digest, set()).add(model)
-        self._chats.add(tokens.astype(np.int64), chat, model)
+        for digest in _digests(prompt.chat, (*prompt.messages, *replies)):
+            self._models.setdefault(digest, set()).add(prompt.model)
+        self._chats.add(prompt.keys, prompt.chat, prompt.model)
 
-    def _count(self, request: ScheduledRequest, prompt: _Prompt, found: Explanation) -> None:
-        report = self.report
+    def _count(self, prompt: _Prompt, explanation: Explanation) -> int:
+        """Count what a request lost, by cause; return how many of its tokens are new."""
+        report, fork = self.report, explanation.fork
         report.requests += 1
-        report.prompt_tokens += found.prompt_tokens
-        report.resumed_tokens += found.resumable_tokens
-        report.cost_unit = found.cost_unit
-        known_end, own_end = self._known_ends(request, prompt)
-        again, other = self._realigned(prompt.tokens.astype(np.int64), prompt, request.model)
-        ranges, change = self._ranges(request, prompt, found.fork)
+        report.prompt_tokens += explanation.prompt_tokens
+        report.resumed_tokens += explanation.resumable_tokens
+        report.cost_unit = explanation.cost_unit
+        known_end, own_end = self._known_ends(prompt)
+        again, other = self._realigned(prompt)
+        ranges, change = self._ranges(prompt, fork)
         ranges += [(0, known_end), (again.end, again.end + again.behind)]
         broken: set[Break] = set()
-        new_tokens = found.prompt_tokens - found.resumable_tokens
-        for gap in found.gaps:
+        new_tokens = explanation.prompt_tokens - explanation.resumable_tokens
+        for gap in explanation.gaps:
             # State that is or was stored has been evaluated before, whatever message it is in.
             is_memory = gap.reason in MEMORY_REASONS
             lost = gap.tokens if is_memory else _covered(gap.start, gap.end, ranges)
@@ -305,51 +308,58 @@ class _Search:
                 continue
             new_tokens -= lost
             # Where a prompt parts from what is stored, nothing behind can be resumed, in this request and later ones.
-            fork = None if is_memory or found.fork is None or gap.start < found.fork.start else found.fork
-            at = gap if fork is None else fork
+            is_behind = fork is not None and not is_memory and gap.start >= fork.start
+            at = fork if fork is not None and is_behind else gap
             is_same = at.start < max(known_end, prompt.opening)
             if not is_memory and not is_same and again.end <= at.start < again.end + again.behind:
                 at = self._parted(again, prompt.tokens, other)
-            index = prompt.message_at(at.start)
-            named = change if fork is not None or change is COMPACTED else None
-            if is_memory:
-                named = None
-            elif named is None and own_end <= at.start < known_end:
+            index, named = prompt.message_at(at.start), None
+            if not is_memory and (is_behind or change is COMPACTED):
+                named = change
+            if not is_memory and named is None and own_end <= at.start < known_end:
                 named = OTHER_MODEL
-            elif named is None and is_same and self._leaves_out_reasoning(request, prompt, index):
+            elif not is_memory and named is None and is_same and self._leaves_out_reasoning(prompt, index):
                 named = NO_REASONING
             index = index if named is None or named.message is None else named.message
-            role = request.messages[index]["role"] if index < prompt.count else OPENING
+            role = prompt.messages[index]["role"] if index < prompt.count else OPENING
             piece = "memory" if is_memory else "template" if is_same and named is None else "message"
             if named is not None and named.message is None:
                 role, piece = named.part, "part"
-            each = self._note(request, gap, at, lost, role, piece, named if named and named.keeps_rest else None)
+            each = self._break_of(at.reason, piece, role, named if named and named.keeps_rest else None)
+            each.lost_tokens += lost
+            each.cost += gap.cost * lost / gap.tokens
+            report.lost_tokens += lost
+            if lost > each.example_lost_tokens:
+                each.example, each.example_lost_tokens = at, lost
+                each.conversation_id, each.turn = prompt.request.conversation.conversation_id, prompt.request.turn
             if each not in broken:
                 broken.add(each)
                 each.requests += 1
                 each.messages[index] = each.messages.get(index, 0) + 1
-        self._note_hints(found, prompt)
-        self._note_call(request, new_tokens)
+        return new_tokens
 
-    def _known_ends(self, request: ScheduledRequest, prompt: _Prompt) -> tuple[int, int]:
+    def _break_of(self, reason: Reason, piece: str, role: str, change: Change | None) -> Break:
+        # Messages that were moved in one way make one break, whatever their indices.
+        key = (reason, piece, role, change and change.detail)
+        return self.breaks.setdefault(key, Break(reason, piece, role, change))
+
+    def _known_ends(self, prompt: _Prompt) -> tuple[int, int]:
         """The end of the first messages that an earlier request had, its reply included; and one of the same model."""
-        models = [*takewhile(bool, map(self._models.get, _digests(_chat(request), request.messages)))]
-        own = [*takewhile(lambda each: request.model in each, (each for each in models if each))]
+        models = [*takewhile(bool, map(self._models.get, _digests(prompt.chat, prompt.messages)))]
+        own = [*takewhile(lambda each: prompt.model in each, (each for each in models if each))]
         return prompt.lasting_end(len(models)), prompt.lasting_end(len(own))
 
-    def _ranges(
-        self, request: ScheduledRequest, prompt: _Prompt, fork: Gap | None
-    ) -> tuple[list[tuple[int, int]], Change | None]:
+    def _ranges(self, prompt: _Prompt, fork: Gap | None) -> tuple[list[tuple[int, int]], Change | None]:
         """The ranges behind the fork that an earlier prompt has too, and what changed there."""
-        keys, model = prompt.tokens.astype(np.int64), request.model
-        if request.call is not None and request.call.opening == Opening.COMPACTION:
+        keys, call = prompt.keys, prompt.request.call
+        if call is not None and call.opening == Opening.COMPACTION:
             return [(0, len(keys))], COMPACTED
         if fork is None:
             return [], None
-        parted = self._chats.first_change(self._tokenizer, keys, _chat(request), fork.start, model)
-        if parted is None:
+        nearest = self._chats.first_change(self._tokenizer, keys, prompt.chat, fork.start, prompt.model)
+        if nearest is None:
             return [], None
-        change, stored, _ = parted
+        change, stored, _ = nearest
         known = ranges_in(keys, stored, fork.start)
         if not change.keeps_rest:
             # A question that differs loses nothing; in front of other messages, the rest of a message may be the same.
@@ -358,13 +368,13 @@ class _Search:
             known = [each for each in known if each[0] < border and each[1] - each[0] >= MIN_BEHIND]
         return known, change
 
-    def _leaves_out_reasoning(self, request: ScheduledRequest, prompt: _Prompt, index: int) -> bool:
+    def _leaves_out_reasoning(self, prompt: _Prompt, index: int) -> bool:
         """Whether the prompt is the same without the reasoning of a message."""
-        if index >= len(request.messages) or "reasoning_content" not in request.messages[index]:
+        if index >= prompt.count or "reasoning_content" not in prompt.messages[index]:
             return False
-        messages = [dict(each) for each in request.messages]
+        messages = [dict(each) for each in prompt.messages]
         del messages[index]["reasoning_content"]
-        tokens = chat_tokens(self._tokenizer, messages, request.conversation.tools, **request.conversation.arguments)
+        tokens = chat_tokens(self._tokenizer, messages, prompt.chat.tools, **prompt.chat.arguments)
         return np.array_equal(tokens, prompt.tokens)
 
     def _note_call(self, request: ScheduledRequest, new_tokens: int) -> None:
@@ -396,37 +406,22 @@ class _Search:
         texts = (token_text(each, self._tokenizer) for each in (before, stored, asked))
         return Gap(span.start, span.end, Reason.DIVERGED, 0.0, None, None, before, stored, asked, *texts)
 
-    def _realigned(self, keys: Any, prompt: _Prompt, model: str) -> tuple[Parting, Any]:
+    def _realigned(self, prompt: _Prompt) -> tuple[Parting, Any]:
         """The short span by which this prompt differs from an earlier one, with the most tokens behind it; and that."""
-        longest, found = Parting(0, 0, 0, 0), keys
-        for other in self._chats.prompts(model):
-            each = parting(keys, other)
+        longest, nearest = Parting(0, 0, 0, 0), prompt.keys
+        for other in self._chats.prompts(prompt.model):
+            each = parting(prompt.keys, other)
             if each is None or each.behind < max(MIN_BEHIND, MIN_BEHIND_SPANS * (each.end - each.start)):
                 continue
             if each.behind > longest.behind and prompt.goes_on(each.start, each.end):
-                longest, found = each, other
-        return longest, found
+                longest, nearest = each, other
+        return longest, nearest
 
-    def _note(
-        self, request: ScheduledRequest, gap: Gap, at: Gap, lost: int, role: str, piece: str, change: Change | None
-    ) -> Break:
-        """Count the lost tokens of a gap under their cause, which stands `at` it or in front of it."""
-        # Messages that were moved in one way make one break, whatever their indices.
-        key = (at.reason, piece, role, change and change.detail)
-        each = self.breaks.setdefault(key, Break(at.reason, piece, role, change))
-        each.lost_tokens += lost
-        each.cost += gap.cost * lost / gap.tokens
-        self.report.lost_tokens += lost
-        if lost > each.example_lost_tokens:
-            each.example, each.example_lost_tokens = at, lost
-            each.conversation_id, each.turn = request.conversation.conversation_id, request.turn
-        return each
-
-    def _note_hints(self, found: Explanation, prompt: _Prompt) -> None:
-        for hint in found.hints:
+    def _note_hints(self, explanation: Explanation, prompt: _Prompt) -> None:
+        evaluated = [(explanation.resumable_tokens, explanation.prompt_tokens)]
+        for hint in explanation.hints:
             if not prompt.goes_on(hint.start, hint.end):
                 continue
-            lost = _covered(hint.end, hint.end + hint.tokens, [(found.resumable_tokens, found.prompt_tokens)])
             spans = ((each, each.hint) for each in self.report.hints)
             known = next((each for each, old in spans if old.start <= hint.end and hint.start <= old.end), None)
             if known is None:
@@ -435,11 +430,7 @@ class _Search:
             elif hint.values >= known.hint.values:
                 known.hint = hint
             known.requests += 1
-            known.lost_tokens += lost
-
-
-def _chat(request: ScheduledRequest) -> Chat:
-    return Chat(request.messages, request.conversation.tools, request.conversation.arguments)
+            known.lost_tokens += _covered(hint.end, hint.end + hint.tokens, evaluated)
 
 
 def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:

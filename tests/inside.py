@@ -48,7 +48,7 @@ def states(cache: PrefixCache) -> Any:
 
 def suffixes(cache: PrefixCache) -> Any:
     """The suffix index; None until a request has asked for drafts."""
-    return cache._core.said.suffixes
+    return cache._core.draft_index.suffixes
 
 
 def assume_pace(cache: PrefixCache, pace: DraftPace) -> None:

@@ -9,6 +9,11 @@ import numpy as np
 
 from runner.models.tiny import VOCABULARY_LENGTH
 
+SYSTEM = (
+    "You are a helpful assistant of the city library. Answer in one short paragraph, in the language of the question. "
+    "Never guess opening hours; look them up with the tool that you were given, and say which page you found them on."
+)
+
 
 def tokens(seed: int, length: int, first: int | None = None) -> list[int]:
     """Random tokens of the tiny models; `first` tells sequences apart from their first token on."""

@@ -328,9 +328,9 @@ class RowProgress:
         """Let the suffix index have what rows said, now and then."""
         core = self._core
         for row in rows:
-            if core.said.has_more(row.known, row.clean_tokens):
+            if core.draft_index.has_more(row.known, row.clean_tokens):
                 with self._lock:
-                    core.said.add(
+                    core.draft_index.add(
                         row.known, row.clean_keys(), row.matched_tokens, row.request.namespace, is_growing=True
                     )
 

@@ -220,7 +220,7 @@ class Sharing:
     def _store(self, row: Row) -> None:
         """Copy what a row evaluated, and the tree lacks, out of its tails into the tree."""
         keys = self._core.before_quarantine(row.clean_keys(), row.request.namespace)
-        self._core.said.add(row.known, keys, row.matched_tokens, row.request.namespace)
+        self._core.draft_index.add(row.known, keys, row.matched_tokens, row.request.namespace)
         if self._layout.has_points:
             if row.lost is None and row.position == len(keys) <= row.cached_tokens:
                 return

@@ -170,7 +170,7 @@ class About(NamedTuple):
 
 def stats_of(core: Core, about: About) -> CacheStats:
     """What a cache has done and holds. The lock is held."""
-    states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.said.suffixes
+    states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.draft_index.suffixes
     account, ledger = states.account, states.account.ledger
     counts: dict[str, Any] = {**states.tally.counts(), **core.counts}
     return CacheStats(
@@ -251,32 +251,34 @@ def explanation_of(
     """What a request for a prompt would find, and why not more; changes nothing. Of a chat, the part that differs."""
     if chat is not None and about.tokenizer is None:
         raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
-    states = core.states
+    states, length = core.states, len(keys)
     with core.lock:
         history, cost, foresight = states.events.history, states.cost, foresee(core, keys, namespace)
-        plan, store, length = foresight.plan, foresight.in_store or Foreseen(), len(keys)
-        gaps = [*_gaps(foresight, history, prompt, keys, namespace)]
+        causes = [*_causes(foresight, history, prompt, keys, namespace)]
         hints = variations(keys, history.prompts(namespace))
         path = tuple(node.end for node in foresight.match.node.path())
+    plan, store = foresight.plan, foresight.in_store or Foreseen()
 
     def text(ids: Sequence[int]) -> str | None:
         return None if about.tokenizer is None else token_text(ids, about.tokenizer)
-
-    def finished(gap: Gap) -> Gap:
-        gap = replace(gap, cost=cost.cost(gap.start, gap.end))
-        if gap.reason != Reason.DIVERGED:
-            return gap
-        return replace(gap, before_text=text(gap.before), stored_text=text(gap.stored), asked_text=text(gap.asked))
 
     def finished_hint(hint: Hint) -> Hint:
         asked, cost_ = _ids(prompt[hint.start : hint.end]), cost.cost(hint.end, hint.end + hint.tokens)
         return replace(hint, cost=cost_, asked=asked, asked_text=text(asked), other_text=text(hint.other))
 
-    found = Explanation(
+    gaps, start = list[Gap](), plan.resume
+    for end, reason, facts in causes:
+        if start < end:
+            texts: dict[str, Any] = {
+                f"{name}_text": text(ids) for name, ids in facts.items() if reason is Reason.DIVERGED
+            }
+            gaps.append(Gap(start, end, reason, cost.cost(start, end), **facts, **texts))
+            start = end
+    explanation = Explanation(
         prompt_tokens=length,
         matched_tokens=plan.matched,
         resumable_tokens=plan.resume,
-        gaps=tuple(map(finished, gaps)),
+        gaps=tuple(gaps),
         hints=tuple(map(finished_hint, hints)),
         cost_unit=cost.unit,
         windows=foresight.windows,
@@ -285,25 +287,16 @@ def explanation_of(
         tiers=store.tiers,
         path=path,
     )
-    if chat is None or found.fork is None:
-        return found
-    nearest = about.chats.first_change(about.tokenizer, keys, chat, found.fork.start, namespace)
-    return found if nearest is None else replace(found, change=nearest[0])
-
-
-def _gaps(foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str) -> Iterator[Gap]:
-    """The pieces of [resume, length), without costs and texts. A piece begins where the one in front of it ends."""
-    start = foresight.plan.resume
-    for end, reason, facts in _causes(foresight, history, prompt, keys, namespace):
-        if start < end:
-            yield Gap(start, end, reason, **facts)
-            start = end
+    if chat is None or explanation.fork is None:
+        return explanation
+    nearest = about.chats.first_change(about.tokenizer, keys, chat, explanation.fork.start, namespace)
+    return explanation if nearest is None else replace(explanation, change=nearest[0])
 
 
 def _causes(
     foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str
 ) -> Iterator[tuple[int, Reason, dict[str, Any]]]:
-    """Up to where each reason holds, in order, with more fields of the Gap; none may end in front of the one before."""
+    """Up to where each reason holds, in order, with more fields of a Gap. It begins where the one before it ends."""
     plan, readable, length = foresight.plan, foresight.readable, len(keys)
     matched, cut = plan.matched, foresight.quarantined_from
     # Stored, and not to be resumed. In exact mode a plan may match more than the tree.

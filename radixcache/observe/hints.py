@@ -97,9 +97,9 @@ def variations(mine: Keys, prompts: Iterable[Keys]) -> list[Hint]:
     """The spans of a prompt that vary among recent prompts, in order, without costs; `prompts` newest first."""
     others = [(keys, common_length(mine, keys)) for keys in prompts]
     others = [(keys, common) for keys, common in others if not common == len(keys) == len(mine)]
-    found = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
+    partings = [(each, keys) for keys, common in others if (each := parting(mine, keys, common)) is not None]
     result = []
-    for group in _overlapping(found):
+    for group in _overlapping(partings):
         start, end = min(each.start for each, _ in group), max(each.end for each, _ in group)
         values = [keys[start : each.other_end + end - each.end] for each, keys in group]
         count = len({mine[start:end].tobytes(), *(value.tobytes() for value in values)})
@@ -140,13 +140,13 @@ def _anchors(keys: Keys) -> NDArray[np.uint64]:
 def ranges_in(mine: Keys, other: Keys, start: int) -> list[tuple[int, int]]:
     """The ranges of mine[start:] whose runs of BLOCK keys occur anywhere in `other`, in any order."""
     known = _blocks(other)
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for at in (start + np.isin(_blocks(mine[start:]), known).nonzero()[0]).tolist():
-        if found and at <= found[-1][1]:
-            found[-1] = found[-1][0], at + BLOCK
+        if ranges and at <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], at + BLOCK
         else:
-            found.append((at, at + BLOCK))
-    return found
+            ranges.append((at, at + BLOCK))
+    return ranges
 
 
 def _blocks(keys: Keys) -> NDArray[np.uint64]:
@@ -158,16 +158,16 @@ def _blocks(keys: Keys) -> NDArray[np.uint64]:
     return hashes
 
 
-def _overlapping(found: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
-    """Groups of partings whose spans overlap or touch, by start; each group in the order of `found`."""
+def _overlapping(partings: Sequence[tuple[Parting, Keys]]) -> list[list[tuple[Parting, Keys]]]:
+    """Groups of partings whose spans overlap or touch, by start; each group in the order of `partings`."""
     reach = -1
     members: list[list[int]] = []
-    for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(found)):
+    for start, end, index in sorted((each.start, each.end, index) for index, (each, _) in enumerate(partings)):
         if start > reach:
             members.append([])
         members[-1].append(index)
         reach = max(reach, end)
-    return [[found[index] for index in sorted(group)] for group in members]
+    return [[partings[index] for index in sorted(group)] for group in members]
 
 
 class Edge(NamedTuple):

@@ -165,8 +165,9 @@ def choose(view: TreeView, max_nodes: int) -> list[NodeLine]:
         rest = [index for index in siblings if index not in chosen]
         if len(rest) == 1 and not view.nodes[rest[0]].below:
             shown, rest = shown + rest, []
-        found = [(index, view.nodes[index], ()) for index in shown]
-        lines = [*found, *([(-1, None, tuple(view.nodes[index] for index in rest))] if rest else [])]
+        lines: list[tuple[int, NodeView | None, tuple[NodeView, ...]]]
+        lines = [(index, view.nodes[index], ()) for index in shown]
+        lines += [(-1, None, tuple(view.nodes[index] for index in rest))] if rest else []
         start, row = (view.nodes[above].end, len(rows) - 1) if above >= 0 else (0, -1)
         depth += above >= 0 and len(lines) > 1
         for place, (index, node, left_out) in reversed(list(enumerate(lines))):

@@ -438,6 +438,7 @@ class Reason(StrEnum):
     LAST_TOKEN = "last_token"  # stored; evaluated again for its logits
 
 
+#: Another name of Reason.
 ShortReason = Reason
 
 

@@ -538,7 +538,7 @@ class Session(Progress):
             self._layout.own(self.caches, was_empty=self._was_empty and start == 0, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
-        if self._core.said.has_more(self._known, self._live.right_tokens):
+        if self._core.draft_index.has_more(self._known, self._live.right_tokens):
             with self._core.lock:
                 self._say(self._known.keys()[: self._live.right_tokens], is_growing=True)
         return logits
@@ -680,7 +680,7 @@ class Session(Progress):
 
     def _say(self, keys: Keys, *, is_growing: bool = False) -> None:
         matched = min(self.matched_tokens, len(self.prompt))
-        self._core.said.add(self._known, keys, matched, self.namespace, is_growing=is_growing)
+        self._core.draft_index.add(self._known, keys, matched, self.namespace, is_growing=is_growing)
 
     def _hold_last_pass(self, start: int, held: list[Any]) -> None:
         with self._core.lock:

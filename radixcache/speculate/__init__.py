@@ -1,1 +1,1 @@
-"""Drafting: propose what was said before, and decide how many tokens to check in one pass. Never MLX."""
+"""Drafting: propose earlier tokens again, and decide how many tokens to check in one pass. Never MLX."""

@@ -6,15 +6,15 @@ tokens, and lets DraftPace say how many of these are worth checking:
     drafting = Drafting([TreeSource(index, namespace), PromptSource(prompt)], pace)
     proposal = drafting.propose(limit)          # at most `limit` tokens, or None
     ...                                         # one forward pass over the last token and the proposed ones
-    drafting.said(tokens, accepted)             # what the pass yielded: the accepted ones and one more
+    drafting.advance(tokens, accepted)          # what the pass yielded: the accepted ones and one more
 
-For replies that decode together, DecodeLoop asks each for its `candidate`, DraftPace for all counts at once, and lets
-each `choose`.
+For replies that decode together, DecodeLoop asks each Drafting for a `candidate`, asks DraftPace once for all counts,
+and calls `choose` of each Drafting.
 
-Looking for drafts takes time, too. Behind `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
-replies, looks take at most `LOOK_SHARE` of the time of passes, as measured: with a slow model there is one at each
-token, with a tiny one at few, and some short replies have none. Behind a look that found something comes another one,
-for what is found is proposed behind the next token.
+A look for drafts takes time. After `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
+replies, looks may take `LOOK_SHARE` of the measured time of passes. With a slow model that is a look at each token.
+With a tiny model it is a look at few tokens, and some short replies get none. A look that finds something is followed
+by another one at the next token, because a draft is proposed behind the next token.
 
 Invariants, asserted by `check`:
 
@@ -38,9 +38,9 @@ from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftP
 from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 from radixcache.tokens import token_ids
 
-#: The chance of each token that is predicted, as long as the reply has followed the prediction.
+#: The chance of each predicted token while the reply follows the prediction.
 FOLLOWS = 0.8
-#: Behind so many tokens or looks without a draft, looks are rare: a row waits until it has paid for one.
+#: After so many tokens or looks without a draft, looks are rare.
 IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
@@ -48,7 +48,7 @@ MOST_STRIDE = 32
 FED_TOKENS = 256
 #: Tokens that are indexed at a time, in about 2 ms: by a look of a source, or by a pass for TreeSource.
 LOOK_TOKENS = 2048
-#: Tokens of a prediction that are used, for each token that the reply may have: a reply may leave out half of it.
+#: Tokens of a prediction that are used for each token that the reply may have: a reply may leave out half of it.
 MOST_PREDICTED = 2
 #: Characters of a predicted text that are tokenized at a time.
 PIECE_CHARACTERS = 1 << 16
@@ -67,7 +67,7 @@ class Source(Protocol):
 
 
 class TreeSource:
-    """What was said before in the namespace, as far as it is in the index; Core.tree_source() makes one."""
+    """What the index has of the namespace; DraftIndex.source() makes one."""
 
     name = "tree"
 
@@ -87,7 +87,7 @@ class TreeSource:
 class PromptSource:
     """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go.
 
-    Each look indexes `LOOK_TOKENS` of the prompt, until all are: no token waits for the whole of a long prompt.
+    Each look indexes `LOOK_TOKENS` of the prompt, so no token waits for the whole of a long prompt.
     """
 
     name = "prompt"
@@ -112,8 +112,8 @@ class PromptSource:
 class PredictionSource:
     """The reply that a client expects (OpenAI's `prediction`).
 
-    The reply is followed in it from the start. Where the reply departs, it is found again by its last tokens. Each look
-    indexes `LOOK_TOKENS` of the prediction, until all are: a short reply does not wait for the whole of a long one.
+    The reply is compared with it from the start. Once they differ, the last tokens of the reply are looked up in an
+    index of the prediction. Each look indexes `LOOK_TOKENS` of it, so a short reply never waits for a long prediction.
     """
 
     name = "prediction"
@@ -138,7 +138,7 @@ class PredictionSource:
 
 
 def predicted_tokens(text: str, tokenizer: Any, most_tokens: int | None) -> list[int]:
-    """The first tokens of a predicted text; None: all. Of what lies behind them, at most a piece is tokenized.
+    """Return the first tokens of a predicted text; None: all. At most one piece more than needed is tokenized.
 
     Where two pieces meet, a token may differ from those of the whole text.
     """
@@ -179,7 +179,7 @@ class Drafting:
     Args:
         sources: asked in this order; of equal proposals the first wins.
         pace: says how many tokens to propose.
-        known: the prompt's last tokens, or all of it; the reply is added by `said`.
+        known: the prompt's last tokens, or all of it; `advance` adds the reply.
 
     Attributes:
         drafted: counts by source.
@@ -192,7 +192,7 @@ class Drafting:
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
         self._proposal = NOTHING
         self._unread: list[int] = []  # of the reply, not given to the sources yet
-        self._idle_tokens = 0  # said since the last draft
+        self._idle_tokens = 0  # of the reply since the last draft
         self._look_at = 0  # how many of these come before the next look
         self._has_found = False  # whether the last look found something, and the one before did not
 
@@ -217,8 +217,8 @@ class Drafting:
         began_s = perf_counter()
         self._catch_up()
         for source in self._sources:
-            if (found := source.propose(self._tail, limit)).tokens:
-                proposal = self.pace.corrected(found)
+            if (proposal := source.propose(self._tail, limit)).tokens:
+                proposal = self.pace.corrected(proposal)
                 if (expected := proposal.expected()) > most:
                     best, most = proposal, expected
         self.pace.idle_looks += 1
@@ -246,7 +246,7 @@ class Drafting:
         """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
         return min(math.ceil(rows * self.pace.usual_look_s / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
-    def said(self, tokens: Sequence[int], accepted: int = 0) -> None:
+    def advance(self, tokens: Sequence[int], accepted: int = 0) -> None:
         """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
         proposal, self._proposal = self._proposal, NOTHING
         if not proposal.tokens:
@@ -261,7 +261,7 @@ class Drafting:
         self._unread += tokens
 
     def _catch_up(self) -> None:
-        """Give the sources what was said since the last look."""
+        """Give the sources the tokens of the reply since the last look."""
         if fresh := self._unread:
             self._unread, self._tail = [], [*self._tail, *fresh][-TAIL_TOKENS:]
             for source in self._sources:
@@ -277,7 +277,7 @@ class Drafting:
 
 def drafting_of(
     prompt: Any,
-    said: Callable[[], Source],
+    tree_source: Callable[[], Source],
     pace: DraftPace,
     settings: Settings,
     speculate: str | None,
@@ -295,7 +295,7 @@ def drafting_of(
     if prediction is not None and np.asarray(prediction, dtype=object).size:
         sources.append(PredictionSource(token_ids(prediction, settings.vocab_size, "prediction")[:most]))
     if speculate == "tree":
-        sources.append(said())
+        sources.append(tree_source())
     if speculate is not None:
         sources.append(PromptSource(prompt))
     return Drafting(sources, pace, prompt)

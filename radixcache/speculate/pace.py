@@ -37,12 +37,12 @@ MOST_TIMES = 3.0
 HOPED_SHARE = 0.02
 #: What is hoped for counts as so many measurements. A measurement counts KEPT as much when the next one comes, and half
 #: as much after so many passes. A plain pass is measured at least once in so many passes.
-TRIES, KEPT, STALE_PASSES = 0.2, 0.98, 256
+TRIES, KEPT, STALE_PASSES = 0.5, 0.98, 256
 #: A proposal ends where the chance that all of it is accepted is below this.
 LEAST_CHANCE = 0.05
 #: Drafting must save at least this share of the time: it has work of its own.
 LEAST_GAIN = 0.02
-#: A source's own estimate counts as much as so many checked tokens. Those of one kind are halved at MOST_CHECKED.
+#: A source's own estimate counts as much as PRIOR checked tokens. The counts of a kind are halved at MOST_CHECKED.
 PRIOR, MOST_CHECKED = 8.0, 512.0
 #: Kinds of proposed tokens: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1

@@ -169,30 +169,30 @@ class SuffixIndex:
             return NOTHING
         # Mostly nothing is known, and the shortest suffix says so.
         last = tail[-LENGTHS[-1] :]
-        found, is_all = self._found(-1, _hash_of(last, number), array("i", last).tobytes(), number, 1, most=1)
-        if is_all and not found:
+        followers, is_all = self._followers(-1, _hash_of(last, number), array("i", last).tobytes(), number, 1, most=1)
+        if is_all and not followers:
             return NOTHING
         last = list(tail[-TAIL_TOKENS:])
         raw_tail = array("i", last).tobytes()
         for index, (length, each) in enumerate(zip(LENGTHS, _hashes_of(last, number), strict=True)):
             if length <= known:
-                found, _ = self._found(index, each, raw_tail[-4 * length :], number, limit)
-                if found:
-                    return _voted(found, length)
+                followers, _ = self._followers(index, each, raw_tail[-4 * length :], number, limit)
+                if followers:
+                    return _vote_on(followers, length)
         return NOTHING
 
     def has(self, tokens: Any, namespace: str = "") -> bool:
-        """Whether the last token id that stands behind `TAIL_TOKENS` others was said before behind the same ones."""
+        """Whether the last token id behind `TAIL_TOKENS` others is known behind the same ones."""
         keys, number = np.asarray(tokens), self._numbers.get(namespace)
         ends = [end for start, end in self._stretches(keys) if end - start > TAIL_TOKENS]
         if number is None or not ends:
             return False
         last = keys[ends[-1] - TAIL_TOKENS - 1 : ends[-1]].tolist()
-        found, _ = self._found(0, _hash_of(last[:-1], number), array("i", last[:-1]).tobytes(), number, 1)
-        return [last[-1]] in found
+        followers, _ = self._followers(0, _hash_of(last[:-1], number), array("i", last[:-1]).tobytes(), number, 1)
+        return [last[-1]] in followers
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget all, or what one namespace said."""
+        """Forget all, or the tokens of one namespace."""
         if namespace is None:
             self._make()
             return
@@ -311,7 +311,7 @@ class SuffixIndex:
 
     # Looking up
 
-    def _found(
+    def _followers(
         self, index: int, bucket_hash: int, wanted: bytes, number: int, limit: int, most: int = MOST_VOTES
     ) -> tuple[list[list[int]], bool]:
         """What followed the latest `most` positions behind these tokens in this namespace, the latest first.
@@ -322,25 +322,25 @@ class SuffixIndex:
         starts, owners = self._starts, self._owners
         capacity, nbytes = self.capacity, len(wanted)
         slot = self._head_views[index][bucket_hash * self._buckets >> 32]
-        found: list[list[int]] = []
+        followers: list[list[int]] = []
         age = -1
         last = self._end - 1
         for _ in range(MOST_STEPS):
             slot -= 1
             older = (last - slot) % capacity
             if slot < 0 or older <= age:
-                return found, True
+                return followers, True
             age, end_byte = older, 4 * slot
             if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
                 position = last - age
                 after = bisect_right(starts, position)  # the run behind the position's own
                 if owners[after - 1] == number:
                     left = (starts[after] if after < len(starts) else last + 1) - position
-                    found.append(view[slot : slot + (limit if limit < left else left)].tolist())
-                    if len(found) == most:
+                    followers.append(view[slot : slot + (limit if limit < left else left)].tolist())
+                    if len(followers) == most:
                         break
             slot = links[slot]
-        return found, False
+        return followers, False
 
     def _span(self, run: int) -> tuple[int, int]:
         """Where a run starts and ends, without what was overwritten."""
@@ -370,29 +370,29 @@ def _hashes_of(tail: list[int], number: int) -> list[int]:
     return [(each * _SPREAD & _MASK) >> 32 for each in reversed(sums)]
 
 
-def _voted(found: list[list[int]], suffix: int) -> Proposal:
+def _vote_on(followers: list[list[int]], suffix: int) -> Proposal:
     """What most of those that agree so far say next, the latest if two have as many votes."""
     tokens: list[int] = []
     kinds: list[int] = []
     whole = 1.0  # the chance that all tokens so far are accepted, but for those that all votes gave
-    while found and whole > LEAST_CHANCE:
-        done, votes = len(tokens), len(found)
-        for column in islice(zip(*found, strict=False), done, None):
+    while followers and whole > LEAST_CHANCE:
+        done, votes = len(tokens), len(followers)
+        for column in islice(zip(*followers, strict=False), done, None):
             if column.count(column[0]) < votes:
                 break
             tokens.append(column[0])
         kinds += _AGREED[votes][suffix + done : suffix + len(tokens)]
         # Here votes part, or the shortest run ends.
         index = len(tokens)
-        found = [each for each in found if len(each) > index]
-        if len(found) == votes:
-            heads = [each[index] for each in found]
+        followers = [each for each in followers if len(each) > index]
+        if len(followers) == votes:
+            heads = [each[index] for each in followers]
             token = max(heads, key=heads.count)
             kind = _kind(heads.count(token), votes, suffix + index)
             tokens.append(token)
             kinds.append(kind)
             whole *= _CHANCES[kind]
-            found = [each for each in found if each[index] == token]
+            followers = [each for each in followers if each[index] == token]
     return Proposal(tuple(tokens), tuple([_CHANCES[kind] for kind in kinds]), "tree", suffix, tuple(kinds))
 
 

@@ -234,18 +234,18 @@ class History:
     def lost_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
         """The evicted parts of a prompt that follow the `stored` keys in the tree, in order and without a gap."""
         # The newest first, as tokens nearer to the root go later. A piece may fit only behind another.
-        mine = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
-        found: list[Loss] = []
-        while parts := _next_parts(mine, keys, stored):
-            found += parts
+        pieces = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
+        losses: list[Loss] = []
+        while parts := _next_parts(pieces, keys, stored):
+            losses += parts
             stored = parts[-1].end
-            mine = [piece for piece in mine if piece.end > stored]
-        return found
+            pieces = [piece for piece in pieces if piece.end > stored]
+        return losses
 
     def lost_checkpoint(self, keys: Keys, namespace: str, start: int, end: int) -> Loss | None:
         """The deepest evicted checkpoint in (start, end] of a prompt's path, if any is known."""
-        found = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
-        for piece in sorted(found, key=lambda piece: -piece.end):
+        pieces = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
+        for piece in sorted(pieces, key=lambda piece: -piece.end):
             end = piece.end
             # A few places rule out most pieces.
             is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))

@@ -128,13 +128,13 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of `PACKAGES`; a package that is not installed is `source`."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "source"
-    return found
+            by_package[package] = "source"
+    return by_package
 
 
 def about(context: typer.Context) -> dict[str, Any]:

@@ -400,7 +400,7 @@ class Engine:
         if token is not None:
             self._deliver(reply, token)
             if reply.drafting is not None:
-                reply.drafting.said(reply.said[-1:])
+                reply.drafting.advance(reply.said[-1:])
         if reply.failure is not None and reply in self._queue.running:
             self.fail(reply, reply.failure)
 

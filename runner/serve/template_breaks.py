@@ -94,8 +94,8 @@ def _drops_behind_reasoning(tokenizer: Any, template_args: Mapping[str, Any]) ->
     template = ChatTemplate(tokenizer, None, dict(template_args))
 
     def prompt(*later: dict[str, Any]) -> list[int]:
-        found: list[int] = RenderedChat(template, [_USER, *later], "reply").tokens.tolist()
-        return found
+        tokens: list[int] = RenderedChat(template, [_USER, *later], "reply").tokens.tolist()
+        return tokens
 
     def shared(content: str, turn: Mapping[str, Any], after: dict[str, Any]) -> int:
         return common_rendering(written, prompt({**turn, "content": content}, after))

@@ -66,15 +66,15 @@ def _volatile_spans(text: str) -> list[tuple[int, int]]:
 
     Blank lines behind a part go with it if others stand before it, so the rest does not tell how many parts there were.
     """
-    lines, found = f"\n{text}", []  # each line has a line break before it, and each offset is one more
+    lines, parts = f"\n{text}", []  # each line has a line break before it, and each offset is one more
     for first, last in _VOLATILE:
         start = lines.find(f"\n{first}")
         at = lines.find(f"\n{last}", start) if last else len(lines)
         if start >= 0 and at >= 0:
             end = lines.find("\n", at + 1)
-            found.append((start, end if end >= 0 else len(text)))
+            parts.append((start, end if end >= 0 else len(text)))
     spans: list[tuple[int, int]] = []
-    for start, end in sorted(found):
+    for start, end in sorted(parts):
         if spans and start <= spans[-1][1]:
             start, end = spans[-1][0], max(end, spans.pop()[1])
         if text.endswith("\n\n", 0, start):

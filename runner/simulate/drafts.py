@@ -135,7 +135,7 @@ class DraftCount:
 
 def passes_of(reply: Sequence[int], drafting: Drafting) -> int:
     """Return the forward passes that the tokens of a reply behind the first take."""
-    drafting.said(reply[:1])
+    drafting.advance(reply[:1])
     at, passes = min(1, len(reply)), 0
     while at < len(reply):
         proposal = drafting.propose()
@@ -143,7 +143,7 @@ def passes_of(reply: Sequence[int], drafting: Drafting) -> int:
         pairs = zip(proposed, reply[at:], strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         said = reply[at : at + accepted + 1]
-        drafting.said(said, accepted)
+        drafting.advance(said, accepted)
         at, passes = at + len(said), passes + 1
     return passes
 

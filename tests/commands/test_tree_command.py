@@ -130,19 +130,8 @@ def test_each_command_says_what_of_a_log_no_template_has_text_for(
     assert "note: left out of the prompts, as they are no text of a message: 1 image.\n" in err
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b'{"format": "radixcache-tree", "version": 9}', "a saved tree of version 9; wanted version 1."),
-        (b'{"format": "radixcache-tree", "version": 1}', "a saved tree that is damaged"),
-        (b'{"format": "radixcache-tree", "vers', "not JSON"),
-        (b"", "the file is empty"),
-    ],
-)
-def test_a_damaged_saved_tree_is_one_line(command: Command, tmp_path: Path, content: bytes, found: str) -> None:
+def test_a_damaged_saved_tree_is_one_line(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
-    path.write_bytes(content)
+    path.write_text('{"format": "radixcache-tree", "version": 9}')
     code, out, err = command("tree", path, "--model", "tiny")
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith(f"error: {path}")
-    assert found in err
+    assert (code, out, err) == (2, "", f"error: {path}: a saved tree of version 9; wanted version 1.\n")

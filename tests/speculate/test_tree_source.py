@@ -24,7 +24,7 @@ CAPACITY = 500
 
 
 def proposed(cache: PrefixCache, known: Any, namespace: str = "") -> list[int]:
-    source = inside.core(cache).said.source(namespace)
+    source = inside.core(cache).draft_index.source(namespace)
     return list(source.propose([int(each) for each in known], 4).tokens)
 
 
@@ -207,7 +207,7 @@ def test_text_beside_pictures_is_added_once() -> None:
 def test_it_outlives_the_state_and_nothing_crosses_a_namespace_until_clear() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
-    inside.core(cache).said.source()
+    inside.core(cache).draft_index.source()
     for namespace in ("", "tenant"):
         said_alone(cache, model, PROMPT, REPLY if namespace else REPLY[::-1], namespace)
     cache.reclaim(0)
@@ -226,7 +226,7 @@ def test_it_outlives_the_state_and_nothing_crosses_a_namespace_until_clear() -> 
 def test_what_was_said_with_wrong_state_is_forgotten() -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model)
-    inside.core(cache).said.source()
+    inside.core(cache).draft_index.source()
     said_alone(cache, model, PROMPT, REPLY)
     with cache.begin(PROMPT) as session:
         live, keys = inside.live(session), session.prompt.astype(np.int64)
@@ -240,7 +240,7 @@ def test_the_option_bounds_its_bytes() -> None:
     cache = PrefixCache(model, suffix_index_bytes=1 << 20)
     said_alone(cache, model, PROMPT, REPLY)
     assert (cache.stats.suffix_index_tokens, cache.stats.suffix_index_bytes) == (0, 0)
-    inside.core(cache).said.source()
+    inside.core(cache).draft_index.source()
     assert 0.9 * (1 << 20) * 34 / 39 < cache.stats.suffix_index_bytes <= 1 << 20
     assert cache.stats.suffix_index_tokens == len(PROMPT) + len(REPLY)
     with pytest.raises(ValueError, match="suffix_index_bytes is 0"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from policies import LRU
 from policies.entry import Entry
-from radixcache import Event, PrefixCache
+from radixcache import PrefixCache
 from radixcache.layers.sizes import SizedCache, SizedLayout, SizedModel
 from radixcache.sized_cache import sized_cache
 
@@ -119,24 +119,6 @@ def test_the_same_prefix_in_another_namespace_has_another_digest() -> None:
     for namespace in ("", "a", "b"):
         serve(cache, SYSTEM, namespace=namespace)
     assert len({entry.digest for entry in policy.held.values()}) == 3
-
-
-def test_under_the_cap_on_checkpoints_those_used_longest_ago_go_first() -> None:
-    gone: list[int] = []
-
-    def note(event: Event) -> None:
-        if event.kind == "evicted" and event.detail["state"] == "checkpoint":
-            gone.append(event.end)
-
-    layout = SizedLayout(1, 10)
-    cache = sized_cache(layout, budget_bytes=1 << 20, checkpoint_budget_bytes=80, on_event=note)
-    for first, lengths in ((0, (100, 140)), (1000, (110, 150))):
-        for length in lengths:
-            serve(cache, list(range(first, first + length)))  # keeps its own end and the place 16 tokens before
-    assert (cache.stats.checkpoint_bytes, gone) == (80, [])
-    for first in (2000, 3000):
-        serve(cache, list(range(first, first + 10)))
-    assert gone == [84, 100]
 
 
 def test_an_entry_that_has_gone_has_no_digest() -> None:

@@ -58,34 +58,6 @@ def test_match_finds_the_longest_stored_prefix_and_the_deepest_node_on_it(
     assert (match.node.start, match.node.end) == span
 
 
-def test_an_operation_that_makes_no_sense_is_refused_and_changes_nothing(tree: RadixTree[str]) -> None:
-    inner, leaf = tree.match(keys(1, 2, 3)).node, tree.match(keys(9, 9)).node
-    before = tree.dump(_spelled)
-    for wrong in (
-        lambda: tree.split(tree.root(), 0),
-        lambda: tree.split(leaf, 0),
-        lambda: tree.split(leaf, 2),
-        lambda: tree.split(inner, -1),
-        lambda: tree.merge(tree.root()),
-        lambda: tree.merge(inner),
-        lambda: tree.merge(leaf),
-        lambda: tree.append(leaf, keys()),
-        lambda: tree.append(inner, keys(4, 1)),
-        lambda: tree.append(tree.root(), keys(9)),
-        lambda: tree.extend(inner, keys(1)),
-        lambda: tree.extend(tree.root(), keys(1)),
-        lambda: tree.truncate(inner, 1),
-        lambda: tree.truncate(leaf, 0),
-        lambda: tree.truncate(leaf, 2),
-        lambda: tree.remove(inner),
-        lambda: tree.remove(tree.root()),
-    ):
-        with pytest.raises(AssertionError):
-            wrong()
-        assert tree.dump(_spelled) == before
-        tree.check()
-
-
 def test_dump_is_one_indented_line_a_node_and_the_same_for_the_same_operations(tree: RadixTree[str]) -> None:
     store(tree, 5, namespace="tenant")
     assert tree.dump(_spelled) == "\n".join(
