@@ -24,6 +24,7 @@ Invariants, asserted by `check`:
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from radixcache.settings import Settings, require_count
 from radixcache.speculate.pace import LOOK_SHARE, MOST_PROPOSED, NOTHING, DraftPace, Proposal
-from radixcache.speculate.suffix_index import TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
+from radixcache.speculate.suffix_index import LENGTHS, TAIL_TOKENS, TOKEN_BYTES, SuffixIndex
 from radixcache.tokens import token_ids
 
 #: The chance of each predicted token while the reply follows the prediction.
@@ -44,7 +45,7 @@ FOLLOWS = 0.8
 IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
-#: TreeSource indexes a reply in batches of so many tokens.
+#: A reply is indexed in batches of so many tokens; by PromptSource also if its last tokens come again.
 FED_TOKENS = 256
 #: Tokens that are indexed at a time, in about 2 ms: by a look of a source, or by a pass for TreeSource.
 LOOK_TOKENS = 2048
@@ -52,6 +53,8 @@ LOOK_TOKENS = 2048
 MOST_PREDICTED = 2
 #: Characters of a predicted text that are tokenized at a time.
 PIECE_CHARACTERS = 1 << 16
+#: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
+LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
 
 class Source(Protocol):
@@ -87,7 +90,8 @@ class TreeSource:
 class PromptSource:
     """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go.
 
-    Each look indexes `LOOK_TOKENS` of the prompt, so no token waits for the whole of a long prompt.
+    Each look indexes `LOOK_TOKENS` of the prompt, so no token waits for the whole of a long prompt. The reply is
+    indexed in batches of `FED_TOKENS`, or as soon as a look needs its last tokens.
     """
 
     name = "prompt"
@@ -95,18 +99,25 @@ class PromptSource:
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
         self._prompt, self._indexed_tokens = np.asarray(prompt), 0
-        self._waiting: list[int] = []  # tokens of the reply that are not indexed yet
+        #: Token ids that are not indexed yet, behind the last ones that are.
+        self._recent = bytearray(_raw(prompt[-LEAST_FOUND:]))
+        self._indexed_bytes = len(self._recent)
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
         self._indexed_tokens = _index_more(self._index, self._prompt, self._indexed_tokens)
-        if self._indexed_tokens == len(self._prompt):
-            self._index.extend(self._waiting)
-            self._waiting = []
-        proposal = self._index.propose(tail, limit)
-        return proposal._replace(source=self.name) if proposal.tokens else NOTHING
+        found = self._index.propose(tail, limit)
+        if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
+            # The last tokens stand among those that are not indexed, or a draft may go on there.
+            is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
+            if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:
+                self._index.extend(array("i", waiting))
+                del self._recent[: -LEAST_FOUND * ID_BYTES]
+                self._indexed_bytes = len(self._recent)
+                found = self._index.propose(tail, limit)
+        return found._replace(source=self.name) if found.tokens else NOTHING
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._waiting += tokens
+        self._recent += _raw(tokens)
 
 
 class PredictionSource:
@@ -273,6 +284,10 @@ class Drafting:
         for name, drafted in self.drafted.items():
             assert 0 <= drafted.accepted <= drafted.proposed, (name, drafted)
             assert drafted.passes <= drafted.proposed, (name, drafted)
+
+
+def _raw(tokens: Any) -> bytes:
+    return array("i", tokens).tobytes()
 
 
 def drafting_of(
