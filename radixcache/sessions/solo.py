@@ -127,7 +127,7 @@ class Solo:
         """Evaluate the row's next token (1,), which need not be evaluated yet; logits (1, 1, V), not evaluated."""
         (row,) = rows
         logits = row.step(self._of(model, row), tokens)
-        if not row.prompt_left:  # embeddings are large, and of no use behind the prompt
+        if self._embed is not None and not row.prompt_left:  # embeddings are large, and of no use behind the prompt
             self._embed = self._fed = self._chunks = None
         return logits
 
