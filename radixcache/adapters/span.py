@@ -1,22 +1,22 @@
-"""SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2; the adapter of KVCache as it is.
+"""SpanAdapter: span state in buffers (1, H, capacity, D) with time on axis 2. It is the adapter of KVCache.
 
-A snapshot is a row of segments, at first on a grid of SEGMENT_TOKENS, so that a cut, a join or a trim copies one
-segment:
+A snapshot is a list of segments. A new snapshot has segments on a grid of SEGMENT_TOKENS, so that a cut, a join or a
+trim copies only one segment:
 
     [700, 1600)  ->  [700, 1024) [1024, 1536) [1536, 1600)
 
-Attention that reads a snapshot in place is faster on a long segment than on many short ones: `join` makes one of them.
+Attention that reads in place is faster on one long segment than on many short ones: `join` joins all segments.
 
-A snapshot may be quantized: an array (1, H, T, D) is then three, packed codes (1, H, T, D * bits / 32), scales and
-biases (1, H, T, D / group). Groups lie inside a token, so cuts and joins are those of plain arrays, without loss.
+A snapshot may be quantized. An array (1, H, T, D) then becomes three: packed codes (1, H, T, D * bits / 32), scales and
+biases (1, H, T, D / group). Groups lie inside a token, so cuts and joins lose nothing.
 
     insert, page out    snapshot.quantized(bits)
     page in             snapshot.parts(start, end) gives plain arrays of these tokens
     read in place       snapshot.with_plain() has both forms, until the last reader leaves
 
-What was quantized, read and quantized again gets the same values, so that state may be paged in and out for ever: with
-8 bits a scale is a power of two, which the values give back exactly; with 4 bits the ends of a group are codes. MLX's
-own `quantize` moves both: in bfloat16 with 8 bits its error grew fivefold in 30 rounds.
+Values that are dequantized and quantized again do not change, so state may be paged in and out any number of times.
+With 8 bits, a scale is a power of two, which the values give back exactly. With 4 bits, the ends of a group are codes.
+MLX's own `quantize` changes both: in bfloat16 with 8 bits, its error grew fivefold in 30 rounds.
 
 Source: mlx_lm.models.cache, mlx-lm 0.32.2; the format of mx.dequantize, mode "affine", mlx 0.32.4.
 """
@@ -36,7 +36,7 @@ from radixcache.errors import SnapshotError
 
 #: Arrays (1, H, T, D) of the same tokens.
 Segment = tuple[mx.array, ...]
-#: Values that share a scale and a bias: the largest of these that divides D.
+#: How many values share a scale and a bias: the largest of these that divides D.
 GROUP_SIZES = (64, 32)
 ALL = slice(None)
 
@@ -48,16 +48,16 @@ class StoredForm(NamedTuple):
     bits: int
 
 
-#: Of each array of a layer; None: it is plain, as no group size divides D. Empty: all are plain.
+#: The form of each array of a layer. None: the array is plain, as no group size divides D. Empty: all are plain.
 Forms = tuple[StoredForm | None, ...]
 
 
 @dataclass(slots=True)
 class SpanSnapshot:
-    """The state of tokens [start, end) of one layer, in owned segments one behind the other.
+    """The state of tokens [start, end) of one layer, in consecutive segments that share no buffer.
 
-    `forms` says which arrays of the layer are quantized. `plain` has the same tokens not quantized, for readers in
-    place; None: they read `segments`.
+    `forms` says which arrays of the layer are quantized. `plain` has the same tokens unquantized, for rows that read
+    them in place; None: rows read `segments`.
     """
 
     start: int
@@ -80,7 +80,7 @@ class SpanSnapshot:
         return self.segments if self.plain is None else self.plain.segments
 
     def quantized(self, bits: int | None) -> SpanSnapshot:
-        """The same tokens with so many bits a value (None: plain), unevaluated; itself if nothing is to be done."""
+        """The same tokens with `bits` bits per value (None: plain), unevaluated; `self` if nothing changes."""
         if bits is None and not self.forms:
             return self
         if self.forms and bits not in {form.bits for form in self.forms if form is not None}:
@@ -93,13 +93,13 @@ class SpanSnapshot:
         return SpanSnapshot(self.start, self.end, segments, forms)
 
     def with_plain(self) -> SpanSnapshot:
-        """The same with both forms, unevaluated; itself if it has no other form."""
+        """The same with a plain copy if it is quantized, unevaluated; `self` if nothing changes."""
         if not self.forms or self.plain is not None:
             return self
         return SpanSnapshot(self.start, self.end, self.segments, self.forms, self.quantized(None))
 
     def without_plain(self) -> SpanSnapshot:
-        """The same in the form that it is stored in."""
+        """The snapshot without its plain copy; `self` if it has none."""
         return self if self.plain is None else SpanSnapshot(self.start, self.end, self.segments, self.forms)
 
     @property
@@ -109,7 +109,7 @@ class SpanSnapshot:
         return list(pairwise(accumulate((segment[0].shape[2] for segment in self.segments), initial=self.start)))
 
     def join(self) -> None:
-        """Make one evaluated segment of all that are read in place."""
+        """Join all segments that are read in place into one, evaluated."""
         if self.plain is not None:
             self.plain.join()
         elif len(self.segments) > 1:
@@ -136,9 +136,9 @@ class SpanSnapshot:
         return above, SpanSnapshot(at, self.end, lower, self.forms, plain[1])
 
     def merged(self, lower: SpanSnapshot) -> SpanSnapshot:
-        """Join with a snapshot that begins at `end`. Consumes both. Of two forms the result has this one's, if any.
+        """Join with a snapshot that begins at `end`. Consumes both. Plain and quantized give quantized.
 
-        SnapshotError: they do not touch, or are of different layers.
+        SnapshotError: the snapshots do not touch, or are of different layers.
         """
         if self.end != lower.start:
             raise SnapshotError(f"spans [{self.start}, {self.end}) and [{lower.start}, {lower.end}) do not touch.")
@@ -165,9 +165,9 @@ class SpanSnapshot:
         return [(first, last, _plain(segment, self.forms)) for first, last, segment in cuts] if self.forms else cuts
 
     def cuts(self, start: int, end: int) -> list[tuple[int, int, Segment]]:
-        """As `parts`, the arrays as they are stored."""
+        """As `parts`, with the arrays as they are stored."""
         found, low = [], self.start
-        for segment in self.segments:  # for each layer and node of a switch: no call but MLX's
+        for segment in self.segments:  # runs for each layer and node: call only MLX
             high = low + segment[0].shape[2]
             if start <= low and high <= end:
                 found.append((low, high, segment))
@@ -284,7 +284,7 @@ class SpanAdapter(KeysAndValues):
             self.reserve(cache, target + 1, snapshot)
             buffers = self.buffers(cache)
         for first, last, arrays in snapshot.parts(cache.offset, target):
-            place = (ALL, ALL, slice(first, last))  # half the time of an index with an ellipsis
+            place = (ALL, ALL, slice(first, last))  # twice as fast as an index with an ellipsis
             for buffer, array in zip(buffers, arrays, strict=True):
                 buffer[place] = array
         cache.offset = target
@@ -356,7 +356,7 @@ class ConcatenateKVAdapter(SpanAdapter):
 def forms_of(arrays: Sequence[tuple[int, mx.Dtype]], bits: int | None) -> Forms:
     """How the arrays of a layer are quantized, given the last dimension and the dtype of each.
 
-    Empty: not at all, as with `bits=None`, and in layers that hold codes already.
+    Empty: no array is quantized, as with `bits=None`, and in layers that hold codes already.
     """
     if bits is None or not all(mx.issubdtype(dtype, mx.floating) for _, dtype in arrays):
         return ()
@@ -388,9 +388,9 @@ def _quantized(segment: Segment, forms: Forms) -> Iterator[mx.array]:
         least = groups.min(axis=-1, keepdims=True)
         spread = mx.maximum(groups.max(axis=-1, keepdims=True) - least, 1e-30)
         if form.bits == 4:
-            scales = spread / top  # a power of two would lose up to one of the bits
+            scales = spread / top  # a power of two would lose up to one bit of the four
         else:
-            powers = (spread.view(mx.int32) & 0x7F800000).view(mx.float32)  # the largest power of two in each
+            powers = (spread.view(mx.int32) & 0x7F800000).view(mx.float32)  # round down to powers of two
             scales = powers * 2.0 ** (1 - form.bits)
         scales = scales.astype(array.dtype)
         steps = (groups - least) / mx.maximum(scales.astype(mx.float32), 1e-30)
@@ -441,7 +441,7 @@ def owned(array: mx.array) -> mx.array:
     if array.size == 0:
         return mx.zeros(array.shape, dtype=array.dtype)
     shape = array.shape
-    for axis in range(len(shape) - 2, -2, -1):  # the last one at last
+    for axis in range(len(shape) - 2, -2, -1):  # the last axis comes last
         if shape[axis] > 1:
             return mx.concatenate([*mx.split(array, [shape[axis] // 2], axis)], axis)
     # One element: a view of two is the smallest buffer that is not the parent's.

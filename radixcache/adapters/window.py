@@ -1,7 +1,7 @@
 """WindowAdapter: base of the adapters of classes that hold the last part of a sequence.
 
-The live state is compact or a ring, and loses tokens that leave the window. Stored are spans of tokens, copied out
-while the buffers have them, with gaps where no resume point needs them:
+Live buffers are compact or a ring, and lose tokens that leave the window. The tree stores ranges of tokens, which are
+copied while the buffers have them. Between these ranges are gaps that no resume point needs:
 
     tree    [0, 512)      [1200, 2000)           resumes at any offset up to 512, and from 1,712 to 2,000, with a
     live              [1500, 2012)               window of 512
@@ -41,7 +41,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
     @abstractmethod
     def place(self, cache: Any, buffers: Any, offset: int, filled: int) -> None:
-        """Set the buffers (or None twice), whose first `filled` tokens are the state at `offset`."""
+        """Set the two buffers, or two None. Their first `filled` tokens are the state at `offset`."""
 
     @abstractmethod
     def is_whole(self, cache: Any) -> bool:
@@ -63,7 +63,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return None if cache.keys is None else self.snapshot_stack([cache], start, end, [(start, end)])
 
     def snapshot_stack(self, caches: Sequence[Any], start: int, end: int, wanted: Sequence[Range]) -> WindowSnapshot:
-        """One snapshot, arrays (S, H, T, D), of the wanted tokens of S layers that stand alike."""
+        """One snapshot, arrays (S, H, T, D), of the wanted tokens of S layers at one offset."""
         found = common(wanted, self.held(caches[0]))
         return WindowSnapshot(start, end, [self._piece(caches, low, high) for low, high in found])
 
@@ -77,7 +77,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return True
 
     def restore_stack(self, caches: Sequence[Any], snapshot: WindowSnapshot, target: int) -> bool:
-        """As `restore`, from such a snapshot."""
+        """As `restore`, for several layers, from a snapshot of `snapshot_stack`."""
         parts = []
         for start, end in self.window(caches[0]).needs(target):
             for piece in snapshot.pieces:
@@ -86,7 +86,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
                     start = min(piece.end, end)
             if start < end:
                 return False
-        # Of keys and of values, of each part, the array of each layer.
+        # Nested: keys and values, then parts, then layers.
         columns = [[mx.split(array, len(caches)) for array in arrays] for arrays in zip(*parts, strict=True)]
         for layer, cache in enumerate(caches):
             if target == 0:
@@ -104,7 +104,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return self.shrink(cache)
 
     def shrink(self, cache: Any) -> list[mx.array]:
-        """As `own`, for buffers that the class made: copy them if more than a growth step is spare."""
+        """As `own`, for buffers that the class allocated: copy them if more than a growth step is spare."""
         if self.is_empty(cache) or cache.keys.shape[2] - self.filled(cache) <= cache.step:
             return []
         return self._compact(cache)
@@ -113,7 +113,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         self.place(cache, (None, None), 0, 0)
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:
-        """Drop the spare room, at most one growth step of the class, for a smaller capacity."""
+        """Drop spare room, at most one growth step of the class, if no more capacity than `offset` is wanted."""
         if cache.keys is not None and capacity_tokens <= cache.offset and self.spare_nbytes(cache):
             buffers = self._compact(cache)
             if wait:
@@ -132,7 +132,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
         return [at for low, high in needs for at in self.places(cache, low, high)]
 
     def _compact(self, cache: Any) -> list[mx.array]:
-        """Replace the buffers by owned ones without spare room; return these."""
+        """Replace the buffers by copies without spare room, and return the copies."""
         places = self._places_in_use(cache)
         found = _cut(self.buffers(cache), places)
         self.put(cache, found if len(places) > 1 else [owned(array) for array in found], cache.offset)
@@ -145,7 +145,7 @@ class WindowAdapter(KeysAndValues, PointAdapter):
 
 
 def is_windowed(adapter: Adapter) -> TypeGuard[WindowAdapter]:
-    """Whether it is the adapter of a window. A user's adapter may lack `is_window`."""
+    """Whether an adapter is of a window. A user's adapter may lack `is_window`."""
     return getattr(adapter, "is_window", False)
 
 
@@ -157,7 +157,7 @@ class RotatingKVAdapter(WindowAdapter):
         [ keep | oldest .. newest ]            `_idx` at the end: temporal order
         [ keep | newer .. newest | oldest .. ] `_idx` inside: the ring has gone round
 
-    A batched write of T tokens leaves up to max_size + T - 1 of them; the next write cuts it back.
+    After one write of T tokens, the buffer has up to max_size + T - 1 tokens. The next write cuts it back.
     """
 
     def window(self, cache: Any) -> Window:
@@ -220,7 +220,7 @@ class RotatingKVAdapter(WindowAdapter):
 class ChunkedKVAdapter(WindowAdapter):
     """ChunkedKVCache of llama4: the last `chunk_size` tokens and those that the present chunk added.
 
-    The model cuts the front before an update; `start_position` tokens are gone then, and it cannot be rewound.
+    The model cuts the front before an update. Then `start_position` tokens are gone, and the cache cannot be rewound.
     `is_trimmable` stays True after that and `trim` clips silently, so neither is used.
     """
 
@@ -247,7 +247,7 @@ class ChunkedKVAdapter(WindowAdapter):
         return int(max(cache.offset, cache.start_position + min(cache.keys.shape[2], cache.chunk_size)))
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        # A single token is written in place, and a held buffer would be copied for it. Cutting the front replaces it.
+        # A single token is written in place: holding the buffer would cause a copy. A cut makes a new buffer anyway.
         filled = cache.offset - cache.start_position
         is_replaced = tokens > 1 or cache.keys is None or filled > cache.chunk_size
         return (cache.keys, cache.values) if is_replaced else None, cache.offset, filled
@@ -259,7 +259,7 @@ class ChunkedKVAdapter(WindowAdapter):
 
 
 def _cut(buffers: Sequence[mx.array], places: Sequence[Range]) -> list[mx.array]:
-    """Of each buffer the tokens at these places, in this order; not a copy if there is one place."""
+    """The tokens of each buffer at these places, in this order. With one place, they are views."""
     indices = [(ALL, ALL, slice(low, high)) for low, high in places]
     if len(indices) == 1:
         return [buffer[indices[0]] for buffer in buffers]
@@ -267,5 +267,5 @@ def _cut(buffers: Sequence[mx.array], places: Sequence[Range]) -> list[mx.array]
 
 
 def _owned(parts: list[mx.array], axis: int = 2) -> mx.array:
-    """All these as one array that shares no buffer."""
+    """Join these parts into one array that shares no buffer."""
     return owned(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=axis)

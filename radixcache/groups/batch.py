@@ -1,37 +1,37 @@
-"""Rows in one forward pass: their caches, and the tails with what the tree does not hold of them.
+"""Batches: rows that go through forward passes together, with their caches and tails.
 
-Tails: keys and values of rows that go through forward passes together, behind the segments that they read in place.
+Tails: keys and values of the tokens that rows do not read in place.
 
-    row 0   in place: 2,000 tokens    . . x x x x     columns: tokens of a row's own, right-aligned, so that the next
+    row 0   in place: 2,000 tokens    . . x x x x     columns: the row's own tokens, right-aligned, so that the next
     row 1   in place: 2,000 tokens    . . . x x x     token of every row goes into the same column
     row 2   in place: nothing         x x x x x x
-    -                                 . . . . . .     room for a row that is still to come
+    -                                 . . . . . .     room for a row that may join later
 
-A pass evaluates equally many tokens of each row. Its columns count when it ends, so a pass that raises changes nothing.
-In a check of drafted tokens, each row has its own number of tokens, padded at the end, and keeps those that are right.
-Then rows end in different columns, and later passes write there, until `Batch.gather` aligns the rows again:
+A pass evaluates the same number of tokens of each row. New columns count only when the pass ends, so a pass that raises
+changes nothing. In a check of drafted tokens, each row has its own number of tokens, padded at the end, and keeps the
+accepted ones. Rows then end in different columns, and later passes write there, until `Batch.gather` aligns the rows:
 
-    row 0   x x x x a b .             columns: row 0 has kept two of three tokens, row 1 one of one. What is behind a
-    row 1   . . x x c . .             row's last token is overwritten by the next pass
+    row 0   x x x x a b .             columns: row 0 has kept two of three tokens, row 1 one of one. The next pass
+    row 1   . . x x c . .             overwrites what follows a row's last token
 
-Up to CASCADE_TOKENS tokens attend to segments in place. For more tokens, of one row alone, keys and values of segments
-and tail are copied side by side and released after the layer: MLX's own attention is faster and worth the copy. Where
-MLX's exponential is slow, cascade attention is always faster.
+A pass of up to CASCADE_TOKENS tokens reads segments in place. A longer pass has one row: for each layer, it copies keys
+and values of segments and tail into one array, because MLX's own attention is then faster despite the copy. Where MLX's
+exponential is slow, cascade attention is always faster.
 
 Batch: caches of rows that go through forward passes together, or of one row by itself.
 
-One row alone has mlx-lm's own windows and recurrent states, and tails of one row for keys and values. Several rows
-have mlx-lm's batched windows, recurrent states with a row for each, and tails of as many rows.
+A batch of one row has mlx-lm's own windows and recurrent states, and tails with one row. A batch of several rows has
+mlx-lm's batched windows, and recurrent states and tails with a row for each.
 
-A row joins a batch by `take_in` if there is room, which copies only the tails of this row. Otherwise `gather` makes a
-new batch, which copies all tails and states. What rows read in place is not copied.
+`take_in` adds a row to a batch that has room; of the tails, it copies only this row's. Otherwise `gather` makes a new
+batch and copies all tails and states. State that rows read in place is never copied.
 
-A check is a pass over a next token of each row and drafted ones behind it. `keep` then takes the rejected ones off:
+A check is a pass over the next token of each row and drafted tokens after it. `keep` then removes the rejected tokens:
 
-    tails       forget columns, which the next pass overwrites; nothing is copied
-    windows     a check is written into new arrays, with all that it pushes out; rejected tokens are rolled to the front
-    recurrent   have mixed all tokens of the check. A row with a rejected token goes back in front of the check, in all
-                layers, and evaluates the tokens that it keeps again in its next pass
+    tails       rejected columns no longer count, and the next pass overwrites them; nothing is copied
+    windows     a check writes new arrays, which still have the tokens it pushes out; rejected tokens roll to the front
+    recurrent   the state mixes all tokens of the check. A row with a rejected token returns to the state before the
+                check, in all layers, and evaluates its kept tokens again in its next pass
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from radixcache.adapters.span import SpanSnapshot, own_span, owned
 from radixcache.errors import UnsupportedCacheError
 from radixcache.groups.attention import Pair, Readers, cascade, handed_out, has_slow_exp
 
-#: Tails grow by so many columns.
+#: Tails grow by this many columns.
 GROWTH_COLUMNS = 64
 #: Passes of more tokens copy their segments.
 CASCADE_TOKENS = 256
@@ -68,13 +68,13 @@ class PassError(RuntimeError):
 
 
 class Columns:
-    """Where the tokens of a batch of rows are."""
+    """Where each row's tokens are: in columns of the tails, or in segments."""
 
     def __init__(self, lengths: Sequence[int], in_place: Sequence[int], capacity: int = 0, spare_rows: int = 0) -> None:
         self.lengths = list(lengths)  # columns of each row
-        self.in_place = list(in_place)  # tokens of each row that are in segments instead
-        self.stops = [max(self.lengths)] * len(self.lengths)  # the column behind the last token of each row
-        self.capacity = capacity  # columns of a buffer when it is made or grows
+        self.in_place = list(in_place)  # tokens of each row that are in segments
+        self.stops = [max(self.lengths)] * len(self.lengths)  # the column after the last token of each row
+        self.capacity = capacity  # how many columns a buffer gets when it is made or grows
         self.row_capacity = len(self.lengths) + spare_rows  # rows of a buffer; the first ones are in use
         self.current: Pass | None = None  # the forward pass that is running
 
@@ -84,7 +84,7 @@ class Columns:
 
     @property
     def end(self) -> int:
-        """Columns in use; a row has the last of them."""
+        """How many columns are in use: up to the last token of any row."""
         return max(self.stops)
 
     @property
@@ -94,12 +94,12 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Columns up to `end` that are not empty in all rows."""
+        """How many columns there are from the first token of any row to `end`."""
         return self.end - min(stop - length for stop, length in zip(self.stops, self.lengths, strict=True))
 
     @contextmanager
     def running(self, tokens: int, parts: Sequence[Part], ours: bool) -> Iterator[None]:
-        """Run a forward pass of so many tokens per row; they count if the block ends without an error."""
+        """Run a forward pass of `tokens` tokens per row in the block. They count if the block raises nothing."""
         self.current = current = Pass(self, tokens, parts, ours)
         try:
             yield
@@ -111,38 +111,38 @@ class Columns:
             self.current = None
 
     def alike(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Runs [low, high) of the rows [first, last) that end in the same column."""
+        """Split the rows [first, last) into runs [low, high) of neighbours that end in the same column."""
         if self.is_aligned:
             return [(first, last)]
         cuts = [at for at in range(first + 1, last) if self.stops[at] != self.stops[at - 1]]
         return list(pairwise([first, *cuts, last]))
 
     def move(self, counts: Sequence[int]) -> None:
-        """Add so many columns to the end of each row; below 0: take them off."""
+        """Add this many columns to the end of each row; a negative count removes columns."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.stops = [stop + count for stop, count in zip(self.stops, counts, strict=True)]
 
 
 class Pass:
-    """One forward pass: how many tokens per row, where they stand, and what they read in place."""
+    """One forward pass: how many tokens per row, their columns, and what they read in place."""
 
     def __init__(self, columns: Columns, tokens: int, parts: Sequence[Part], ours: bool) -> None:
         self.tokens = tokens
         self.parts = parts
         self.is_cascade = ours and (has_slow_exp() or (bool(parts) and tokens <= CASCADE_TOKENS))
         self.masks: list[mx.array] = []
-        self.fetched: dict[int, Pair] = {}  # by leaf the keys and values that its layer returned
-        self.unattended: set[int] = set()  # ids of keys that were handed out and not attended yet
+        self.fetched: dict[int, Pair] = {}  # for each leaf, the keys and values that it returned
+        self.unattended: set[int] = set()  # ids of returned keys that no attention has read yet
         rows, positions, width = len(columns.lengths), columns.positions, columns.width
         first = columns.end - width
-        # The same for all layers: how many rows, their columns in front of the pass, and which of them end alike.
+        # Equal in all layers: how many rows, the columns before the pass, and runs of rows that end alike.
         self.rows, self.first, self.end, self.runs = rows, first, columns.end, columns.alike(0, rows)
-        # Tokens in front of the pass: an int for one row, an int32 array (R,) for several.
+        # Tokens before the pass: an int for one row, an int32 array (R,) for several.
         self.before: Any = positions[0] if rows == 1 else mx.array(positions, dtype=mx.int32)
         starts = [stop - length - first for stop, length in zip(columns.stops, columns.lengths, strict=True)]
-        # Which columns are not in front of a row, bool (R, 1, 1, C), those of the pass included; None: all.
+        # Which columns are not left padding, bool (R, 1, 1, C), with columns of the pass; None: all.
         self.padding = mx.arange(width + tokens) >= mx.array(starts)[:, None, None, None] if any(starts) else None
-        #: The column of a row's first token in this pass, int32 (R, 1, 1, 1), counted from `first`; None: all alike.
+        #: The column of a row's first token in this pass, int32 (R, 1, 1, 1), counted from `first`; None: aligned.
         self.at = (
             None if columns.is_aligned else mx.array([stop - first for stop in columns.stops])[:, None, None, None]
         )
@@ -153,7 +153,7 @@ class Pass:
     def mask(self, offset: int, window: int | None = None) -> mx.array | None:
         """Which columns each token sees, bool (T, C) or (R, 1, T, C); None: all.
 
-        The pass is behind `offset` columns, of rows that are aligned; it sees the last `window` of them.
+        `offset`: how many columns are before the pass. A token sees itself and earlier columns, at most `window`.
         """
         if self.at is None:
             if self.tokens == 1 and window is None:
@@ -165,7 +165,7 @@ class Pass:
 
 
 class TailLayer(_BaseCache):  # type: ignore[misc]
-    """One layer of tails: keys and values (row capacity, H, capacity, D), made when written; `leaf`: of the layout."""
+    """One layer of tails: keys and values (row capacity, H, capacity, D), None until written. `leaf`: its index."""
 
     def __init__(self, columns: Columns, leaf: int, keys: Any = None, values: Any = None) -> None:
         self.columns, self.leaf = columns, leaf
@@ -175,14 +175,14 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
 
     @property
     def offset(self) -> Any:
-        """Tokens in front of the pass, and with those of the pass once they are written: an int, or int32 (R,)."""
+        """Tokens before the pass; once the pass has written its tokens, these count too. An int, or int32 (R,)."""
         current = self.columns.current
         if current is None:
             return self.columns.positions[0]
         return current.before + current.tokens if self.leaf in current.fetched else current.before
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """What each of the N tokens of a row sees of what `update_and_fetch` returns, in the form of mlx-lm."""
+        """Which keys of `update_and_fetch` each of the N tokens of a row sees: a mask in mlx-lm's form."""
         current = self._running
         if current.parts and window_size is not None:
             raise PassError("the model asks for a mask with a window; segments have none.")
@@ -192,14 +192,14 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
             return "causal"
         if window_size is not None and N == 1 and width < window_size:
             window_size = None
-        # In a pass of one row, its segments are in front of its tail.
+        # In a pass of one row, the keys of segments come before the keys of the tail.
         mask = current.mask(positions[0] if len(positions) == 1 else width, window_size)
         if mask is not None:
             current.masks.append(mask)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Write keys and values of the pass, (R, H, T, D), and return what its tokens read; in a cascade the tails."""
+        """Write keys and values (R, H, T, D). Returns those that the tokens read; in cascade attention, the tails."""
         current, columns = self._running, self.columns
         stop = current.end + keys.shape[2]
         self.keys = _with_room(self.keys, keys, columns, stop)
@@ -220,13 +220,13 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         return found
 
     def keys_and_values(self) -> Pair:
-        """What was fetched last, for layers that read what another layer wrote."""
+        """What `update_and_fetch` returned last, for layers that read keys and values of another layer."""
         return self._running.fetched[self.leaf]
 
     def attend(
         self, queries: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
     ) -> mx.array:
-        """Attention of queries to segments and tails. PassError: values or mask are the model's own."""
+        """Attention of queries to segments and tails. PassError: values or mask do not come from this layer."""
         current = self._running
         keys, own = current.fetched[self.leaf]
         if values is not own or not (mask is None or isinstance(mask, str) or any(mask is m for m in current.masks)):
@@ -261,9 +261,9 @@ class TailLayer(_BaseCache):  # type: ignore[misc]
         return tuple(array[row : row + 1, :, at, :] for array in self.state)  # type: ignore[return-value]
 
     def take_row(self, at: int, source: TailLayer, source_at: int) -> None:
-        """Copy a row of another layer to the last columns of a row here that is a hole, or new.
+        """Copy a row of another layer to the last columns of row `at` of this layer, which is a hole or new.
 
-        All other columns become 0: a NaN of an earlier row would pass through a weight of 0.
+        All other columns become 0: a NaN of an earlier row would survive an attention weight of 0.
         """
         width = source.columns.lengths[source_at]
         there, here = source.columns.stops[source_at], self.columns.end
@@ -295,7 +295,7 @@ def filled_tail(columns: Columns, leaf: int, pieces: Sequence[Pair]) -> TailLaye
 
 
 def join_tails(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int, int]]) -> TailLayer:
-    """A layer of the rows [first, last) of each of these layers."""
+    """One layer with the rows [first, last) of each of these layers."""
     blocks, row = [], 0
     for layer, first, last in runs:
         for low, high in layer.columns.alike(first, last):
@@ -308,7 +308,7 @@ def join_tails(columns: Columns, leaf: int, runs: Sequence[tuple[TailLayer, int,
 
 
 def _laid_out(columns: Columns, leaf: int, blocks: Sequence[tuple[int, int, Pair]]) -> TailLayer:
-    """A layer with keys and values from a row and a column on, for each block."""
+    """A layer with the keys and values of each block, from the block's row and column on."""
     buffers = []
     for like in blocks[0][2] if blocks else ():
         shape = columns.row_capacity, like.shape[1], max(columns.capacity, columns.end + 1), like.shape[3]
@@ -320,7 +320,7 @@ def _laid_out(columns: Columns, leaf: int, blocks: Sequence[tuple[int, int, Pair
 
 
 def _with_room(buffer: mx.array | None, new: mx.array, columns: Columns, stop: int) -> mx.array:
-    """A buffer with room up to `stop` and one more column: MLX would alias what fills a buffer."""
+    """A buffer with room up to `stop` and one more column: MLX may alias an array that fills a whole buffer."""
     if buffer is not None and stop < buffer.shape[2]:
         return buffer
     held = 0 if buffer is None else columns.end
@@ -346,21 +346,21 @@ class Batch:
 
     def __init__(self, columns: Columns, caches: Sequence[Any], rows: Sequence[Any]) -> None:
         self.columns, self.caches = columns, list(caches)
-        self.rows = list(rows)  # None in the place of a row that has left: a hole
+        self.rows = list(rows)  # None is a hole: the place of a row that has left
         self._idle_tokens = 0
 
     @classmethod
     def of_one(cls, caches: Sequence[Any], row: Any, in_place: int = 0) -> Batch:
-        """One row with so many tokens in place and no other state. UnsupportedCacheError: a layer has no batch."""
+        """A batch of one row with `in_place` tokens in segments. UnsupportedCacheError: a layer cannot be in it."""
         columns = Columns([0], [in_place])
         made = [_own(leaf, columns, index) for index, leaf in enumerate(leaves(caches))]
         return cls(columns, _with_leaves(caches, made), [row])
 
     @classmethod
     def gather(cls, places: Sequence[Place], spare: int = 0, spare_rows: int = 0) -> Batch:
-        """A batch of these rows, in this order, evaluated; batches whose rows are all here are emptied on the way.
+        """Make an evaluated batch of these rows, in this order. Empties batches that have no other rows.
 
-        The tails have `spare` more columns, one at least, and `spare_rows` more rows.
+        The tails get `spare` more columns, at least one, and `spare_rows` more rows.
         """
         lengths = [batch.columns.lengths[at] for batch, at in places]
         in_place = [batch.columns.in_place[at] for batch, at in places]
@@ -380,13 +380,13 @@ class Batch:
         return cls(columns, _with_leaves(sources[0].caches, made), rows)
 
     def take_over(self) -> None:
-        """Make this the batch of its rows."""
+        """Make this the batch of its rows, which leave holes in their former batches."""
         for at, row in enumerate(self.rows):
             row.batch.rows[row.at] = None
             row.batch, row.at = self, at
 
     def take_in(self, rows: Sequence[Any]) -> bool:
-        """Let rows join, evaluated, in holes or behind the last row; False: no room, nothing was done."""
+        """Add rows, evaluated, in holes or after the last row. False: there is no room, and nothing changed."""
         columns = self.columns
         holes = [at for at, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), columns.row_capacity)][: len(rows)]
@@ -416,10 +416,10 @@ class Batch:
         return True
 
     def goes_on(self, tokens: int) -> bool:
-        """Whether so many tokens should go into this batch, not into a new one.
+        """Whether to evaluate the next `tokens` tokens in this batch, and not in a new one.
 
-        Not if holes, or rows that are not aligned and draft nothing, have cost a step since the last row joined, or
-        tails would grow with columns that no row uses.
+        A new batch is better in two cases. Holes, or steps of unaligned rows, have cost as much as a step since the
+        last row joined. Or tails would grow although many columns are unused.
         """
         columns = self.columns
         self._idle_tokens += self.rows.count(None) * tokens + (tokens == 1 and not columns.is_aligned)
@@ -458,11 +458,11 @@ class Batch:
         is_prompt: bool = False,
         counts: Sequence[int] | None = None,
     ) -> mx.array:
-        """Run the model on ids (R, T); logits (R, T, V), not evaluated. If the model raises, rows stay as they were.
+        """Run the model on ids (R, T); logits (R, T, V), not evaluated. If the model raises, the pass is undone.
 
-        Rows read `parts` in place; with any, `ours` is set: attention may be cascade attention. `is_prompt` copies
-        wrapped windows, so that the pass can always be undone. LostStateError: it could not be. With `counts`, this is
-        a check: behind so many tokens a row has padding, and `keep` must follow.
+        Rows read `parts` in place. `ours` allows cascade attention, which `parts` need. `is_prompt` copies wrapped
+        windows, so that the pass can always be undone. With `counts` this is a check: after its count of tokens a row
+        has padding, and the caller must call `keep`. LostStateError: the pass could not be undone.
         """
         held = self.hold(ids.shape[1], is_prompt=is_prompt)
         for leaf in self.leaves if ids.shape[1] > 1 else ():
@@ -472,7 +472,7 @@ class Batch:
         recurrent = [leaf for leaf in self.leaves if padded and isinstance(leaf, ArraysCache)]
         try:
             for leaf in recurrent:
-                leaf.lengths = mx.array(padded)  # one for each: layers change it in place
+                leaf.lengths = mx.array(padded)  # not shared: layers change it in place
             with self.columns.running(ids.shape[1], parts, ours):
                 logits: mx.array = model(ids, cache=self.caches)
         except BaseException as error:
@@ -483,16 +483,16 @@ class Batch:
         return logits
 
     def keep(self, held: Held, given: Sequence[int], counts: Sequence[int]) -> list[bool]:
-        """Keep the first `counts` of the `given` tokens of each row of a check, which `held` undoes.
+        """Keep the first `counts` of the `given` tokens of each row after a check. `held`: what undoes the check.
 
-        Returns which rows are in front of the check again: recurrent state cannot forget the rejected tokens.
+        Returns for which rows the check was undone: recurrent state cannot forget rejected tokens.
         """
         tokens = self.columns.lengths[0] - held[0][0]
         blind = [isinstance(leaf, ArraysCache) and not leaf.empty() for leaf in self.leaves]
         is_back = [any(blind) and count < its for count, its in zip(counts, given, strict=True)]
         if all(back or row is None for back, row in zip(is_back, self.rows, strict=True)):
             is_undone = self._roll_back(held)
-            assert is_undone, given  # several tokens go into new arrays
+            assert is_undone, given  # a pass of several tokens writes new arrays
             return is_back
         kept = [0 if back else count for back, count in zip(is_back, counts, strict=True)]
         self.columns.move([count - tokens for count in kept])
@@ -514,8 +514,8 @@ class Batch:
     def undo(self, held: Held, error: BaseException) -> None:
         """Undo a forward pass after an error of this pass or of a later one.
 
-        If it cannot be undone, the rows say that they are lost, and so does LostStateError, unless the error is one
-        that must reach the caller as it is, such as KeyboardInterrupt.
+        If it cannot be undone, the rows are marked as lost, and LostStateError is raised. An error that is no
+        Exception, such as KeyboardInterrupt, is not replaced.
         """
         if not self._roll_back(held):
             lost = f"the model raised after it had overwritten wrapped windows: {error!r}"
@@ -531,7 +531,7 @@ class Batch:
 
     @contextmanager
     def scratch(self, first: int) -> Iterator[Batch]:
-        """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
+        """A batch of the caches from `first` on, for any number of passes. The block leaves them as they were."""
         columns = self.columns
         ahead, lengths, stops = Batch(columns, self.caches[first:], self.rows), columns.lengths, columns.stops
         with untouched([leaf for leaf in ahead.leaves if not isinstance(leaf, TailLayer)]):
@@ -541,7 +541,7 @@ class Batch:
                 columns.lengths, columns.stops = lengths, stops
 
     def with_tails(self, columns: Columns, pieces: Callable[[int], Sequence[Pair]]) -> Batch:
-        """A batch of one row with other tails: these keys and values of each leaf side by side, evaluated."""
+        """This batch of one row with new tails: the `pieces` of each leaf, joined and evaluated."""
         made = []
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, TailLayer):
@@ -551,10 +551,10 @@ class Batch:
         return Batch(columns, _with_leaves(self.caches, made), self.rows)
 
     def own_points(self) -> None:
-        """Copy arrays that may be views or have spare room, evaluated."""
+        """Replace arrays of layers without tails that may be views or have spare room by evaluated copies."""
         for leaf in self.leaves:
             if isinstance(leaf, BatchRotatingKVCache):
-                more = leaf._idx - leaf.max_size  # columns of a pass of several tokens
+                more = leaf._idx - leaf.max_size  # columns that a pass of several tokens has added
                 if more > 0:
                     leaf.keys, leaf.values = (owned(array[..., more:, :]) for array in (leaf.keys, leaf.values))
                     leaf.left_padding, leaf._idx = leaf.left_padding - more, leaf.max_size
@@ -564,7 +564,7 @@ class Batch:
                 adapter_for(leaf).reserve(leaf, 0)
 
     def specimen(self, caches: Sequence[Any]) -> list[Any]:
-        """Fresh mlx-lm caches with a token of one row in each used layer: for shapes only."""
+        """Give fresh mlx-lm caches one token of one row in each layer in use: for shapes only."""
         for cache, leaf in zip(leaves(caches), self.leaves, strict=True):
             if isinstance(leaf, ArraysCache):
                 cache.cache = [None if array is None else array[:1] for array in leaf.cache]
@@ -589,10 +589,10 @@ class Batch:
         *,
         emptying: bool,
     ) -> list[Any]:
-        """Copies of a row's tokens in the tails, a SpanSnapshot or None by leaf, evaluated.
+        """Copy a row's tokens out of the tails: for each leaf an evaluated SpanSnapshot, or None.
 
-        `bounds` are consecutive pieces; `stored` gives a copy its form. `emptying` releases each layer once it is
-        copied: at most one is held twice.
+        `bounds`: consecutive ranges of tokens. `stored` converts a copy to the form in the tree. `emptying` releases
+        each layer after its copy, so that at most one layer is held twice.
         """
         away = self.columns.in_place[at]
 
@@ -607,7 +607,7 @@ class Batch:
         return self._copies(copy_of, copying, of_tails=True, emptying=emptying)
 
     def copy_points(self, at: int, offset: int, copying: Copying, *, emptying: bool) -> list[Any]:
-        """As `copied` for the state at `offset` of recurrent layers; windows are released, but not copied."""
+        """As `copy_tails`, for the state of recurrent layers at `offset`. Windows are released, but not copied."""
 
         def copy_of(leaf: Any) -> Any:
             if not isinstance(leaf, ArraysCache):
@@ -665,7 +665,7 @@ def _runs(places: Sequence[Place]) -> list[tuple[Batch, int, int]]:
 
 
 def _join_leaves(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: int) -> Any:
-    """Rows [first, last) of each leaf, all of one kind, as one leaf."""
+    """One leaf with the rows [first, last) of each of these leaves, which are of one kind."""
     if isinstance(runs[0][0], TailLayer):
         return join_tails(columns, index, runs)
     if isinstance(runs[0][0], ArraysCache):
@@ -673,7 +673,7 @@ def _join_leaves(runs: Sequence[tuple[Any, int, int]], columns: Columns, index: 
     alone = [_alone(each, at) for each, first, last in runs for at in range(first, last)]
     if len(alone) > 1:
         return RotatingKVCache.merge(alone)
-    return copy.copy(alone[0]) if alone[0] is runs[0][0] else alone[0]  # the row's batch may be emptied
+    return copy.copy(alone[0]) if alone[0] is runs[0][0] else alone[0]  # a copy: the row's batch may be emptied
 
 
 def _alone(leaf: Any, at: int) -> Any:
@@ -705,7 +705,7 @@ def _empty(leaf: Any) -> None:
 
 
 def _mix(is_back: Sequence[bool], before: mx.array | None, after: mx.array | None) -> mx.array | None:
-    """Recurrent state of each row: in front of a check where `is_back`, else behind it."""
+    """Recurrent state of each row: from before a check where `is_back`, else from after it."""
     if before is None or after is None:
         return None
     which = mx.array([*is_back]).reshape(-1, *[1] * (after.ndim - 1))
@@ -713,7 +713,7 @@ def _mix(is_back: Sequence[bool], before: mx.array | None, after: mx.array | Non
 
 
 def _put_back_one(leaf: Any, undo: Callable[[], bool]) -> None:
-    """Give a window the last token that a check pushed out: in front of the check, the window ends with it."""
+    """Put the last token that a check pushed out back into a window: before the check, it was the oldest token."""
     checked = dict(vars(leaf))
     undo()
     leaf._temporal_order()
@@ -726,7 +726,7 @@ def _put_back_one(leaf: Any, undo: Callable[[], bool]) -> None:
 
 
 def _roll(leaf: Any, surplus: Sequence[int]) -> None:
-    """Take the last tokens of a check off the rows of a window, which still has all that the check pushed out."""
+    """Remove each row's last `surplus` tokens from a window, which still has all tokens that the check pushed out."""
     if not any(surplus):
         return
     if isinstance(leaf, RotatingKVCache):
@@ -735,17 +735,17 @@ def _roll(leaf: Any, surplus: Sequence[int]) -> None:
         return
     by = mx.array([*surplus])
     leaf.keys, leaf.values = (dynamic_roll(array, by[:, None], axis=2) for array in (leaf.keys, leaf.values))
-    # Below 0 it counts tokens that are gone; the rolled ones are hidden from the first column on.
+    # A negative padding counts tokens that are gone. Rolled tokens are in the first columns: padding hides them.
     leaf.left_padding, leaf.offset = mx.maximum(leaf.left_padding, 0) + by, leaf.offset - by
 
 
 def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
-    """A function that undoes a forward pass of so many tokens, and returns whether it could."""
+    """Make a function that undoes the next pass, of `tokens` tokens, and returns whether it could."""
     if isinstance(leaf, TailLayer):
         return lambda: True
     if isinstance(leaf, BatchRotatingKVCache):
         keys, values, *changing = leaf.state
-        if tokens == 1 and keys is not None:  # it is written in place; several go into new arrays
+        if tokens == 1 and keys is not None:  # one token is written in place, several into new arrays
             if is_prompt:
                 keys, values = mx.array(keys), mx.array(values)
             elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites a token of the window

@@ -1,18 +1,18 @@
-"""Group: many requests at a time on one PrefixCache, a row each, which decode together straight from the tree.
+"""Group: requests on one PrefixCache that decode together, one row each. Rows read their prefixes from the tree.
 
-    admit           a row stands on the path of the tree that has its prompt; no tokens are copied
-    prefill_many    rows evaluate their next prompt tokens, a chunk at a time; several share a pass if that is faster
-    step            rows evaluate one token each, in one pass if the model can: see passes.py
-    draft           a draft model says what may follow the next token of each row
-    check_drafts    rows evaluate drafted tokens behind the next one, and keep as many as the caller accepts
-    close           copy into the tree what rows evaluated and the tree lacks: see sharing.py
+    admit           open a row on the tree's path with its prefix; copies no tokens
+    prefill_many    evaluate the next prompt tokens of rows, chunk by chunk; rows share a pass if that is faster
+    step            evaluate one token of each row, in one pass if the model can: see passes.py
+    draft           let a draft model propose tokens after the next token of each row
+    check_drafts    evaluate the next token and drafted tokens of each row; keep as many as the caller accepts
+    close           copy evaluated tokens that the tree lacks into the tree: see sharing.py
 
 Invariants, asserted by `check`:
 
-  G1  An open row has a place in one batch, and has evaluated only tokens that are known.
-  G2  Each token of a row is read in place or is in its tails, once.
-  G3  The nodes of a row's path count it as a reader.
-  G4  Between calls, the cache has booked `nbytes` and the rows' checkpoints for the group.
+  G1  An open row is in exactly one batch. All its evaluated tokens are known: from the prompt, or given by the caller.
+  G2  Each token of a row is held once: in a span that the row reads in place, or in the row's tail.
+  G3  Each node on a row's path counts the row as a reader.
+  G4  Between calls, the cache's ledger has booked the group's `nbytes` and the rows' checkpoints.
 
 Not thread-safe: a group belongs to one thread at a time. It takes the cache's lock to touch the tree or the budget;
 forward passes run without it.
@@ -50,16 +50,16 @@ from radixcache.paging.resume import PrefixRequest
 from radixcache.settings import require_count
 from radixcache.tokens import Keys, TokenIds, checked_prompt, common_length, require_namespace, token_ids
 
-#: A pass makes logits of all its tokens (R, T, V). Beyond this many, the last token goes through a pass of its own.
+#: A pass computes logits (R, T, V) for all its tokens. Beyond this many tokens, the last one has its own pass.
 LOGITS_TOKENS = 32
-#: Rows with longer tails are prefilled alone: a copy costs more than it saves.
+#: Rows with longer tails are prefilled alone: copying the tail into a shared batch costs more than it saves.
 TOGETHER_COLUMNS = 2048
 #: The first pass of a cache has this many tokens, to learn how many bytes a token takes.
 FIRST_TOKENS = 64
 
 
 class RowProgress:
-    """What the rows of one group evaluate: placed before their first pass, then their prompts, steps and checks.
+    """Evaluates the rows of one group: places them before their first pass, then runs prompts, steps and checks.
 
     `is_lost`: the rows' state was lost, because an evaluation failed.
     """
@@ -71,10 +71,10 @@ class RowProgress:
         self.is_lost = False
 
     def start(self, model: Any, rows: Sequence[Row], *, is_prefill: bool = False) -> None:
-        """Place rows before their first pass, and verify what they resumed on.
+        """Place rows before their first pass, and verify the state that they resumed on. Wrong rows restart at 0.
 
-        `is_prefill`: first move them behind what other rows have of their prompts now, and let a row that begins again
-        go on from 0. Where the caller has given a token or a range, these are of the row's position: it catches up.
+        `is_prefill`: first move new rows to the longest prefix that other rows have computed; restarted rows stay at 0.
+        Otherwise the caller's token or range belongs at the old position: restarted rows evaluate up to there.
         """
         self._core.settings.require_model(model)
         fresh = [row for row in rows if row.is_fresh]
@@ -90,21 +90,21 @@ class RowProgress:
             self.checks.compare_restored(model, row)
         for row in fresh:
             with self._lock:
-                self._leave_wrong_state(row)  # the check of another one of these has found it
+                self._leave_wrong_state(row)  # the check of another row may have found it wrong
         if not is_prefill:
             self.catch_up(model, rows)
         for row in rows:
             row.due = 0
 
     def _leave_wrong_state(self, row: Row) -> None:
-        """Let a row that has evaluated nothing begin again if what it stands on was found wrong. The lock is held."""
+        """Restart a new row at 0 if the state that it resumed on was found wrong. The lock is held."""
         if row.right_tokens is not None:
             self._core.count_more_hits(-row.position)
             self._room.start_over(row)
             self._room.book()
 
     def catch_up(self, model: Any, rows: Sequence[Row]) -> None:
-        """Evaluate again what the caller has seen evaluated of rows that began again at 0."""
+        """Evaluate the prompts of restarted rows again, up to the positions that the caller has seen."""
         for row in rows:
             if row.position < row.due:
                 for _ in self._prefill_to(model, {row: row.due}):
@@ -113,7 +113,7 @@ class RowProgress:
     def prefill(
         self, model: Any, rows: Sequence[Row], wanted: int | None, *, leaves_last: bool
     ) -> Iterator[tuple[Row, mx.array]]:
-        """As Group.prefill_many; `wanted` tokens of each row, None: all that are left."""
+        """As Group.prefill_many. `wanted`: how many tokens of each row; None: all that are left."""
         self.start(model, rows, is_prefill=True)
         ends = {}
         for row in rows:
@@ -129,7 +129,7 @@ class RowProgress:
         yield from self._prefill_and_compare(model, ends)
 
     def _prefill_and_compare(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
-        """As `_prefill_to`. After a mismatch, a row gives the cold logits, and its prompt is evaluated again."""
+        """As `_prefill_to`. After a mismatch, evaluate the row's prompt again and yield the logits of the cold run."""
         for row, logits in self._prefill_to(model, ends):
             cold = self.checks.compare_last(row, logits, row.position - 1)
             self.checks.begin_again([row])
@@ -139,10 +139,10 @@ class RowProgress:
             yield row, logits
 
     def _prefill_to(self, model: Any, ends: Mapping[Row, int]) -> Iterator[tuple[Row, mx.array]]:
-        """Evaluate the prompts of some rows up to their ends; yields rows that are through, with logits."""
+        """Evaluate each row's prompt up to its end in `ends`. Yields each row with no prompt left, with its logits."""
         while left := [row for row, end in ends.items() if row.position < end and not row.is_closed]:
             counts = {row: self._cut(row, ends[row], len(left)) - row.position for row in left}
-            # The row with the most left goes first: so rows come together at the end of their prompts.
+            # The row with the most tokens left goes first. So all rows end at the same time, and share passes.
             first = max(left, key=lambda row: ends[row] - row.position)
             count = counts[first]
             rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
@@ -152,14 +152,14 @@ class RowProgress:
                 rows = [first]
                 logits = self._run_prompts(model, rows, count)
             assert logits is not None
-            self._layout.release()  # or a checkpoint would take the chunk's larger buffers
+            self._layout.release()  # else MLX puts a checkpoint in a larger freed buffer
             if self._layout.has_states:
                 for row in rows:
                     self._take_checkpoints(row, count)
             yield from ((row, logits[at : at + 1]) for at, row in enumerate(rows) if not row.prompt_left)
 
     def _cut(self, row: Row, end: int, rows: int) -> int:
-        """Where the next pass of a row ends, on its way to `end` together with so many rows."""
+        """Where the next pass of a row ends, if its prefill ends at `end`. `rows`: how many rows still prefill."""
         cuts = {end, *self._stops(row)} | ({end - 1} if self._parts_with_last(row, end, rows) else set())
         return min(at for at in cuts if at > row.position)
 
@@ -172,7 +172,7 @@ class RowProgress:
         return row.stops if self._layout.has_states else ()  # windows are copied after the pass
 
     def _begin_alike(self, rows: Sequence[Row]) -> bool:
-        """Whether rows may share a pass: recurrent layers begin a text in another way than they go on with one."""
+        """Whether rows may share a pass. With recurrent layers, a row at offset 0 shares none with a row beyond."""
         return not self._layout.has_states or len({row.position > 0 for row in rows}) == 1
 
     def _can_join(self, model: Any, row: Row, count: int) -> bool:
@@ -180,7 +180,7 @@ class RowProgress:
         return is_short and self.way(model).is_wide
 
     def _run_prompts(self, model: Any, rows: Sequence[Row], count: int) -> mx.array | None:
-        """Evaluate so many prompt tokens of each row; logits (R, 1, V); None: there is no room for them together."""
+        """Evaluate `count` prompt tokens of each row; logits (R, 1, V). None: the rows do not fit in one batch."""
         ids = mx.array(np.stack([row.next_ids(count) for row in rows]))
         start = rows[0].position
         with nullcontext() if len(rows) > 1 else self._core.timing_prefill(start, start + count):
@@ -188,7 +188,7 @@ class RowProgress:
             if found is None:
                 return None
             logits, batch = owned(found[:, -1:]), rows[0].batch
-            # With the logits: unevaluated, they would hold the buffers, and the next write would copy these.
+            # Together with the logits: unevaluated logits hold the old buffers, and the next write would copy these.
             pending = [*batch.arrays, *([] if all(row.prompt_left for row in rows) else [logits])]
             self.run(lambda: mx.eval(pending), makes_state=True)
             with self._lock:
@@ -209,7 +209,7 @@ class RowProgress:
             self._take_checkpoints(row, count)
 
     def _take_checkpoints(self, row: Row, count: int) -> None:
-        """Copy and book the point state of a row at the stops of its last tokens, as far as the budget allows."""
+        """Take a checkpoint at each stop among a row's last `count` tokens, if the budget has room."""
         with self._lock:
             for at, kind in row.stops.items():
                 is_here = row.position - count < at <= row.position
@@ -247,7 +247,7 @@ class RowProgress:
         return logits
 
     def check(self, model: Any, rows: Sequence[Row], given: Sequence[TokenIds], accept: Accept) -> list[int]:
-        """As `check_drafts`, also for rows that have not begun, or have more of their prompt left."""
+        """As Group.check_drafts, but rows may be new, or have more prompt tokens left."""
         owed = [row.owed_tokens for row in rows]
         ids = [np.append(row.next_ids(count), its) for row, count, its in zip(rows, owed, given, strict=True)]
         longest = max(map(len, ids))
@@ -309,7 +309,7 @@ class RowProgress:
             self._room.book()
 
     def compare_ends(self, rows: Sequence[Row]) -> None:
-        """Verify what rows evaluated that are about to be closed."""
+        """Verify what rows have evaluated, before they are closed."""
         if self.checks.has_any(rows) and not (self.is_lost or self._lock.is_foreign):
             self.evaluate(rows)
             self.checks.compare_ends(() if self.is_lost else rows)
@@ -325,7 +325,7 @@ class RowProgress:
         self._passes.settle()
 
     def _say(self, rows: Sequence[Row]) -> None:
-        """Let the suffix index have what rows said, now and then."""
+        """Add each row's new tokens to the suffix index, once there are enough of them."""
         core = self._core
         for row in rows:
             if core.draft_index.has_more(row.known, row.clean_tokens):
@@ -336,19 +336,19 @@ class RowProgress:
 
     def way(self, model: Any) -> WayTrial:
         own = self._core.settings.model
-        tried = model if own is None or isinstance(model, nn.Module) else own  # not a callable around it
+        tried = model if own is None or isinstance(model, nn.Module) else own  # a function may wrap the model
         if self._tried is None or self._tried[0] is not tried:
             self._tried = tried, way_of(tried, self._layout.fresh)
         return self._tried[1]
 
     def run(self, call: Callable[[], Any], *, makes_state: bool = False) -> Any:
-        """Run what touches the rows' state. A failed evaluation loses it, and any error of what makes new state."""
+        """Run `call` on the rows' state. A failed evaluation loses the state; with `makes_state`, any Exception."""
         try:
             return call()
         except BaseException as error:
             if is_evaluation_failure(error) or (makes_state and isinstance(error, Exception)):
                 self.is_lost = True
-            self._room.measure()  # room may have been asked for and not taken
+            self._room.measure()  # bytes may be booked for buffers that were not made
             raise
 
 
@@ -356,7 +356,7 @@ class Group:
     """Requests that decode together; made by PrefixCache.begin_many(), used as a context manager.
 
     Attributes:
-        namespace, priority: of the rows; `admit` may name another namespace.
+        namespace, priority: of the rows. `admit` can give a row another namespace.
         is_closed: whether the group was closed.
     """
 
@@ -410,9 +410,9 @@ class Group:
         return self._room.used_tokens()
 
     def has_bytes_for(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
-        """Whether the budget can hold the open rows and a new row at their ends, if everything evictable is evicted.
+        """Whether open rows and a new row will fit the budget at their ends, if all evictable state is evicted.
 
-        Also True before the first forward pass, which shows how many bytes a token takes. Evicts nothing.
+        True before the first forward pass: the bytes of a token are not known yet. Evicts nothing.
 
         Args:
             ends: where each open row will end.
@@ -427,13 +427,13 @@ class Group:
             return self._core.budget.fits(need, self._room.booking.live_bytes, "eviction").is_ok
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
-        """The error if there is no memory for a row of `tokens` tokens even alone; None: there is, or not known."""
+        """The error if even a single row of `tokens` tokens does not fit in memory; None: it fits, or is not known."""
         with self._lock:
             return self._room.refusal_of(tokens)
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the cache holds more than its budget with everything evictable gone."""
+        """Whether the cache exceeds its budget after evicting all evictable state."""
         return self._core.budget.over_bytes() > 0
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
@@ -442,7 +442,7 @@ class Group:
             return self._sharing.sharable_tokens(keys, self.namespace if namespace is None else namespace)
 
     def sharable_later(self, keys: Keys, row: Row, chunk_tokens: int) -> int:
-        """The most tokens that could be shared with `row` at some moment of the row's prefill in such chunks."""
+        """The most tokens that `row` could share at some moment of its prefill in chunks of `chunk_tokens`."""
         with self._lock:
             allowed = self._core.before_quarantine(keys, row.request.namespace)
             return row.common_later(allowed[: len(keys) - 1], chunk_tokens, self._layout.has_states)
@@ -457,9 +457,9 @@ class Group:
         chat: Chat | None = None,
         mark_tokens: int = 1,
     ) -> Row:
-        """Open a row on a prompt, at the end of the prefix that is stored.
+        """Open a row for a prompt, at the end of its longest usable prefix.
 
-        Tokens of the prompt that other rows have evaluated become part of the tree first.
+        First, the tree gets prompt tokens that other rows have evaluated.
 
         Args:
             tokens: token ids of the whole prompt.
@@ -467,8 +467,8 @@ class Group:
             marks: as in PrefixCache.begin().
             namespace: None: the group's. Rows of different namespaces share only forward passes.
             chat: as in PrefixCache.begin().
-            mark_tokens: with recurrent layers, the least that a checkpoint at a mark must save: it cuts a forward pass
-                in two. The first and the last mark get one in any case.
+            mark_tokens: with recurrent layers, the fewest tokens that a checkpoint at a mark must save, because it
+                cuts a forward pass in two. The first and the last mark always get a checkpoint.
 
         Raises:
             ValueError: an argument out of its range.
@@ -514,10 +514,10 @@ class Group:
 
         Args:
             model: the mlx-lm model; called as model(tokens (1, T), cache=...).
-            tokens: how many, at most what is left; None: all that is left.
+            tokens: how many to evaluate, at most those left; None: all that are left.
 
         Returns:
-            Logits (1, 1, V) of the prompt's last token, evaluated, from the chunk that ends there; else None.
+            Logits (1, 1, V) of the prompt's last token, evaluated; None if the chunk ends before this token.
 
         Raises:
             ValueError: tokens is below 1, the prompt is evaluated, or the row belongs to another group.
@@ -542,7 +542,7 @@ class Group:
             Each row as soon as its prompt is evaluated, with logits as `prefill` returns them.
 
         Raises:
-            RadixCacheError: as `prefill`, on the way; the row's position says how much of its chunk is evaluated.
+            RadixCacheError: as `prefill`, also after some yields; a row's position says how far it is evaluated.
         """
         for row in rows:
             self._require_row(row)
@@ -552,7 +552,7 @@ class Group:
         yield from self._progress.prefill(model, rows, wanted, leaves_last=leaves_last)
 
     def step(self, model: Any, rows: Sequence[Row], tokens: Any) -> mx.array:
-        """Evaluate one more token of each of some rows, in one forward pass where the model can.
+        """Evaluate one more token of each given row, in one forward pass if the model can.
 
         Args:
             model: as in `prefill`.
@@ -564,7 +564,7 @@ class Group:
             Logits (N, 1, V), not evaluated.
 
         Raises:
-            ValueError: no rows, one twice or another group's; not one integer each; a token contradicts a prompt.
+            ValueError: no rows, a row twice or of another group; not one integer each; a token contradicts a prompt.
             CacheFullError: no room for N tokens; nothing was evaluated.
             RequestTooLargeError: no memory for N tokens; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or its state was lost.
@@ -576,23 +576,23 @@ class Group:
         return self._progress.step(model, rows, array)
 
     def with_draft_model(self, model: Any, draft_model: Any) -> BothModels:
-        """Both as the model of all passes, which `draft` needs. ValueError: the cache was not made for both."""
+        """Join both into the model of all passes, as `draft` needs. ValueError: the cache was not made for both."""
         return BothModels(model, draft_model, len(self._layout.fresh()))
 
     def draft(
         self, both: BothModels, rows: Sequence[Row], tokens: Sequence[int], count: int
     ) -> list[tuple[list[int], list[float]]]:
-        """What the draft model says behind the next token of each of some rows; nothing of it stays in the rows.
+        """Let the draft model propose tokens after the next token of each given row. The rows keep their state.
 
         Args:
             both: as from `with_draft_model`.
-            rows: N >= 1 of the open rows, as for `check_drafts`. What is said for one that owes tokens means nothing.
+            rows: N >= 1 of the open rows, as for `check_drafts`. Proposals for a row that owes tokens mean nothing.
             tokens: their next token ids.
-            count: tokens to say.
+            count: how many tokens to propose for each row.
 
         Returns:
             For each row `count` tokens, and the draft model's probability of each. Empty: the budget has no room for
-            all rows side by side.
+            all rows in one batch.
 
         Raises:
             ValueError: as `step`; more than the last token of a row's prompt is left.
@@ -614,28 +614,28 @@ class Group:
     def check_drafts(
         self, model: Any, rows: Sequence[Row], tokens: Sequence[Sequence[int]], accept: Accept
     ) -> list[int]:
-        """Evaluate the next token of each of some rows and drafted ones behind it, in one pass where the model can.
+        """Evaluate the next token of each given row and drafted tokens after it, in one pass if the model can.
 
-        Rejected tokens leave nothing in the rows. With recurrent layers, the kept tokens of a row that has rejected any
-        are evaluated again in the row's next pass (`Row.owed_tokens`).
+        Rejected tokens leave nothing in the rows. With recurrent layers, a row with a rejected token evaluates its kept
+        tokens again in its next pass (`Row.owed_tokens`).
 
         Args:
             model: as in `prefill`.
             rows: N >= 1 of the open rows, which have begun and have at most the last token of their prompt left.
-            tokens: for each row its next token, then any number of drafted ones; T is the most that a row has.
-            accept: called with logits (N, T, V), not evaluated; those behind a row's tokens mean nothing. Returns how
-                many of its tokens each row keeps, one at least.
+            tokens: for each row its next token, then any number of drafted ones; T is the largest count of a row.
+            accept: called with logits (N, T, V), not evaluated; those after a row's last token mean nothing. Returns
+                how many of its tokens each row keeps, at least one.
 
         Returns:
             What `accept` returned.
 
         Raises:
-            ValueError: as `step`; a row without tokens, or with more than 64 and those that it owes; drafted tokens for
-                a row whose prompt is not evaluated; `accept` keeps none of a row's tokens, or more than there are.
+            ValueError: as `step`; a row has no tokens, or more than 64 with those that it owes; drafted tokens for a
+                row whose prompt is not evaluated; `accept` keeps none of a row's tokens, or more than there are.
             CacheFullError: no room for N * T tokens; nothing was evaluated.
             RequestTooLargeError: no memory for them; nothing was evaluated.
             SessionClosedError: a row or the group is closed, or its state was lost.
-            Exception: what `accept` raised; the rows are in front of the check again.
+            Exception: what `accept` raised; the check was undone.
         """
         self._require_rows(rows)
         self._progress.catch_up(model, rows)
@@ -651,13 +651,13 @@ class Group:
         return self._progress.check(model, rows, given, accept)
 
     def drafts_together(self, model: Any) -> bool:
-        """Whether several rows check drafted tokens in one pass; else in a pass each."""
+        """Whether several rows check drafted tokens in one pass; if not, each row has its own pass."""
         return self._progress.way(model).is_ragged
 
     def remove(self, model: Any, row: Row, begin: int, end: int) -> None:
         """Take the tokens [begin, end), all evaluated, out of a row; later tokens move up (context shift).
 
-        At the end of the row this is a rewind. Else the state from `begin` on differs from a cold run of the same
+        At the end of the row this is a rewind. Otherwise the state from `begin` on differs from a cold run of the same
         tokens, and is neither stored nor shared.
 
         Raises:
@@ -682,7 +682,7 @@ class Group:
             self._close_now()
 
     def close_after(self, error: BaseException | None) -> None:
-        """Close the group after an error. If an evaluation raised it, also one of the caller, nothing is stored."""
+        """Close the group. If `error` came from an evaluation, also one in the caller's code, store nothing."""
         if is_evaluation_failure(error):
             self._progress.is_lost = True
         if error is None:
@@ -709,11 +709,11 @@ class Group:
                     self._core.evictor.enforce_budget()
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
-        """Let rows neither store nor share state of these keys from `start` on: it was found wrong."""
+        """Stop rows from storing and sharing state of these keys from `start` on: it was found wrong."""
         for row in self._room.rows_of(namespace):
             if min(row.cached_tokens, common_length(row.request.keys, keys)) > start:
                 row.distrust_from(start)
-            # Its path may be longer than its prompt: other prompts have its reply.
+            # The row's path can be longer than its prompt: another prompt may contain the row's reply.
             if row.node is not None and common_length(row.node.last_keys(row.path_end), keys) > start:
                 self._sharing.orphan(row, start)
         self._room.booking.book_live(self.nbytes)
@@ -805,7 +805,7 @@ class Group:
 
 
 def _behind(logits: mx.array, owed: Sequence[int], tokens: int) -> mx.array:
-    """Logits (N, tokens, V) of each row behind its first `owed` tokens; what a row lacks is padded."""
+    """Logits (N, tokens, V) of each row after its first `owed` tokens, padded with zeros."""
     if not any(owed):
         return logits
     rows = [logits[at : at + 1, count : count + tokens] for at, count in enumerate(owed)]
@@ -815,7 +815,7 @@ def _behind(logits: mx.array, owed: Sequence[int], tokens: int) -> mx.array:
 def open_group(
     room: Room, prompts: Iterable[Any], namespace: str, priority: int, segment_bytes: int | None, chats: ChatLog
 ) -> Group:
-    """Make a group and admit these prompts; it is closed again if one of them raises."""
+    """Make a group and admit these prompts. If one of them raises, the group is closed."""
     core = room.core
     if core.settings.exact:
         raise ValueError(

@@ -3,24 +3,24 @@
 `Passes.step` and `prefill` choose how rows go through a pass:
 
     side by side    the rows stay in one batch. Rows join by `Batch.take_in` if it has room. Otherwise all move to a new
-                    batch by `Batch.gather`, which takes as long as a step, so it reserves room for rows to come. A
-                    row that leaves leaves a hole, until another row joins or holes have cost as much as a step
-    one by one      rows that do not fit the budget side by side, padded to the longest; a row in prefill by itself
+                    batch by `Batch.gather`. That takes as long as a step, so the batch has room for later rows. A
+                    closed row leaves a hole until another row joins, or until holes have cost as much as a step
+    one by one      for rows that exceed the budget side by side, padded to the longest; and for a single row in prefill
 
 `Passes.check` evaluates drafted tokens in the same ways. Each row has its own number; side by side they are padded.
-`Passes.draft` runs a draft model ahead of its rows, side by side, and leaves nothing behind.
+`Passes.draft` runs a draft model ahead of the rows, side by side. The rows' state stays the same.
 
 Removal: take tokens out of the middle of a row, so that later ones move up (context shift), or off its end (rewind).
 
     in place    tails                              in place    tails
     a a a a a a b b b b b b c c c   ->             a a a a     a a  b b  c c c
-                                                   whole       a copy of the rest; keys behind the gap are rotated
+                                                   whole       a copy of the rest; keys after the gap are rotated
 
-Whole nodes in front of the gap stay in place. Windows can be shifted if the gap is in front of them, and cut if they
-have lost nothing. Recurrent state cannot forget.
+Whole nodes before the gap stay in place. A window can be shifted if the gap is before it, and cut if it has lost no
+token. Recurrent state cannot forget tokens.
 
-Way: how a model decodes several rows. A short trial finds out, once per model; see layers/trials.py. The attention of
-some models is not the function of their module, depends on where in a buffer a token is, or uses the position of the
+Way: how a model decodes several rows. A short trial finds out, once per model; see layers/trials.py. Some models do not
+call the attention function of their module. Others depend on where in a buffer a token is, or use the position of the
 first row for all rows.
 """
 
@@ -44,10 +44,10 @@ from radixcache.groups.row import OverBudgetError, Piece, Room, Row
 from radixcache.layers.shift import Rotation, rotations
 from radixcache.layers.trials import BothModels, allowed_error, by_slot, error_of, logits_alone, once_per_model
 
-#: Without segments, cascade attention is faster from this many scores of a head on.
+#: Without segments, cascade attention is faster if a head computes at least this many scores.
 FEWEST_SCORES = 2048
 
-#: From logits (N, T, V) of a check, how many tokens of each row to keep.
+#: Takes logits (N, T, V) of a check; returns how many tokens of each row to keep.
 Accept = Callable[[mx.array], Sequence[int]]
 
 
@@ -60,14 +60,14 @@ class DonePass(NamedTuple):
 
 
 class Passes:
-    """Forward passes of one group; takes the lock where the tree and the budget are concerned."""
+    """Forward passes of one group. Takes the lock only to use the tree and the budget."""
 
     def __init__(self, room: Room) -> None:
         self._room, self._lock = room, room.core.lock
-        self._undecided: list[DonePass] = []  # they may be undone, so their batches stay as they are
+        self._undecided: list[DonePass] = []  # may be undone, so their batches must not change
 
     def prefill(self, model: Any, rows: Sequence[Row], ids: mx.array) -> mx.array | None:
-        """Run the next tokens (N, T) of each row; logits (N, T, V), not evaluated; None: no room side by side."""
+        """Run the next tokens (N, T) of each row; logits (N, T, V), not evaluated. None: no room side by side."""
         if len(rows) > 1:
             return self._side_by_side(model, rows, ids, is_prompt=True)
         with self._lock:
@@ -92,9 +92,9 @@ class Passes:
         *,
         side_by_side: bool,
     ) -> None:
-        """Run the first `counts` of the next tokens (N, T) of each row, and keep as many of these as `accept` says.
+        """Run the first `counts` of the next tokens (N, T) of each row. `accept` says how many of these to keep.
 
-        If `accept` raises, all rows are in front of the check again. LostStateError: some cannot be.
+        If `accept` raises, the check is undone for all rows. LostStateError: it cannot be undone.
         """
         with self._deciding() as done:
             logits = None
@@ -113,12 +113,12 @@ class Passes:
     def draft(
         self, both: BothModels, rows: Sequence[Row], ids: mx.array, count: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """What the draft model says behind the next token (N, 1) of each row: `count` tokens, and their probabilities.
+        """Let the draft model propose `count` tokens after the next token (N, 1) of each row; also their probabilities.
 
         OverBudgetError: there is no room for the rows side by side.
         """
         if len(rows) > 1:
-            batch = self._seat(rows, count + 1)  # the check that follows has room, too
+            batch = self._seat(rows, count + 1)  # with room for the check that follows
         else:
             with self._lock:
                 rows[0].leave_others()
@@ -137,7 +137,7 @@ class Passes:
 
     @contextmanager
     def _deciding(self) -> Iterator[list[DonePass]]:
-        """The passes that are done in the block; behind it, they stay."""
+        """Collect the passes of the block, which may be undone there. After the block they stay."""
         before, self._undecided = self._undecided, []
         try:
             yield self._undecided
@@ -145,7 +145,7 @@ class Passes:
             self._undecided = before
 
     def settle(self, spared: Batch | None = None) -> None:
-        """Free the spare columns and holes of all batches, except one and those whose passes may be undone."""
+        """Free the spare columns and holes of all batches, except `spared` and batches whose pass may be undone."""
         undecided = [done.batch for done in self._undecided]
         for batch in self._room.batches():
             if batch is spared or batch in undecided:
@@ -178,7 +178,7 @@ class Passes:
         return self._forward(model, batch, ids[order], is_prompt=is_prompt, counts=counts)[mx.array(places)]
 
     def _seat(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
-        """The batch of all these rows, with room for so many tokens more; OverBudgetError."""
+        """Bring all these rows into one batch, with room for `count` more tokens. Raises OverBudgetError."""
         batches = list({id(row.batch): row.batch for row in rows}.values())
         if len(batches) > 1 and any(each.state_shapes != batches[0].state_shapes for each in batches[1:]):
             raise OverBudgetError
@@ -186,15 +186,15 @@ class Passes:
             return self._join(rows, count) or self._gather(rows, count, is_prompt)
 
     def _order(self, batch: Batch, rows: Sequence[Row]) -> tuple[list[int], mx.array | None]:
-        """Where in the batch these rows are; and for each row of the batch which of these it is, None: all in order."""
+        """The place of each row in the batch, and for each place the index of its row; None: the order is the same."""
         places = [row.at for row in rows]
         if places == [*range(len(batch.rows))]:
             return places, None
         numbers = {at: number for number, at in enumerate(places)}
-        return places, mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])  # a hole gets any row's
+        return places, mx.array([numbers.get(at, 0) for at in range(len(batch.rows))])  # a hole gets the first row's
 
     def _join(self, rows: Sequence[Row], count: int) -> Batch | None:
-        """Let all join the batch of most of these rows, and grow it; None: they need a new one. OverBudgetError."""
+        """Add all to the batch that most rows are in, and grow it. None: use a new batch. Raises OverBudgetError."""
         batches = [row.batch for row in rows]
         batch = max(batches, key=lambda each: (batches.count(each), each.columns.row_capacity))
         joining = [row for row in rows if row.batch is not batch]
@@ -210,7 +210,7 @@ class Passes:
         return batch
 
     def _gather(self, rows: Sequence[Row], count: int, is_prompt: bool) -> Batch:
-        """Make a batch of these rows, in some order, padded to the longest; `is_prompt`: they leave it soon."""
+        """Make a batch of these rows, in any order, padded to the longest. `is_prompt`: they leave the batch soon."""
         room = self._room
         longest = max(row.tail_tokens for row in rows)
         size, position = longest + count, max(row.position for row in rows) + count
@@ -219,7 +219,7 @@ class Passes:
         if not is_prompt:
             others = [row for row in room.rows.values() if row not in rows and row.lost is None]
             spare_rows = sum(row.tail_tokens + row.prompt_left <= longest for row in others)
-        # Twice, as the tree gets a copy at the end: spare rows must not evict anything.
+        # Twice, as the tree gets a copy when rows close. Spare rows must not cause an eviction.
         wanted = 2 * room.bytes_of(len(rows) + spare_rows, size + GROWTH_COLUMNS, position) - held
         if room.core.budget.over_bytes(wanted):
             spare_rows = 0
@@ -283,7 +283,7 @@ class Passes:
         return batch.open_rows[0].in_segments and (bool(parts) or scores >= FEWEST_SCORES)
 
     def _grow(self, batch: Batch, count: int, *, is_strict: bool = False) -> None:
-        """Make room for so many more tokens of each row; errors as in Room.ask."""
+        """Make room for `count` more tokens of each row; errors as in Room.ask."""
         columns, room = batch.columns, self._room
         position = max(columns.positions)
         if columns.end + count < columns.capacity and not room.grows_at(position):
@@ -305,7 +305,7 @@ class Passes:
         try:
             columns.capacity = size + ask(is_strict=True)
         except OverBudgetError:
-            if not room.core.budget.over_bytes():  # else the others have no more than they need
+            if not room.core.budget.over_bytes():  # over budget, other batches have no spare room
                 self.settle(spared=batch)
             columns.capacity = size + ask(is_strict)
 
@@ -336,7 +336,7 @@ class Removal(NamedTuple):
     end: int
 
     def run(self, model: Any) -> None:
-        """Remove them. ShiftError: impossible. RequestTooLargeError: no memory for copies. Both change nothing."""
+        """Remove the tokens. ShiftError: impossible. RequestTooLargeError: no memory. An error changes nothing."""
         room, row, begin, end = self
         row.leave_others()
         self._require_removable()
@@ -382,7 +382,7 @@ class Removal(NamedTuple):
                 )
 
     def _move(self, pieces: list[Piece], rotation: Rotation | None) -> list[Pair]:
-        """The pieces without the gap; keys behind it are rotated to their new positions."""
+        """The pieces without the gap. Keys after the gap are rotated to their new positions."""
         found: list[Pair] = []
         for start, (keys, values) in pieces:
             length = keys.shape[2]
@@ -407,7 +407,7 @@ class Removal(NamedTuple):
         return [mx.concatenate([pair[name] for pair in pairs], axis=2) for name in (0, 1)] if pairs else []
 
 
-#: A trial: both rows share the segment SHARED, the first row reads MORE too, OWN is prefilled. Then two steps.
+#: A trial: both rows read segment SHARED, and the first row also MORE. OWN is prefilled. Then both run two steps.
 SHARED, MORE, OWN = (5, 3, 7, 2), (6, 1), ((4, 2, 6), (3,))
 STEPS = ((1, 6), (3, 5))
 
@@ -475,7 +475,7 @@ def _try_ways(model: Any, fresh: Callable[[], Sequence[Any]]) -> WayTrial:
     raise UnsupportedCacheError(f"{name} cannot be decoded in a batch: {'; '.join(reasons)}.")
 
 
-#: Runs STEPS of a batch of rows, by a forward pass over ids (N, T) and the tokens (N) that count; logits (N, steps, V).
+#: Runs STEPS on a batch by a forward function, which takes ids (N, T) and token counts (N); logits (N, steps, V).
 Steps = Callable[[Batch, Callable[..., mx.array]], mx.array]
 
 
@@ -488,7 +488,7 @@ def _wide(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
 
 
 def _ragged(batch: Batch, forward: Callable[..., mx.array]) -> mx.array:
-    """The first row drafts two wrong tokens, and the second row none; then both go on."""
+    """The first row drafts two wrong tokens, and the second row none. Then both rows continue."""
     held = batch.hold(3)
     (first, second), (third, fourth) = STEPS
     drafted = forward([[first, fourth, fourth], [second, 0, 0]], counts=[3, 1])

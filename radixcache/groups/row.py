@@ -5,9 +5,9 @@
                     in place: spans of nodes on the row's path; the rest in columns of a batch
     known           the prompt, and the tokens passed to step(), which need not be evaluated yet
 
-Room counts tokens against the capacity and asks for bytes before anything is evaluated. Rows that do not fit the budget
-go on one by one, beyond the budget, with what the device can spare. Callers hold the cache's lock, except where a
-method says otherwise.
+Room counts tokens against the capacity and asks for bytes before any evaluation. Rows that do not fit the budget side
+by side run one by one. They may then exceed the budget, if the device has memory. Callers hold the cache's lock, except
+where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Row:
     """A request of a Group; made by Group.admit().
 
     Attributes:
-        id: never given twice in a group.
+        id: unique in the group.
         prompt: int32 token ids of the whole prompt.
         cached_tokens: prompt tokens that were cached. The first prefill() of a row may find more of them.
         matched_tokens: prompt tokens that tree and rows held, at least cached_tokens.
-        reason: why less than the match was resumed, from Reason; None if all of it was.
+        reason: why the row resumes before the end of the match, from Reason; None: it resumes at the end.
         remaining: int32 token ids after the first cached_tokens, never empty.
         mismatch: what verification found wrong; None: nothing. If it was the restored state, or the logits of the
             prompt's last token, the row began again at 0, and cached_tokens and matched_tokens are 0.
-        is_closed: whether the row was closed; its state is gone then.
+        is_closed: whether the row was closed and its state released.
     """
 
     def __init__(self, row_id: int, request: PrefixRequest, vocab_size: int | None, close: WeakMethod[Any]) -> None:
@@ -59,15 +59,15 @@ class Row:
         self.remaining = request.prompt
         self.mismatch: Mismatch | None = None
         self.is_closed = False
-        self.is_fresh = True  # nothing but admit() has been done to it
-        self.due = 0  # a row that began again first evaluates its prompt up to here, where its caller has it stand
+        self.is_fresh = True  # only admit() has run on it
+        self.due = 0  # where the caller expects the row: after a restart at 0, it first evaluates its prompt up to here
         self.mark_tokens = 1  # as given to admit()
-        self.batch: Batch  # it has all state that is not read in place
+        self.batch: Batch  # has all state that the row does not read in place
         self.at = 0  # the row's number there
         self.node: StateNode | None = None  # the end of the path that it guards in the tree
         self.in_place: list[tuple[int, int]] = []  # tokens [start, end) on that path that are read in place, in order
         self.in_segments = False  # whether long spans are read in place; False before its first forward pass
-        self.orphans: list[Spans] = []  # spans behind that path that are read in place, and left the tree
+        self.orphans: list[Spans] = []  # spans after that path that the row reads in place, and the tree has dropped
         self.own: OwnState  # checkpoints and windows that the tree does not have yet
         self.stops: dict[int, str] = {}  # where its prefill is cut for a checkpoint, with the reason
         self.right_tokens: int | None = None  # how many tokens are right, if later ones were found wrong
@@ -75,7 +75,7 @@ class Row:
         self._tainted: int | None = None
         self.known = KnownTokens(request.prompt, request.keys, vocab_size)
         self._prompt_end = len(request.prompt)
-        self._close = close  # weak, so that a group closes as soon as nobody holds it
+        self._close = close  # weak, so that a group closes as soon as nothing else refers to it
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"at {self.position}"
@@ -98,17 +98,17 @@ class Row:
 
     @property
     def known_tokens(self) -> int:
-        """Prompt tokens and those passed to step(), without those removed."""
+        """Prompt tokens and tokens passed to step(), without removed tokens."""
         return self.known.count
 
     @property
     def owed_tokens(self) -> int:
-        """Known tokens behind the prompt that its next pass evaluates again, in front of the next one."""
+        """Known tokens after the prompt that the row's next pass evaluates again, before the next token."""
         return 0 if self.is_closed or self.prompt_left else self.known.count - self.position
 
     @property
     def may_draft(self) -> bool:
-        """Whether its next pass may check drafts: not before its prompt and the tokens that it owes are evaluated."""
+        """Whether the row's next pass may check drafts: no prompt token and no owed token is left."""
         return not self.prompt_left and not self.owed_tokens
 
     @property
@@ -124,7 +124,7 @@ class Row:
             close([self])
 
     def distrust_from(self, offset: int) -> None:
-        """Store and share nothing from an offset on: it was found wrong."""
+        """Stop storing and sharing state from an offset on: it was found wrong."""
         self.right_tokens = offset if self.right_tokens is None else min(offset, self.right_tokens)
 
     # For the group
@@ -144,12 +144,12 @@ class Row:
         return [] if self.node is None else self.node.path()
 
     def reads(self) -> list[Spans]:
-        """What it reads in place, in order. The lock is held."""
+        """The spans that the row reads in place, in order. The lock is held."""
         nodes = [node for node in self.path() if any(start <= node.start < end for start, end in self.in_place)]
         return [node.payload.spans for node in nodes if node.payload.spans is not None] + self.orphans
 
     def pieces(self, index: int, start: int) -> list[Piece]:
-        """The keys and values of one layer behind whole spans up to `start`, in order. The lock is held."""
+        """Keys and values of one layer, in order, except spans that end by `start`. The lock is held."""
         leaf, found, column, position = self.batch.leaves[index], list[Piece](), 0, 0
         if not isinstance(leaf, TailLayer) or (leaf.empty() and not self.reads()):
             return []
@@ -181,13 +181,13 @@ class Row:
         return self.known_keys()[: self.clean_tokens]
 
     def common(self, keys: Keys) -> int:
-        """How many of these keys the clean tokens begin with; waits for tokens only if the whole prompt matches."""
+        """Length of the common prefix of `keys` and the clean tokens. Waits for tokens if the whole prompt matches."""
         return self.known.common(keys, self.clean_tokens)
 
     def common_later(self, keys: Keys, chunk_tokens: int, has_states: bool) -> int:
         """The most tokens of a prompt with these keys that the row can share at some moment of its prefill.
 
-        With recurrent layers they end at the end of a chunk, or at a future checkpoint.
+        With recurrent layers, the shared tokens end with a chunk or at a later checkpoint.
         """
         position, clean = self.position, self.clean_tokens
         prompt = self.known.read_keys
@@ -212,7 +212,7 @@ class Row:
 
 
 class OverBudgetError(Exception):
-    """The budget has no room for rows side by side, or their states differ in shape; they go on one by one."""
+    """Rows do not fit the budget side by side, or their states differ in shape; run them one by one."""
 
 
 class Room:
@@ -262,7 +262,7 @@ class Room:
         row.stops = checkpoint_stops(settings, row.request, row.position, row.request.limit, **found)
 
     def start_over(self, row: Row) -> None:
-        """Let a row stand at 0, with no state, as if nothing of its prompt were stored."""
+        """Move a row to 0, without state, as if no part of its prompt were stored."""
         node, row.due = row.node, row.position
         self.retreat(row, 0)
         row.batch.rows[row.at] = None
@@ -277,7 +277,7 @@ class Room:
             self.evictor.tidy(node)
 
     def stand(self, row: Row, node: StateNode | None) -> None:
-        """Let a row guard the path to a node instead of its present path."""
+        """Let a row guard the path to a node in place of the present path."""
         before, row.node = row.node, node
         if node is not None:
             self.states.read(node, 1)
@@ -293,14 +293,14 @@ class Room:
             self.stand(row, node)
 
     def used_tokens(self, more: StateNode | None = None) -> int:
-        """Tokens of the rows, and of one more path, one that several share counted once; takes no lock."""
+        """Tokens of the rows and of one more path. A token that several share counts once. Takes no lock."""
         ends = {id(row.node): row.node for row in self.rows.values()} | {id(more): more}
         nodes = {id(node): node for end in ends.values() if end is not None for node in end.path()}
         own = sum(row.position - row.path_end for row in self.rows.values())
         return sum(node.end - node.start for node in nodes.values()) + own
 
     def require_tokens(self, wanted: int) -> None:
-        """Raise CacheFullError if so many tokens more are beyond the capacity; takes no lock."""
+        """Raise CacheFullError if `wanted` more tokens exceed the capacity; takes no lock."""
         used = self.used_tokens()
         if used + wanted > self.capacity:
             raise CacheFullError(self.capacity, used, None, wanted)
@@ -311,23 +311,23 @@ class Room:
         return sum(self.layout.leaf_bytes(leaf) * (min(window, position) if window else 1) for leaf, window in windows)
 
     def has_room_for_checkpoint(self, row: Row, position: int) -> bool:
-        """Whether the budget has room for a checkpoint; of a row that is larger, for the row up to there at its end."""
+        """Whether the budget has room for a checkpoint. For a row beyond the budget: room for the row up to there."""
         nbytes, length, budget = self.point_bytes(position), len(row.prompt), self.core.budget
         if budget.can_keep(self.bytes_of(1, length, length)):
             return self.evictor.find_room(nbytes)
-        # Twice: it is live, too.
+        # Twice: the point state is live, too.
         return budget.can_keep(position * self.layout.token_bytes + 2 * nbytes)
 
     def grows_at(self, position: int) -> bool:
-        """Whether the layers without tails take more bytes behind this position."""
+        """Whether the layers without tails take more bytes after this position."""
         return position == 0 or position < self._longest_window
 
     def bytes_of(self, rows: int, columns: int, position: int) -> int:
-        """Bytes of a batch of so many rows whose tails have room for so many columns, the furthest at `position`."""
+        """Bytes of a batch of `rows` rows with room for `columns` columns. `position`: of the furthest row."""
         return rows * (columns * self.layout.token_bytes + self.point_bytes(position))
 
     def refusal_of(self, tokens: int) -> RequestTooLargeError | None:
-        """The error if there is no memory for a row of `tokens` tokens even when it runs alone; None: there may be."""
+        """The error if a row of `tokens` tokens does not fit in memory even alone; None: it may fit."""
         return self.core.budget.fits(self.bytes_of(1, tokens, tokens), who="alone").refusal
 
     def require_row(self, tokens: int) -> None:
@@ -336,12 +336,12 @@ class Room:
     def ask(
         self, nbytes: Callable[[int], int], spare: int, freed_bytes: int = 0, *, owed: int = 0, is_strict: bool = False
     ) -> int:
-        """Make room for buffers and book it until `book` measures them; returns how many spare columns they get.
+        """Make room for new buffers and book their bytes until `book` measures them. Returns their spare columns.
 
-        `nbytes` says their bytes with so many spare columns; they replace buffers of `freed_bytes`. If the budget is
-        short, spare columns go first, then checkpoints of rows. Beyond the budget the buffers get what the device has,
-        with all spare columns, or as many as are `owed` to a prompt. RequestTooLargeError: it has not even these.
-        OverBudgetError: with `is_strict`, in place of going beyond the budget.
+        `nbytes` takes a count of spare columns and returns the buffers' bytes. `freed_bytes`: of the buffers that they
+        replace. If the budget is short, spare columns go first, then the rows' checkpoints. Then the budget is exceeded
+        with all spare columns, or with the `owed` ones that a prompt needs. RequestTooLargeError: the device has no
+        memory even for these. OverBudgetError: `is_strict`, and the budget would be exceeded.
         """
         budget, evictor, need = self.core.budget, self.evictor, nbytes(0) - freed_bytes
         if not budget.over_bytes(nbytes(spare) - freed_bytes):

@@ -1,8 +1,8 @@
 """Sharing: what the rows of one group take from the tree, and what they give to it. Callers hold the cache's lock.
 
-restore    a new row guards the path of the tree that has its prompt; before, the tree gets what open rows have of it
-place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail; what
-           is read in place and stored in fewer bits is in the tree in both forms until its last reader leaves
+restore    open rows give the tree what they have of a new row's prompt; then the new row guards the path of its prefix
+place      before the first forward pass: long spans are read in place, short ones are copied into the row's tail. A
+           quantized span that is read in place also has a plain copy in the tree, until the last reader leaves
 close      the tree gets all tokens of a row that are known, clean and not quarantined
 """
 
@@ -25,15 +25,15 @@ from radixcache.paging.resume import ResumePlan
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.state_tree import StateNode
 
-#: From this many bytes per layer on, a span is worth a segment. On a CPU, two rows that share it save about what a
-#: segment costs (benchmarks.bench_decode). For a GPU it is estimated as what it reads at 1 TB/s while it starts the
-#: kernels of one more segment, about 5 us each.
+#: Spans of at least this many bytes per layer are read in place, as segments. On a CPU, two rows that share such a span
+#: save about what a segment costs (benchmarks.bench_decode). The value for a GPU is an estimate: what a GPU reads at
+#: 1 TB/s while it starts the kernels of one more segment, about 5 us each.
 CPU_BYTES = 400 << 10
 GPU_BYTES = 4 << 20
 
 
 class Sharing:
-    """What the rows of one group share; spans of `segment_bytes` per layer are read in place; None: the default."""
+    """What rows of one group share. Spans of at least `segment_bytes` per layer are read in place; None: default."""
 
     def __init__(self, room: Room, segment_bytes: int | None) -> None:
         self._room = room
@@ -43,12 +43,12 @@ class Sharing:
         self._segment_bytes = default if segment_bytes is None else segment_bytes
 
     def is_long(self, tokens: int) -> bool:
-        """Whether so many tokens are worth a segment."""
+        """Whether a span of `tokens` tokens is read in place, as a segment."""
         layers = self._room.tail_layers
         return layers > 0 and tokens * self._layout.token_bytes >= self._segment_bytes * layers
 
     def restore(self, row: Row) -> None:
-        """Start a new row behind what tree and rows have of its prompt; errors as in Group.admit."""
+        """Resume a new row after the prompt tokens that the tree or open rows have; errors as in Group.admit."""
         core, request = self._core, row.request
         self._offer_from_others(row)
         plan = self._stand(row)
@@ -57,7 +57,7 @@ class Sharing:
         core.evictor.tidy_unpinned()
         if self._layout.has_points:
             for other in self._room.rows_of(request.namespace):
-                # A checkpoint where the two part cannot be made later.
+                # Take a checkpoint where two prompts diverge: it cannot be made later.
                 common = common_length(other.request.keys, request.keys)
                 if other.position < common < len(other.prompt):
                     other.stops.setdefault(common, "branch")
@@ -81,36 +81,36 @@ class Sharing:
             end = self._end_with_room(other, start, offered, self._would_fit, plain=plain)
             if end is not None:
                 return min(end, limit)
-        # Tokens that the tree has of others since are in the rows' tails as well, and count twice.
+        # Tokens that others stored after a row began are also in the row's tail, so they count twice.
         guarded = {id(node) for row in rows for node in row.path()}
         return min(plan.resume, max((node.end for node in match.path if id(node) in guarded), default=0))
 
     def bytes_with(self, ends: Mapping[Row, int], keys: Keys, end: int, namespace: str) -> int:
-        """Bytes beside the tree's of the open rows at their ends, and of a new row as in Group.has_bytes_for."""
+        """Bytes outside the tree of the open rows at their ends, and of a new row as in Group.has_bytes_for."""
         room, shared = self._room, self.sharable_tokens(keys, namespace)
         match = self._states.match(self._core.before_quarantine(keys, namespace), namespace)
         in_use = max((node.end for node in match.path if node.payload.readers), default=0)
         tails = [stop - row.batch.columns.in_place[row.at] for row, stop in ends.items()]
         tails.append(end - shared if self.is_long(shared) else end)
         furthest, more = max([*ends.values(), end]), max(0, shared - in_use)
-        # Each row alone: rows that do not fit side by side step one by one. `more` goes into the tree.
+        # Count each row alone: rows that do not fit side by side step one by one. `more` tokens go into the tree.
         nbytes = sum(room.bytes_of(1, tail + 1, furthest) for tail in tails)
         nbytes += room.bytes_of(1, more, more) if more else 0
         nbytes += self.plain_bytes_to_come([match.path, *(row.path() for row in room.rows.values())])
         if self._layout.stored_bits:
-            nbytes += more * self._layout.stored_token_bytes  # beside the copy that rows read
+            nbytes += more * self._layout.stored_token_bytes  # beside the plain copy that rows read
         return nbytes
 
     def _would_fit(self, nbytes: int) -> bool:
         return self._core.budget.fits(nbytes, who="eviction").is_ok
 
     def plain_bytes_to_come(self, paths: Sequence[Sequence[StateNode]]) -> int:
-        """The bytes of copies that rows will read of long nodes on these paths that are stored in fewer bits."""
+        """Bytes of the plain copies that rows will read, of long quantized nodes on these paths."""
         nodes = {id(node): node for path in paths for node in path if node.payload.readers}
         return sum(self._plain_bytes(node) for node in nodes.values() if self.is_long(node.end - node.start))
 
     def _plain_bytes(self, node: StateNode) -> int:
-        """The bytes of the copy that the first reader makes of a node's spans; 0: it reads them as they are."""
+        """Bytes of the plain copy that the first reader makes of a node's spans; 0: the spans are plain."""
         spans, nbytes = node.payload.spans, (node.end - node.start) * self._layout.token_bytes
         return nbytes if spans is not None and spans.nbytes < nbytes else 0
 
@@ -132,7 +132,7 @@ class Sharing:
         )
         booking = self._room.booking
         for node in long:
-            booking.book_live(booking.live_bytes - self._plain_bytes(node))  # from here on it counts as the tree's
+            booking.book_live(booking.live_bytes - self._plain_bytes(node))  # now the copy counts for the tree
             self._pager.allocating(self._open, node)
         pieces = [spans for node in short if (spans := node.payload.spans) is not None]
         row.batch = self._restoring(lambda: row.batch.with_tails(columns, lambda leaf: _pieces(pieces, leaf)))
@@ -142,7 +142,7 @@ class Sharing:
             self._states.events.paged_in(node, node.start, node.end, token_bytes)
 
     def orphan(self, row: Row, start: int) -> None:
-        """Let a row own what it reads in place behind an offset, before the tree loses it."""
+        """Let a row keep the spans that it reads in place after an offset, before the tree drops them."""
         gone = [node for node in row.path() if node.end > start]
         reads = {id(spans) for spans in row.reads()}
         row.orphans = [s for node in gone if (s := node.payload.spans) is not None and id(s) in reads] + row.orphans
@@ -196,7 +196,7 @@ class Sharing:
             raise LiveStateError(f"restoring a row failed: {error}") from error
 
     def close(self, rows: Sequence[Row], is_intact: bool) -> None:
-        """Store what these rows evaluated, if it is intact, and release their state, all of them despite errors."""
+        """Store what these rows evaluated, if it is intact, and release their state. Errors do not stop other rows."""
         with ExitStack() as stack:
             for row in reversed(rows):
                 stack.callback(self._close, row, is_intact)
@@ -238,7 +238,7 @@ class Sharing:
         allowed = self._core.before_quarantine(keys, namespace)
         if not self._layout.has_points:
             return [(row.common(allowed), row) for row in rows]
-        # Nobody resumes after the last token, so a checkpoint there is worth less than one before it.
+        # No request resumes after its last token, so a checkpoint there is worth less than an earlier one.
         commons = [(row.common(allowed[: len(keys) - 1]), row) for row in rows]
         return [(common and self._end(row, common), row) for common, row in commons]
 
@@ -251,7 +251,7 @@ class Sharing:
         return self._pager.reach(row.path(), row.own, limit, held)[0]
 
     def _offer_from_others(self, row: Row) -> None:
-        """Give the tree what the best other row has of a row's prompt and the tree lacks."""
+        """Give the tree what it lacks of a row's prompt, from the other row that has most of it."""
         request = row.request
         others = [other for other in self._room.rows_of(request.namespace) if other is not row]
         reaches = self._reaches(others, request.keys, request.namespace)
@@ -260,14 +260,14 @@ class Sharing:
             self._offer(other, request.keys[:most])
 
     def _offer(self, row: Row, keys: Keys) -> None:
-        """Give the tree what a row has of these keys, if there is room; the row reads it in place if it is long."""
+        """Give the tree what a row has of these keys, if there is room. The row then reads long spans in place."""
         end = self._end(row, len(keys)) if self._layout.has_points else len(keys)
         known = row.clean_keys()[:end]
-        # Other checkpoints stay with the row, which can drop them; those of windows alone cost nothing.
+        # Other checkpoints stay with the row, which can drop them; checkpoints of windows alone cost nothing.
         offsets = (end,) if self._layout.has_states else range(end + 1)
         given = [each for each in row.own.checkpoints if each.offset in offsets]
         first = self._in_place_from(row, known)
-        plain = first is not None  # with its own values, not with rounded ones
+        plain = first is not None  # the row keeps exact values, not quantized ones
         if len(known) < end or not self._put(row, known, given, self._evictor.find_room, "branch", plain=plain):
             return
         ids = set(map(id, given))
@@ -280,9 +280,9 @@ class Sharing:
             self._leave_in_place(row, first, row.path_end)
 
     def _in_place_from(self, row: Row, keys: Keys) -> int | None:
-        """From where on a row that gives these keys to the tree then reads them in place; None: it keeps them.
+        """The offset from which a row can read these keys in place, once the tree has them; None: it keeps its copy.
 
-        It keeps what the tree has of others only in live buffers, where they may be overwritten, or rounded.
+        The row keeps tokens that the tree has from others only quantized, or live, where they may be overwritten.
         """
         match = self._states.match(keys, row.request.namespace)
         behind = (node for node in match.path if node.end > row.path_end)
@@ -301,10 +301,10 @@ class Sharing:
         closing: bool = False,
         plain: bool = False,
     ) -> bool:
-        """Give the tree what it lacks of a row's first keys, with checkpoints of the row; False: nothing, or no room.
+        """Give the tree what it lacks of a row's first keys, with checkpoints of the row. False: nothing, or no room.
 
-        `kind` is of the checkpoint at the end, if point layers need one. `closing` releases the row's own state.
-        `plain`: it will be read in place.
+        `kind`: of the checkpoint at the end, if point layers need one. `closing` releases the row's own state.
+        `plain`: the row will read these tokens in place.
         """
         core, layout, batch = self._core, self._layout, row.batch
         match = self._states.match(keys, row.request.namespace)
@@ -319,7 +319,7 @@ class Sharing:
             end = fits
             stored = [*checkpoints]
             if self._takes_checkpoint(row, end):
-                # Behind the match, a node has the windows of another prompt.
+                # A node that ends after the match has the windows of another prompt.
                 path = [each for each in match.path if each.end <= start]
                 core.pager.capture(row.own, path, self._room.points_of(row), end)
                 leaves = batch.copy_points(row.at, end, self._pager.allocating, emptying=is_alone)
@@ -344,9 +344,9 @@ class Sharing:
     def _end_with_room(
         self, row: Row, start: int, end: int, has_room: Callable[[int], bool], *, plain: bool, freed_bytes: int = 0
     ) -> int | None:
-        """Where the part of a row's tokens [start, end) ends that the tree has room for; None: nothing, or no room."""
+        """The end of the part of a row's tokens [start, end) that fits in the tree; None: nothing, or no room."""
         layout = self._layout
-        in_place = any(start < high for _, high in row.in_place)  # then it is not in the tails
+        in_place = any(start < high for _, high in row.in_place)  # then some tokens are not in the tails
         if not layout.has_points if start == end else in_place:
             return None
         token_bytes = layout.stored_token_bytes + (layout.token_bytes if plain and layout.stored_bits else 0)
@@ -359,7 +359,7 @@ class Sharing:
         return end if not layout.has_points and end > start else None
 
     def _leave_in_place(self, row: Row, start: int, end: int) -> None:
-        """Take a row's tokens [start, end), which the tree has now, out of the tails, and read them in place."""
+        """Remove a row's tokens [start, end) from the tails: the tree has them now, and the row reads them in place."""
         row.leave_others()
         batch, away, length = row.batch, row.batch.columns.in_place[0], row.tail_tokens
         first, last = start - away, end - away
@@ -376,7 +376,7 @@ class Sharing:
         row.in_place.append((start, end))
 
     def _open(self, node: StateNode) -> None:
-        """Make one plain segment of the spans of each leaf, one leaf at a time so that at most one is held twice."""
+        """Join the spans of each leaf into one plain segment, leaf by leaf, so that at most one leaf is held twice."""
         if node.payload.spans is not None:
             spans = self._layout.with_plain(node.payload.spans)
             self._states.set_spans(node, spans)

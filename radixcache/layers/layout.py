@@ -6,7 +6,7 @@ call walks the leaves. The layout stores only what does not change: shapes, byte
 
     Shape         sizes, windows and kinds of state, of any model
     ModelShape    the same, learnt from the first forward passes of a model of mlx-lm
-    Layout        and the operations on state as arrays; `SizedLayout` (sizes.py) has the same on sizes
+    Layout        adds operations on state as arrays; `SizedLayout` (sizes.py) has the same operations on sizes
 
 Leaves of one class with equal windows and shapes are a stack: they always stand at the same offset, and one snapshot
 with arrays (S, H, T, D) under the first leaf holds the state of all S.
@@ -45,7 +45,7 @@ from radixcache.tokens import token_ids
 
 #: What MLX raises for a failed evaluation or allocation.
 NATIVE_ERRORS = (RuntimeError, MemoryError)
-#: Copies are evaluated together up to this many bytes, which are held twice meanwhile.
+#: Copies are evaluated together up to this many bytes. During the evaluation, these bytes are held twice.
 TOGETHER_BYTES = 32 << 20
 
 Leaf = tuple[Any, Adapter]
@@ -56,7 +56,7 @@ class LiveStateError(RadixCacheError):
 
 
 class Shape:
-    """Sizes of a model's state and its kinds.
+    """Sizes and kinds of a model's state.
 
     Attributes:
         leaf_count: objects that hold state, in one live cache.
@@ -64,7 +64,7 @@ class Shape:
         stored_token_bytes: the same in snapshots.
         state_bytes: bytes of the state of all recurrent layers.
         windows: the different windows of leaves in use.
-        has_states, has_points: some leaf in use is a point leaf but no window; a point leaf.
+        has_points: some leaf in use is a point leaf. has_states: one of these is no window.
     """
 
     leaf_count = token_bytes = stored_token_bytes = state_bytes = 0
@@ -72,14 +72,14 @@ class Shape:
     has_states = has_points = False
 
     def __init__(self) -> None:
-        #: For each window bytes of a token, live and in snapshots; how many leaves have it, and the first of them.
+        #: For each window: bytes of a token, live and in snapshots; how many leaves have the window; the first leaf.
         self._window_bytes: dict[Window, int] = {}
         self._stored_window_bytes: dict[Window, int] = {}
         self._layers_of: dict[Window, int] = {}
         self._first_leaf: dict[Window, int] = {}
 
     def request_bytes(self, tokens: int) -> int:
-        """Bytes of the live state of a request with so many tokens; 0 before the first pass."""
+        """Bytes of the live state of a request with `tokens` tokens; 0 before the first pass."""
         nbytes = tokens * self.token_bytes + self.state_bytes
         for window in self.windows:
             nbytes += window.count(tokens) * self.window_bytes(window)
@@ -90,7 +90,7 @@ class Shape:
         return self._window_bytes.get(window, 0)
 
     def stored_window_bytes(self, window: Window) -> int:
-        """The same in snapshots."""
+        """As `window_bytes`, in snapshots."""
         return self._stored_window_bytes.get(window, 0)
 
     def layers_of(self, window: Window) -> int:
@@ -103,12 +103,12 @@ class Shape:
         return self.stored_token_bytes < self.token_bytes
 
     def stored(self, spans: Spans, window: Window) -> list[Range]:
-        """The tokens that these spans have of the leaves with this window, in order."""
+        """The ranges of tokens that `spans` hold for the leaves with this window, in order."""
         snapshot = spans.leaves[self._first_leaf[window]]
         return [] if snapshot is None else snapshot.ranges
 
     def with_more(self, spans: Spans, more: Spans) -> Spans:
-        """Join state of windows with state of other tokens of the same edge."""
+        """Join two parts of the window state of one edge, which hold different tokens."""
         both = [
             ours if theirs is None else theirs if ours is None else ours.with_more(theirs.pieces)
             for ours, theirs in zip(spans.leaves, more.leaves, strict=True)
@@ -211,9 +211,9 @@ class ModelShape(Shape):
             warnings.warn(f"stored_bits={self.stored_bits} changes nothing: {why}.", RuntimeWarning, stacklevel=2)
 
     def take_over(self, shapes: Sequence[Any]) -> None:
-        """Learn the same from the `shapes` of another layout of the same caches, unless this one knows already.
+        """As `learn`, from the `shapes` of another layout of the same caches. Does nothing if this layout is known.
 
-        As `learn`, it is called with the cache's lock held.
+        The lock is held, as for `learn`.
         """
         if not self.is_known and len(shapes) == len(self.shapes):
             self.shapes = list(shapes)
@@ -240,7 +240,7 @@ class ModelShape(Shape):
         kinds = enumerate(zip(self._adapters, self._windows, strict=True))
         states = [leaf for leaf, (adapter, window) in kinds if adapter.is_point and window is None]
         self.state_bytes = sum(map(self.leaf_bytes, states))
-        # The first stack of a window speaks for all of them.
+        # The first stack of a window represents all stacks of this window.
         self._first_stack = {stack.window: stack for stack in reversed(self._stacks)}
         self._first_leaf = {window: stack.leaves[0] for window, stack in self._first_stack.items()}
         self._layers_of = {
@@ -310,7 +310,7 @@ class Layout(ModelShape):
         return [array for cache, adapter in self.leaves(caches) for array in adapter.buffers(cache)]
 
     def identities(self, caches: Sequence[Any]) -> list[list[mx.array]]:
-        """The arrays of the first and last leaf in use without an offset. New objects show an unseen forward pass."""
+        """The arrays of the first and last leaf in use without an offset. A forward pass replaces these arrays."""
         if self._blind == ():
             return []
         pairs = self.leaves(caches)
@@ -360,7 +360,7 @@ class Layout(ModelShape):
             mx.eval(copies)
 
     def hold(self, caches: Sequence[Any], tokens: int) -> list[Any]:
-        """What `roll_back` needs to undo the next forward pass, of so many tokens."""
+        """What `roll_back` needs to undo the next forward pass, of `tokens` tokens."""
         return [adapter.hold(cache, tokens) for cache, adapter in self.leaves(caches)]
 
     def roll_back(self, caches: Sequence[Any], held: list[Any]) -> bool:
@@ -370,7 +370,7 @@ class Layout(ModelShape):
 
     @contextmanager
     def scratch(self, caches: Sequence[Any], first: int) -> Iterator[list[Any]]:
-        """The caches from `first` on, for any number of passes: behind the block they are as they were before it."""
+        """The caches from `first` on, for any number of passes. The block leaves them as they were."""
         pairs = self.leaves(caches)[len(leaves(caches[:first])) :]
         spans = [(adapter, cache, adapter.hold(cache, 1)) for cache, adapter in pairs if not adapter.is_point]
         with untouched([cache for cache, adapter in pairs if adapter.is_point]):
@@ -401,7 +401,7 @@ class Layout(ModelShape):
     def reserve(
         self, caches: Sequence[Any], capacity_tokens: int, like: Spans | None = None, *, wait: bool = True
     ) -> None:
-        """Set the capacity of the span buffers, one leaf at a time, so that at most one leaf is held twice.
+        """Set the capacity of the span buffers. Works leaf by leaf, so that at most one leaf is held twice.
 
         Empty leaves take their shapes from `like`. `wait`: evaluate each leaf, and shrink windows too.
         """
@@ -440,11 +440,11 @@ class Layout(ModelShape):
     # Spans
 
     def copy(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        """Copy the tokens [start, end) of all span leaves, as they are, out of the live buffers."""
+        """Copy the tokens [start, end) of all span leaves out of the live buffers, in the form of the buffers."""
         return _spans(self._snapshots(caches, start, end), start, end)
 
     def page_out(self, caches: Sequence[Any], start: int, end: int) -> Spans:
-        """The same in the form in which it is stored."""
+        """As `copy`, in the form that the tree stores."""
         snapshots = self._snapshots(caches, start, end)
         return _spans(snapshots if self.stored_bits is None else [*map(self.at_rest, snapshots)], start, end)
 
@@ -452,7 +452,7 @@ class Layout(ModelShape):
         return [None if a.is_point else a.snapshot(c, start, end) for c, a in self.leaves(caches)]
 
     def take_out(self, caches: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Spans]:
-        """`page_out` of each [start, end), which empties the span leaves one at a time."""
+        """`page_out` each [start, end), and empty the span leaves, one leaf at a time."""
         rows: list[list[Any]] = [[] for _ in cuts]
         for cache, adapter in self.leaves(caches):
             found = [
@@ -466,30 +466,30 @@ class Layout(ModelShape):
         return [self.spans_of(row, start, end) for row, (start, end) in zip(rows, cuts, strict=True)]
 
     def spans_of(self, snapshots: list[Any], start: int, end: int) -> Spans:
-        """Evaluate the snapshots of [start, end), one per leaf or None, and return them as one in the stored form."""
+        """Join the snapshots of [start, end), one per leaf or None, in the form that the tree stores, evaluated."""
         return _spans([*map(self.at_rest, snapshots)], start, end)
 
     def at_rest(self, snapshot: Any) -> Any:
-        """A snapshot or None in the form in which it is stored, unevaluated. Point state has one form."""
+        """A snapshot (or None) in the form that the tree stores, unevaluated. Point state has only one form."""
         is_cut = isinstance(snapshot, (SpanSnapshot, WindowSnapshot))  # called for each layer: faster than a union
         return snapshot.quantized(self.stored_bits) if is_cut else snapshot
 
     def at_rest_beside(self, snapshot: SpanSnapshot) -> SpanSnapshot:
-        """A plain snapshot in the form in which it is stored, with itself for readers in place."""
+        """A plain snapshot in the form that the tree stores, with its plain copy for rows that read in place."""
         stored = snapshot.quantized(self.stored_bits)
         return replace(stored, plain=snapshot) if stored.forms else stored
 
     def without_plain(self, spans: Spans) -> Spans:
-        """Spans in the form in which they are stored, without their plain copy; themselves if they have none."""
+        """Spans in the form that the tree stores, without the plain copy; the same object if there is no copy."""
         found = [each.without_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
         return _spans(found, spans.start, spans.end) if any(map(is_not, found, spans.leaves)) else spans
 
     def is_plain(self, spans: Spans | None) -> bool:
-        """Whether these are spans with the values that a model evaluated."""
+        """Whether these are spans that were not quantized for the tree."""
         return spans is not None and not any(isinstance(each, SpanSnapshot) and each.forms for each in spans.leaves)
 
     def with_plain(self, spans: Spans) -> Spans:
-        """Spans that can be read in place, evaluated a leaf at a time."""
+        """Spans that can be read in place: quantized leaves get a plain copy. Evaluated leaf by leaf."""
         found = [each.with_plain() if isinstance(each, SpanSnapshot) else each for each in spans.leaves]
         for each in found:
             mx.eval([] if each is None else each.arrays())
@@ -500,7 +500,7 @@ class Layout(ModelShape):
         pairs = self.leaves(caches)
         written: list[mx.array] = []
         offsets = (a.offset(cache) for cache, a in pairs if not (a.is_point or a.is_empty(cache)))
-        begin = max(spans.start, next(offsets, 0) or 0)  # they stand alike
+        begin = max(spans.start, next(offsets, 0) or 0)  # all span leaves have one offset
         for (cache, adapter), snapshot in zip(pairs, spans.leaves, strict=True):
             if snapshot is not None:
                 restored = adapter.restore(cache, snapshot, target)
@@ -546,7 +546,7 @@ class Layout(ModelShape):
         return self.spans_of(snapshots, start, end)
 
     def within(self, spans: Spans, wanted: Mapping[Window, Sequence[Range]]) -> tuple[Spans, int]:
-        """The wanted tokens of state of windows. Also returns the bytes copied."""
+        """Cut window state to the wanted tokens. Also returns the bytes copied."""
         cut: list[WindowSnapshot | None] = []
         new: list[mx.array] = []
         for leaf, window in zip(spans.leaves, self._windows, strict=True):
@@ -562,13 +562,13 @@ class Layout(ModelShape):
     # Point state
 
     def checkpoint(self, caches: Sequence[Any], offset: int, kind: str) -> Checkpoint:
-        """Copy the state of all point leaves but windows, which stand at `offset`."""
+        """Copy the state of all point leaves except windows. They stand at `offset`."""
         pairs = zip(self.leaves(caches), self._windows, strict=True)
         snapshots = [a.snapshot(c, 0, offset) if a.is_point and window is None else None for (c, a), window in pairs]
         return self.checkpoint_of(snapshots, offset, kind)
 
     def checkpoint_of(self, snapshots: list[Any], offset: int, kind: str) -> Checkpoint:
-        """Evaluate the snapshots at `offset`, one per leaf or None, and return them as one."""
+        """Join the snapshots at `offset`, one per leaf or None, into one evaluated checkpoint."""
         return Checkpoint(offset, snapshots, _evaluated_nbytes(snapshots), kind)
 
     def restore_points(
@@ -585,7 +585,7 @@ class Layout(ModelShape):
         restored: set[int] = set()
         for stack in self._stacks:
             found = stack.restore(pairs, stored, target)
-            if not found and stack is self._first_stack.get(stack.window):  # other leaves may be in use since later
+            if not found and stack is self._first_stack.get(stack.window):  # other stacks may be in use since later
                 raise _incomplete(pairs[stack.leaves[0]][0], target)
             restored.update(found)
         for index, (cache, adapter) in enumerate(pairs):
@@ -601,7 +601,7 @@ class Layout(ModelShape):
     # State in a store
 
     def block_buffers(self, spans: Sequence[Spans], windows: Sequence[Spans], start: int, end: int) -> Buffers:
-        """Serialize the state of the tokens [start, end) from these. TypeError: a snapshot cannot be stored."""
+        """Serialize the tokens [start, end) of these spans and windows. TypeError: a snapshot cannot be stored."""
         parts, more = (
             [replace(each, leaves=[*map(self.at_rest, each.leaves)]) for each in its] for its in (spans, windows)
         )
@@ -647,7 +647,7 @@ class Stack(NamedTuple):
         return [] if any(map(self.adapter.is_empty, found)) else found
 
     def restore(self, pairs: Sequence[Leaf], stored: Sequence[Spans], target: int) -> tuple[int, ...]:
-        """Move these leaves to `target` and return them, or none of them if none of their state is stored.
+        """Move these leaves to `target` and return them. If none of their state is stored, return none.
 
         LiveStateError: some tokens that `target` needs are not stored; nothing was changed.
         """
@@ -666,7 +666,7 @@ def _incomplete(cache: Any, target: int) -> LiveStateError:
 
 
 def is_evaluation_failure(error: BaseException | None) -> bool:
-    """Whether an exception may come from a failed evaluation: a native error that no `raise` raised."""
+    """Whether an exception may come from a failed evaluation: a native error that no Python `raise` raised."""
     if not isinstance(error, NATIVE_ERRORS) or error.__traceback__ is None:
         return False
     innermost = error.__traceback__
@@ -689,7 +689,7 @@ def one_each(tokens: Any, row_count: int, vocab_size: int | None) -> mx.array:
 
 
 def _fit(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Whether arrays may be of one model. One side may have none yet, or fewer of the last token ids (1, T)."""
+    """Whether arrays may be of one model. One side may have no array yet. Arrays of token ids may differ in length."""
     if ours == theirs or ("none",) in (ours, theirs):
         return True
     return len(ours) == len(theirs) == 3 and ours[-1] == theirs[-1] and mx.issubdtype(ours[-1], mx.integer)

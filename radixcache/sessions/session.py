@@ -1,27 +1,27 @@
-"""Session: one request on live caches, from its restored prefix to a stored one.
+"""Session: one request on live caches, from restoring its prefix to storing its tokens.
 
 A session belongs to one thread at a time. It takes the cache's lock itself; forward passes run outside of the lock.
 
-Progress: how far the layers of one session are evaluated, its forward passes, and what is left after a failure.
+Progress: how far the layers of one session are evaluated, its forward passes, and recovery after a failure.
 
 `position` counts the tokens whose forward pass the session ran. The offsets of the layers are larger if the caller's
-own loop called the model, and unequal if a forward pass broke off. `_settle` stores only what was evaluated and whose
-tokens are known.
+own loop called the model, and unequal if a forward pass broke off. `_settle` stores only tokens that are evaluated and
+known.
 
-Recurrent caches, here called blind leaves, have no offset. A forward pass gives them new arrays in the order of the
-layers: a whole pass changes the first and the last blind leaf, and a pass that broke off does not change the last.
+Recurrent caches, here called blind leaves, have no offset. A forward pass gives them new arrays, layer by layer. A
+complete pass changes the first and the last blind leaf. A pass that broke off does not change the last.
 
 Invariants:
 
   N1  Every checkpoint was taken when all layers stood exactly at its offset.
   N2  After a forward pass that raised, the layers stand at `position` again, or they fell back to a checkpoint, or the
-      session is lost and every further call says so.
+      session is lost, and every later call raises SessionClosedError.
   N3  In exact mode the state up to `_grid_end` was made in whole chunks from offset 0; no more than that is stored.
-  N4  After `_take_back`, nothing is left of the tokens behind the offset that it returns.
+  N4  After `_take_back`, nothing is left of the tokens after the offset that it returns.
 
-Recurrent layers cannot be rewound. Drafted tokens are checked several in a forward pass, and the arrays in front of
-such a pass are held until the next one (`HeldPass`), so that the pass can be taken back as a whole. In exact mode those
-of windows too, as a ring that is filled in another order would add up in another order.
+Recurrent layers cannot be rewound. So the arrays from before a pass of several tokens, such as a check of drafts, are
+held until the next pass (`HeldPass`): the whole pass can be undone. In exact mode, arrays of windows are held too: in a
+ring that is filled in another order, sums have another order, and so other bits.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class HeldPass(NamedTuple):
 
 
 class Progress:
-    """The layers of a Session, which adds the tokens."""
+    """The layers of one request. The subclass Session adds the tokens."""
 
     def __init__(self, core: Core, live: LivePath, request: PrefixRequest, offset: int) -> None:
         self._core, self._live, self._request = core, live, request
         self._layout = core.layout
         self._is_exact = core.settings.exact
         self._step_size = core.settings.step_size
-        #: What the session has taken and the tree does not have yet.
+        #: Checkpoints and window tokens that the session has taken and the tree lacks.
         self._own = OwnState(core.budget, live.booking, len(request.prompt))
         self.is_lost = False
         #: The last error of a forward pass that was handled here.
@@ -122,7 +122,7 @@ class Progress:
             if self._layout.windows and (is_whole or not self._is_exact):
                 self._copy_windows(start, is_last=len(chunk) < step_size or self.position == self._request.limit)
             if len(chunk) == 1 < step_size and self._is_exact:
-                # A full ring buffer stays as it is: mlx-lm goes on from it too, and adds up in that order.
+                # A full ring buffer keeps its order: mlx-lm also continues from it, and its sums have that order.
                 self._layout.evaluate(self.caches)
             else:
                 self._layout.own(self.caches, was_empty=self._was_empty)
@@ -137,7 +137,7 @@ class Progress:
                 self._undo(held, probe=True)
             raise
         self._measure(wait=True)
-        # Before a checkpoint, which would take the chunk's buffers: they are larger than it is.
+        # Before a checkpoint: MLX would put it in one of the chunk's freed buffers, which are larger.
         self._layout.release()
         if is_whole:
             self._grid_end = self.position
@@ -149,7 +149,7 @@ class Progress:
                 self._core.pager.take_checkpoint(self._own, self._live.nodes(), self.caches, self.position, kind)
 
     def _settle(self, known: int, broke_off: bool) -> tuple[int, int]:
-        """Move the live caches to the end of what is stored, at most `known`; returns it and the evaluated offset.
+        """Move the live caches to the end of what can be stored, at most `known`. Returns it and the evaluated end.
 
         `broke_off`: the caller's own loop raised, perhaps in the middle of a forward pass.
         """
@@ -177,7 +177,7 @@ class Progress:
         held = self._layout.hold(self.caches, count)
         if self._span_capacity and self.position + count >= self._span_capacity:
             with self._core.lock, self._noting_refusal():
-                # Room for these tokens and more; copies the buffers once, without waiting for it.
+                # Make room for these tokens and more. This copies the buffers once; the copy is not evaluated yet.
                 self._core.pager.grow(self._live, self.position + count)
                 self._span_capacity = self._layout.span_capacity(self.caches)
         try:
@@ -197,7 +197,7 @@ class Progress:
 
     @contextmanager
     def _noting_refusal(self) -> Iterator[None]:
-        """Note that a refused request has lost nothing: what it has evaluated is right."""
+        """Note a refusal in `_raised`: the session has lost nothing, and its evaluated state is right."""
         try:
             yield
         except RequestTooLargeError as error:
@@ -205,7 +205,7 @@ class Progress:
             raise
 
     def _hold_pass(self, offset: int, held: list[Any]) -> None:
-        """Hold on to what undoes the last pass, if its start cannot be reached otherwise. The lock is held."""
+        """Keep what undoes the last pass, if its start cannot be reached otherwise. The lock is held."""
         if self._layout.has_states or (self._is_exact and self._layout.has_points):
             self._held_pass = HeldPass(offset, held, sum(array.nbytes for array in arrays_in(held)))
             self._live.booking.book_checkpoint(self._held_pass.nbytes)
@@ -219,7 +219,7 @@ class Progress:
     def _take_back(self, offset: int, least: int) -> int:
         """Move all layers to the deepest offset at or below `offset` that can be reached, and return it.
 
-        SnapshotError: it is below `least`, and nothing was changed.
+        SnapshotError: that offset is below `least`; nothing was changed.
         """
         core, live, layout, caches, last = self._core, self._live, self._layout, self.caches, self._held_pass
         low, high = layout.offsets(caches) or (self.position, self.position)
@@ -227,7 +227,7 @@ class Progress:
         target, on_grid = min(offset, low), min(offset, low)
         if self._is_exact:
             on_grid = floor(min(on_grid, self._grid_end), self._step_size)
-            # Chunks of prefill that are cut otherwise would have other bits. The last token has a pass of its own.
+            # Inside the prompt, other chunks give other bits. The prompt's last token has its own pass anyway.
             target = target if target >= self._request.limit else on_grid
         checkpoint, is_undone = None, False
         in_place = (is_intact or not layout.has_points) and layout.can_rewind(caches, high, target)
@@ -269,7 +269,7 @@ class Progress:
     def _drop_drafts(self, known: int) -> None:
         """Take back what the last pass evaluated beyond the `known` tokens; the lock is held."""
         if self.position > known:
-            # The caller has replaced caches: `_settle` finds what of them is certain.
+            # SnapshotError: the caller has replaced caches. `_settle` finds how much of them is certain.
             with suppress(SnapshotError):
                 self._take_back(known, 0)
 
@@ -297,14 +297,14 @@ class Progress:
         return len(ours) != len(live) or any(map(is_not, ours, live))
 
     def _changes(self, caches: list[Any]) -> set[bool]:
-        """Whether the noted blind leaves have new arrays; both values if only some have."""
+        """{True}: the noted blind leaves have new arrays; {False}: they have not; both values: only some have."""
         now = self._layout.identities(caches)
         if len(now) != len(self._noted):
             return {False, True}
         return {list(map(id, old)) != list(map(id, new)) for old, new in zip(self._noted, now, strict=True)}
 
     def _agree(self, caches: list[Any], offset: int) -> bool:
-        """Whether the blind leaves may stand at `offset`; a pass that broke off behind whole passes does not show."""
+        """Whether the blind leaves may stand at `offset`. A pass that broke off after complete passes stays hidden."""
         return self._changes(caches) <= {offset != self.position}
 
     def _undo(self, held: list[Any], probe: bool) -> None:
@@ -333,7 +333,7 @@ class Progress:
         return self.position
 
     def _evaluated_end(self, caches: list[Any], known: int, broke_off: bool) -> int | None:
-        """The offset to store up to, with the caches rewound to it; None: only a checkpoint is certain."""
+        """Rewind the caches to the end of what can be stored, and return it; None: only a checkpoint is certain."""
         offsets = self._layout.offsets(caches)
         changes = self._changes(caches)
         has_changed = True in changes
@@ -362,7 +362,7 @@ class Session(Progress):
         position: tokens evaluated so far, as far as the session knows.
         cached_tokens: prompt tokens restored, not prefilled.
         matched_tokens: prompt tokens that the tree held; more than cached_tokens when `reason` says why.
-        reason: why less than the match was resumed, from Reason; None when all of it was.
+        reason: why the request resumes before the end of the match, from Reason; None: it resumes at the end.
         prompt: int32 token ids of the whole prompt.
         remaining: int32 token ids that were left to evaluate at begin, never empty.
         namespace, use: as given to begin().
@@ -435,7 +435,7 @@ class Session(Progress):
 
     @property
     def owed_tokens(self) -> int:
-        """Known tokens behind the prompt that step() takes before others."""
+        """Known tokens after the prompt that are not evaluated: step() takes them first."""
         return 0 if self.prompt_left else self.known_tokens - self.position
 
     @property
@@ -445,9 +445,9 @@ class Session(Progress):
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next pass may check drafts: from the end of the prompt on, and behind few owed tokens.
+        """Whether the next pass may check drafts: the prompt is evaluated, and fewer than TAIL_TOKENS tokens are owed.
 
-        A draft model finds all of these in the tail. Where layers cannot return to any offset, a prompt is never owed.
+        Drafting reads at most that many tokens. If all layers can return to any offset, one prompt token may be left.
         """
         return self.owed_tokens < TAIL_TOKENS and self.prompt_left <= (not self._layout.has_points)
 
@@ -500,8 +500,8 @@ class Session(Progress):
         Args:
             tokens: token ids, a sequence or an mx.array of shape (T,) or (1, T). An array need not be evaluated
                 once the prompt is done: nothing here waits for it.
-            drafted: how many of the last tokens are a draft. They are not known until extend() reports those that were
-                right; rewind() takes back the others, before the next step(). close() stores no others.
+            drafted: how many of the last tokens are a draft. Before the next step(), report the right ones by extend(),
+                and take back the others by rewind(). close() stores only reported tokens.
 
         Returns:
             Logits (1, T, V), unevaluated. A session that is verified waits for those of the prompt's last token.
@@ -534,7 +534,7 @@ class Session(Progress):
             self._known.report(array, count - (self.position - self.known_tokens), count - drafted)
         if count > 1:
             self._hold_last_pass(start, held)
-            # Windows are cut back only behind a first pass: rewind() may need the tokens that a later one left in them.
+            # Cut windows back only after the first pass: rewind() may need tokens that a later pass left in them.
             self._layout.own(self.caches, was_empty=self._was_empty and start == 0, wait=False)
         if self.position > self._recheck_at or count > 1:
             self._measure(wait=False)
@@ -556,15 +556,15 @@ class Session(Progress):
     def rewind(self, offset: int, *, least: int = 0) -> int:
         """Take back all tokens from `offset` on, or from the last offset before it to which all layers can return.
 
-        The session is then as if it had never been given these tokens: caches, known tokens, what close() stores, and
-        bytes, except for the room that buffers have grown to. Only the prompt stays known. Next, step() or prefill()
-        takes the tokens from the returned offset on.
+        The session is then as if these tokens had never been given: caches, known tokens, bytes, and what close()
+        stores. Only the prompt stays known, and buffers keep their capacity. Next, give step() or prefill() the tokens
+        from the returned offset on.
 
-        Layers of full attention return to any offset. Sliding windows return where the live buffers, the tree and the
-        request still hold all that the window reads: behind a step() of 2 to 256 tokens that was not the first, to each
-        of its tokens but the first. Recurrent layers return to where the last step() began, if it had several tokens
-        and was the last call, else to the last checkpoint, or to 0. In exact mode, an offset in the prompt is a
-        multiple of `step_size`.
+        Layers of full attention return to any offset. A sliding window returns to an offset if live buffers, tree and
+        request together still hold the window's tokens there. After a step() of 2 to 256 tokens, except the first one,
+        it returns to all tokens of the step but the first. Recurrent layers return to where the last step() began, if
+        it had several tokens and was the last call; otherwise to the last checkpoint, or to 0. In exact mode, an offset
+        in the prompt is a multiple of `step_size`.
 
         Args:
             offset: tokens to keep, at most those evaluated.
@@ -594,7 +594,7 @@ class Session(Progress):
 
     @contextmanager
     def scratch(self, first: int) -> Iterator[list[Any]]:
-        """The caches from layer `first` on, for forward passes of the block that leave nothing behind."""
+        """The caches from layer `first` on, for forward passes. The block leaves them as they were."""
         self._require_open()
         assert isinstance(self._layout, Layout)
         try:
@@ -639,7 +639,7 @@ class Session(Progress):
                     self._check.close()
 
     def distrust_from(self, offset: int) -> None:
-        """Store nothing from an offset on: it was found wrong. What the tree has stays in it."""
+        """Store no state from an offset on: it was found wrong. The tree keeps what it has already."""
         with self._core.lock:
             if self._live.is_seat_of(self._seat):
                 right, offset = self._live.right_tokens, max(offset, self._live.offset)
@@ -662,7 +662,7 @@ class Session(Progress):
             )
 
     def _settle_keys(self) -> Keys | None:
-        """Keys of the tokens that may be stored, after evaluating what is pending; None: that failed.
+        """Evaluate what is pending, and return the keys of tokens that may be stored; None: the evaluation failed.
 
         Drafted tokens that nobody has reported are taken back.
         """
@@ -699,7 +699,7 @@ class Session(Progress):
             raise SessionClosedError("the session's live state was lost to a failure; close it and begin() again.")
 
     def _evaluate_prompt(self, model: Any, last: int) -> Iterator[int]:
-        """Evaluate it up to `last`; yields the offset before the first chunk and after each."""
+        """Evaluate the prompt up to `last`; yields the offset before the first chunk and after each."""
         step_size, was_known = self._step_size, self._layout.is_known
         stops = self._checkpoint_stops(last)
         yield min(self.position, last)
@@ -708,7 +708,7 @@ class Session(Progress):
             end = min(last, (start // step_size + 1) * step_size, *(stop for stop in stops if stop > start))
             with self._core.timing_prefill(start, end):
                 self._prefill_chunk(model, self.prompt[start:end])
-            if not was_known:  # the first chunk of a cache shows what a token takes
+            if not was_known:  # the first chunk of a cache shows the bytes of a token
                 was_known = True
                 with self._core.lock, self._noting_refusal():
                     whole_bytes = self._layout.request_bytes(len(self.prompt))
@@ -726,7 +726,7 @@ class Session(Progress):
         return checkpoint_stops(settings, self._request, self.position, last, **found)
 
     def _next_tokens(self, tokens: Any) -> tuple[mx.array, int]:
-        """The tokens as (1, T), checked against what is known from `position` on; waits for them only then."""
+        """The tokens as (1, T), and T. Waits for them only to compare them with known tokens from `position` on."""
         position, known_tokens = self.position, self.known_tokens
         if isinstance(tokens, mx.array):
             if tokens.size == 0 or not mx.issubdtype(tokens.dtype, mx.integer):
@@ -760,7 +760,7 @@ class Session(Progress):
             self._start_over(found, self.cached_tokens)
 
     def _start_over(self, found: Finding, position: int) -> None:
-        """Quarantine wrong state, report it, and stand at 0; `position`: where the next tokens of step() belong."""
+        """Quarantine wrong state, report it, and return to 0. `position`: where the next tokens of step() belong."""
         core, check = self._core, self._check
         assert check is not None
         with core.lock:
@@ -777,7 +777,7 @@ class Session(Progress):
         check.verifier.warn(mismatch)
 
     def _catch_up(self, model: Any) -> None:
-        """Evaluate again the prompt tokens in front of the next tokens of step(), if the session started over."""
+        """If the session started over, evaluate the prompt again up to the next tokens of step()."""
         if self._owed:
             for _ in self._evaluate_prompt(model, self._owed):
                 pass
@@ -829,7 +829,7 @@ def warm(
     chunks = pins.whole_chunks(keys)
 
     def pin_if_there() -> bool:
-        """Whether a longer prompt would resume at the end of the prefix; then the prefix is pinned."""
+        """Return whether a longer prompt would resume at the end of the prefix. If so, pin the prefix if asked to."""
         if not core.is_resumable(keys, namespace):
             return False
         if is_pinned:
@@ -848,7 +848,7 @@ def warm(
         session.prefill(model, step_size, None if on_progress is None else lambda done, _: on_progress(done, length))
         with core.lock:
             pins.require_allowed(chunks, namespace)
-            session.drop_checkpoints("tail")  # Nothing rewrites the end of this prompt.
+            session.drop_checkpoints("tail")  # They serve prompts whose end may be rewritten.
             if is_pinned:
                 pins.require_room(chunks, namespace, terms[0], session.checkpoint_bytes(len(chunks)))
             session.close()

@@ -1,4 +1,4 @@
-"""Solo: the methods of a Group that decoding calls, for one row at a time, which is a Session.
+"""Solo: the methods of a Group that decoding calls, for one row at a time. The row is a Session.
 
 For exact and quantized caches, layers that cannot be in a batch, embeddings in place of tokens, and stream_generate.
 """
@@ -15,15 +15,15 @@ from radixcache.layers.trials import BothModels
 from radixcache.sessions.session import Session
 from radixcache.tokens import Keys
 
-#: From an offset of the prompt to embeddings (T, D) of all tokens from there on.
+#: Takes an offset of the prompt; returns embeddings (T, D) of all prompt tokens from there on.
 Embed = Callable[[int], mx.array]
 
 
 class Solo:
-    """A seat of one row at a time, which PrefixCache.alone() makes.
+    """A group of at most one row; made by PrefixCache.alone().
 
     Args:
-        begin: opens the session of a row that is admitted, as PrefixCache.begin does; None: rows are only passed in.
+        begin: opens the session for `admit`, as PrefixCache.begin does; None: `admit` raises, and callers pass a row.
         layers: how many caches a session has.
         namespace, priority: as for PrefixCache.begin_many.
     """
@@ -57,7 +57,7 @@ class Solo:
 
     @property
     def is_over_budget(self) -> bool:
-        """False: the cache makes room for a session, and one request goes on beyond the budget."""
+        """False: the cache makes room for a session, and a single request may exceed the budget."""
         return False
 
     def has_bytes_for(self, ends: Mapping[Any, int], keys: Keys, end: int, namespace: str | None = None) -> bool:
@@ -65,7 +65,7 @@ class Solo:
         return not ends
 
     def refusal_of(self, tokens: int) -> None:
-        """None: `admit` refuses what has no memory."""
+        """None: `admit` itself raises if there is no memory."""
 
     def sharable_tokens(self, keys: Keys, namespace: str | None = None) -> int:
         """0: no row shares with another."""
@@ -86,11 +86,11 @@ class Solo:
         reserve: int = 256,
         embed: Embed | None = None,
     ) -> Session:
-        """Begin a session on a prompt; arguments and errors are those of PrefixCache.begin.
+        """Begin a session on a prompt; arguments and errors as in PrefixCache.begin.
 
         Args:
-            mark_tokens: as in Group.admit; here it does not count.
-            embed: from an offset of the prompt to its embeddings from there on; `keys` must differ where they do.
+            mark_tokens: as in Group.admit, but ignored.
+            embed: returns the prompt's embeddings from an offset on. Where embeddings differ, `keys` must differ.
         """
         if self.is_closed or self._begin is None:
             raise SessionClosedError("the seat is closed; make another one.")
@@ -100,7 +100,7 @@ class Solo:
         return self._row
 
     def _of(self, model: Any, row: Session) -> Any:
-        """The model, which gets the embeddings of the row's prompt beside its tokens, if there are any."""
+        """The model; if the row has embeddings, the model gets them beside the tokens of the prompt."""
         if self._embed is None:
             return model
         if self._fed is None:
@@ -110,15 +110,15 @@ class Solo:
     def prefill_many(
         self, model: Any, rows: Sequence[Session], tokens: int | None = None, *, leaves_last: bool = True
     ) -> Iterator[tuple[Session, mx.array]]:
-        """Evaluate one chunk of `tokens` of the prompt. Yields the row with logits (1, 1, V) if that was all of it.
+        """Evaluate one chunk of `tokens` tokens of the prompt. The prompt's last token is left to `step`.
 
-        The last token of a prompt is left to `step`, except where it is the first one.
+        Only a prompt of one token is evaluated here; then yields the row with logits (1, 1, V).
         """
         (row,) = rows
         if row.prompt_left > 1:
             if self._chunks is None:
                 self._chunks = row.prefill_chunks(self._of(model, row), tokens)
-                next(self._chunks)  # where it begins
+                next(self._chunks)  # the start, which comes before the first chunk
             next(self._chunks, None)
         elif row.position == 0:
             yield row, self.step(model, rows, row.prompt[-1:])
@@ -127,7 +127,7 @@ class Solo:
         """Evaluate the row's next token (1,), which need not be evaluated yet; logits (1, 1, V), not evaluated."""
         (row,) = rows
         logits = row.step(self._of(model, row), tokens)
-        if self._embed is not None and not row.prompt_left:  # embeddings are large, and of no use behind the prompt
+        if self._embed is not None and not row.prompt_left:  # embeddings are large, and not needed after the prompt
             self._embed = self._fed = self._chunks = None
         return logits
 
@@ -142,7 +142,7 @@ class Solo:
         tokens: Sequence[Sequence[int]],
         accept: Callable[[mx.array], list[int]],
     ) -> list[int]:
-        """As `Group.check_drafts`: rejected tokens are taken back, also if `accept` raises and the session closes."""
+        """As `Group.check_drafts`. If `accept` raises, the tokens are taken back when the session closes."""
         (session,), (its,) = rows, tokens
         start, owed = session.position, [*map(int, session.owed)]
         text = [*owed, *its]
@@ -161,7 +161,7 @@ class Solo:
     def draft(
         self, both: BothModels, rows: Sequence[Session], tokens: Sequence[int], count: int
     ) -> list[tuple[list[int], list[float]]]:
-        """As `Group.draft`, behind all tokens that the row owes."""
+        """As `Group.draft`, but the draft model first reads all tokens that the row owes."""
         (session,) = rows
         given = mx.array([[*map(int, session.owed), *tokens]])
         with session.scratch(both.first) as caches:
@@ -173,11 +173,11 @@ class Solo:
         raise ShiftError("a request that runs alone cannot drop the beginning of its context.")
 
     def close(self) -> None:
-        """Store what the row evaluated, and take no more rows."""
+        """Store what the row has evaluated. No row can be admitted afterwards."""
         self.close_after(None)
 
     def close_after(self, error: BaseException | None) -> None:
-        """As `close`, after an error: if an evaluation raised it, nothing is stored."""
+        """As `close`, after an error. If an evaluation raised the error, nothing is stored."""
         self.is_closed = True
         for row in self.rows:
             row.__exit__(None if error is None else type(error), error, None)
@@ -189,9 +189,9 @@ def _extend(session: Session, tokens: Sequence[int]) -> None:
 
 
 def feed_with(embed: Embed, session: Session, model: Any) -> Callable[..., Any]:
-    """The model, called with the embeddings of a session's prompt, and behind it as usual.
+    """Wrap a model: it gets embeddings for the tokens of a session's prompt, and only tokens after the prompt.
 
-    A cold run that verifies the session, and a session that starts over, begin at offset 0.
+    A cold run that verifies the session begins at offset 0, and so does a session that starts over.
     """
     first, rows = session.position, embed(session.position)
     others, others_position = None, 0

@@ -1,26 +1,26 @@
-"""StateTree, the state of its nodes, and what of it is evicted first: the policy's entries, and thinning.
+"""StateTree, the state of its nodes, and the order of eviction: the policy's entries, and thinning.
 
 Each node has a NodeState. A policy sees it as one or two entries: one for the node's spans, one for the checkpoint at
-its end. Entries makes them, mirrors changes of the node into them, and tells the policy which of them may go.
+its end. `Entries` makes the entries, updates them when the node changes, and tells the policy which are evictable.
 
-Thinning orders the checkpoints that go before the policy is asked, because there are too many or they are dear: first
-interval checkpoints, then tails and ends; within a kind the least recently used. Of the interval checkpoints last used
-in one tick, mostly on one path, the one with the closest neighbours goes first:
+Thinning evicts checkpoints before the policy is asked, if there are too many or they are dear. Interval checkpoints go
+first, then tails and ends; within a kind, the least recently used. Several interval checkpoints can have one tick of
+last use, mostly on one path. Of these, the one with the closest neighbours goes first:
 
     0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, then 4096
 
 An interval checkpoint is dear if the spans between its neighbours weigh less than WORTH times its bytes. If room is
-short, dear checkpoints go first, and a long prompt is left with a few. A checkpoint that is worth its bytes is checked
-again only after its node is refreshed: O(checkpoints of one tick).
+short, dear checkpoints go first, so that a long prompt keeps only a few. A checkpoint that is worth its bytes is
+checked again only after its node is refreshed: O(checkpoints of one tick).
 
 StateTree: the radix tree joined with the state of its nodes, the policy's entries and the ledger's bytes.
 
-One method changes tree, state, entries and bytes together, so that they always agree. The spans of a node are in one
+Each method changes tree, state, entries and bytes together, so that they always agree. The spans of a node are in one
 of these places:
 
     LIVE    in the buffers of one or more live slots; takes no more bytes
     PAGED   in snapshot arrays (`spans`); if the node is live too, its snapshot is a duplicate
-    LEAVING neither: about to be paged out, which takes `leaving_bytes`, or dropped
+    LEAVING neither, and about to be paged out, which takes `leaving_bytes`, or to be dropped
 
 See windows.py for the tokens of sliding windows.
 
@@ -33,10 +33,10 @@ Invariants, asserted by `check`:
       exactly one child and is not kept. Kept: guarded by an open session, read by a row, or pinned.
   S5  Entries mirror their nodes: start, end, parent, child count, checkpoint, weight.
   S6  Thinning holds the evictable checkpoint entries of its kinds, by their last use.
-  S7  A node's `nearest` is the first checkpoint at its end or below it. State of windows lies inside the node's edge,
-      and the path has all that a checkpoint needs of it.
+  S7  A node's `nearest` is the first checkpoint at its end or below it. A node's window tokens lie inside its edge. The
+      path to a checkpoint has all window tokens that the checkpoint needs.
 
-Every operation is O(length of the edge) for keys, at most one grid segment of arrays, and O(log n) in the policy.
+Every operation copies at most the keys of an edge and one grid segment of arrays, and is O(log n) in the policy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from radixcache.tree.windows import Windows
 
 #: The kinds of checkpoints that are thinned, with their order.
 THINNED_FIRST = {"interval": 0, "tail": 1, "end": 1}
-#: See above. From 7 to 14, the hit tokens of recorded coding agents differ by 3 %.
+#: See above. Between the values 7 and 14, the hit tokens of recorded coding agents differ by 3 %.
 WORTH = 10
 
 
@@ -95,7 +95,7 @@ class NodeState:
     leaving_from: Any = None  # the live caches that still have its spans, while it is LEAVING
     pins: int = 0
     guards: int = 0
-    readers: int = 0  # rows of groups that stand on it, and may read its spans in place
+    readers: int = 0  # rows of groups whose path has this node; they may read its spans in place
 
     @property
     def live(self) -> bool:
@@ -119,7 +119,7 @@ StateNode = Node[NodeState]
 
 
 class Entries:
-    """The entries of one tree's nodes. The policy knows them."""
+    """The policy's entries for the nodes of one tree."""
 
     def __init__(self, policy: EvictionPolicy, cost: CostModel) -> None:
         self._policy, self._cost = policy, cost
@@ -157,7 +157,7 @@ class Entries:
         entry.digests_of = None
 
     def merge(self, gone: Entry, into: Entry) -> None:
-        """A node's spans were joined with those of its child, and the child's entry mirrors that."""
+        """Merge a node's entry into the entry of its child, which has taken over the node's spans."""
         gone.digests_of = lambda _, offsets: self._digests(into, offsets)
         into.created = min(into.created, gone.created)
         into.last_used = max(into.last_used, gone.last_used)
@@ -183,7 +183,7 @@ class Entries:
         lost.digests_of = None
 
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> int:
-        """Tell the policy of each cut that it does not pass over, until it has another victim. Returns the last cut."""
+        """Cut a leaf's entry at `cuts`, in order, until the policy has another victim. Returns the last cut made."""
         entry, digests = leaf.payload.entry, None if self._cut is not None else digests_on(leaf)
         while True:
             passed = 0 if self._pass_over is None else self._pass_over(entry, cuts)
@@ -191,7 +191,7 @@ class Entries:
                 self._shorten(entry, cuts[passed - 1])
             at, cuts = cuts[passed], cuts[passed + 1 :]
             self.cut(leaf, at, digests)
-            # Queues move on when they are asked for a victim, so they are asked after each cut.
+            # A policy may change its queues whenever it is asked for a victim, so ask after each cut.
             is_last = not cuts
             if (is_last and self._cut is not None) or self._policy.victim() is not entry or is_last:
                 return at
@@ -207,7 +207,7 @@ class Entries:
         state.reweigh()
 
     def refresh(self, node: StateNode) -> None:
-        """Bring a node's entries up to date with the tree and tell the policy what may go now."""
+        """Update a node's entries from the tree, and tell the policy which are evictable now."""
         if node.parent is None:
             return
         state, children = node.payload, len(node.children)
@@ -248,7 +248,7 @@ class Entries:
         self.thinning.check(thinned)
 
     def _digests(self, entry: Entry, offsets: Sequence[int]) -> list[bytes]:
-        node = self._node_of.get(entry.entry_id)  # None: it was evicted; a policy still has what was merged into it
+        node = self._node_of.get(entry.entry_id)  # None: evicted, but a policy has an entry merged into it
         return [b""] * len(offsets) if node is None else digests_on(node)(offsets)
 
     def _entry(self, state: EntryState, start: int, end: int, parent: Entry | None, use: Use) -> Entry:
@@ -309,7 +309,7 @@ def digests_on(node: StateNode) -> Digests:
 
 
 def is_dear(span_bytes: int, checkpoint_bytes: int) -> bool:
-    """Whether a checkpoint with so many bytes of spans between its neighbours takes more than it is worth."""
+    """Whether a checkpoint costs more than it is worth. `span_bytes`: of the spans between its neighbours."""
     return span_bytes < WORTH * checkpoint_bytes
 
 
@@ -335,7 +335,7 @@ class Thinning:
             self._order.remove(self._filed.pop(entry.entry_id)[0])
 
     def first(self) -> StateNode | None:
-        """The node whose checkpoint goes first, if any may go."""
+        """The node whose checkpoint is evicted first, or None."""
         if not self._order:
             return None
         kind, *_, entry_id = self._order[0]
@@ -355,7 +355,7 @@ class Thinning:
         return None
 
     def check(self, thinned: Collection[StateNode]) -> None:
-        """Assert S6, of the nodes whose checkpoints may go."""
+        """Assert S6. `thinned`: the nodes whose checkpoints may be thinned."""
         assert len(self._order) == len(self._filed) == len(thinned), (len(self._order), len(thinned))
         for node in thinned:
             checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
@@ -369,7 +369,7 @@ class Thinning:
         self._order.add(key)
 
     def _oldest(self) -> list[Key]:
-        """The checkpoints with the kind, worth and last use of the first."""
+        """The checkpoints that have the same kind, worth and last use as the first one."""
         kind, is_worth, last_used, *_ = self._order[0]
         return list(self._order.irange((kind, is_worth, last_used), (kind, is_worth, last_used + 1)))
 
@@ -380,7 +380,7 @@ class Thinning:
 
 
 def _gap(node: StateNode) -> int:
-    """Tokens between the next checkpoints above and below a node, or the root, a branching, the end of the path."""
+    """Tokens between the next checkpoints above and below a node. Root, branch or end of the path count as one too."""
     above, below = node.parent, node
     while above is not None and not above.is_root and above.payload.checkpoint is None:
         above = above.parent
@@ -393,7 +393,7 @@ class StateTree:
     """Tree, node states, policy entries and bytes, changed together.
 
     Args:
-        grid_tokens: requests resume at multiples of it: 1, or in exact mode the chunk of prefill.
+        grid_tokens: requests resume at multiples of this: 1, or in exact mode the chunk of prefill.
         on_loss: called with a node that is about to lose state on which a request might have resumed.
     """
 
@@ -453,7 +453,7 @@ class StateTree:
     def split(self, node: StateNode, at: int) -> StateNode:
         """Cut a node with its state at offset `at`; returns the upper node. The lower node has the checkpoint.
 
-        If the halves cannot be allocated, a live node loses its duplicate; any other raises and is not changed.
+        If the halves cannot be allocated, a live node loses its duplicate. Other nodes raise and do not change.
         """
         state = node.payload
         halves = windows = None
@@ -478,7 +478,7 @@ class StateTree:
             readers=state.readers,
         )
         state.leaving_bytes -= share
-        self._set(node, lower_spans, lower_windows)  # first: bytes are never counted twice
+        self._set(node, lower_spans, lower_windows)  # before `upper`: bytes are never counted twice
         self._set(upper, upper_spans, upper_windows)
         self.entries.mirror(node)
         upper.payload.reweigh()
@@ -496,7 +496,7 @@ class StateTree:
             return node
         upper, lower = node.payload, child.payload
         merged = None
-        # Of two live nodes, a lone duplicate of up to a segment is dropped: it is not worth a seam.
+        # If only one of two live nodes has a duplicate, it is dropped: it has at most a segment of tokens.
         if upper.spans is not None and lower.spans is not None:
             joined = self._copy(self.layout.merge, upper.spans, lower.spans, is_spare=True)
             if joined is None:
@@ -560,7 +560,7 @@ class StateTree:
     def trim(self, leaf: StateNode, cuts: Sequence[int]) -> None:
         """Cut a leaf without a checkpoint at these offsets, deepest first, while it is the policy's victim.
 
-        Keys and spans are cut once. If that fails as `split` may, all of the leaf must go, as the policy was told.
+        Keys and spans are cut once. If this raises, as `split` may, remove the whole leaf: the policy was told already.
         """
         self.on_loss(leaf)
         at = self.entries.trim(leaf, cuts)
@@ -656,7 +656,7 @@ class StateTree:
             state = each.payload
             state.guards += change
             assert state.guards >= 0, each
-            # It is the first guard, or the last one has gone, and no child keeps the entry.
+            # Only the first guard and the last one change what is evictable, and only if no child prevents eviction.
             if state.guards == (change > 0) and (not each.children or state.checkpoint is not None):
                 self._refresh(each)
             each = each.parent
@@ -673,7 +673,7 @@ class StateTree:
                 self.guard(node, -1)
 
     def read(self, node: StateNode, change: int) -> None:
-        """Note that a row stands on the path from the root to `node` (+1), or has left it (-1)."""
+        """Count (+1) or discount (-1) a row as a reader of the path from the root to `node`."""
         for each in node.path():
             each.payload.readers += change
             assert each.payload.readers >= 0, each
@@ -701,7 +701,7 @@ class StateTree:
                 if node is resumed:
                     self._weigh_checkpoint(node)
                 if not state.is_kept:
-                    self._refresh(node)  # thinning goes by the last use
+                    self._refresh(node)  # the order of thinning is by last use
 
     def check(self) -> None:
         """Assert S1 to S7."""
@@ -767,9 +767,9 @@ class StateTree:
         events.emit(EVICTED, leaf.namespace, start, leaf.end, nbytes, detail)
 
     def _copy(self, copy: Callable[..., Any], *args: Any, is_spare: bool = False) -> tuple[Any, ...] | None:
-        """Call `copy`, twice if it fails, and count the bytes copied, its last result. None: `is_spare`, and it failed.
+        """Call `copy`, again if it fails, and count its last result, the bytes copied. None: `is_spare`, and it failed.
 
-        Evicts nothing for the second try, as this runs in the middle of evictions.
+        The second try evicts nothing, because this may run during an eviction.
         """
         try:
             results = copy(*args)
@@ -795,7 +795,7 @@ class StateTree:
             return None
         if (upper.live_mask, upper.leaving_bytes > 0) != (lower.live_mask, lower.leaving_bytes > 0):
             return None
-        if upper.entry.priority != lower.entry.priority:  # The policy could not tell them apart any more.
+        if upper.entry.priority != lower.entry.priority:  # One entry cannot have two priorities.
             return None
         if (upper.spans is None) != (lower.spans is None):
             paged = node if lower.spans is None else child
@@ -804,11 +804,11 @@ class StateTree:
         return child
 
     def _weigh_checkpoint(self, node: StateNode) -> None:
-        """Weigh a checkpoint: what only it needs. It is weighed again when it is used."""
+        """Set a checkpoint's weight: its bytes, and window bytes that only it needs. Each use sets the weight again."""
         checkpoint, entry = node.payload.checkpoint, node.payload.checkpoint_entry
         if checkpoint is not None and entry is not None:
             entry.weight_bytes = checkpoint.nbytes + self.windows.bytes_only_for(node)
 
 
 def _ignore(node: StateNode) -> None:
-    """Nobody is told of a loss."""
+    """The `on_loss` that does nothing."""
