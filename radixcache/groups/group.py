@@ -242,7 +242,7 @@ class RowProgress:
                 logits[index, 0] = cold
             self.checks.note(row, logits[index, 0], is_wide=False)
         self.checks.begin_again(rows)
-        self._say(rows)
+        self._index_replies(rows)
         self._room.measure()
         return logits
 
@@ -281,7 +281,7 @@ class RowProgress:
         for index, row in enumerate(rows if self.checks else ()):
             self.checks.note(row, answers[0][index, counts[index] - 1], is_wide=longest > 1)
         self.checks.begin_again(rows)
-        self._say(rows)
+        self._index_replies(rows)
         self._room.measure()
         return counts
 
@@ -324,7 +324,7 @@ class RowProgress:
         """Free the spare columns and holes of all batches."""
         self._passes.settle()
 
-    def _say(self, rows: Sequence[Row]) -> None:
+    def _index_replies(self, rows: Sequence[Row]) -> None:
         """Add each row's new tokens to the suffix index, once there are enough of them."""
         core = self._core
         for row in rows:

@@ -540,7 +540,7 @@ class Session(Progress):
             self._measure(wait=False)
         if self._core.draft_index.has_more(self._known, self._live.right_tokens):
             with self._core.lock:
-                self._say(self._known.keys()[: self._live.right_tokens], is_growing=True)
+                self._index_tokens(self._known.keys()[: self._live.right_tokens], is_growing=True)
         return logits
 
     def extend(self, tokens: Any) -> None:
@@ -624,7 +624,7 @@ class Session(Progress):
                     end, evaluated = self._settle(len(keys), self._broke_off)
                     core.commit(live, self._request, keys[:evaluated], end, self._own)
                     stored = keys[:end]
-                    self._say(keys)
+                    self._index_tokens(keys)
             except BaseException:
                 core.slots.lose(live)
                 raise
@@ -678,7 +678,7 @@ class Session(Progress):
             return None
         return self._core.before_quarantine(self._known.keys(), self.namespace)[: self._live.right_tokens]
 
-    def _say(self, keys: Keys, *, is_growing: bool = False) -> None:
+    def _index_tokens(self, keys: Keys, *, is_growing: bool = False) -> None:
         matched = min(self.matched_tokens, len(self.prompt))
         self._core.draft_index.add(self._known, keys, matched, self.namespace, is_growing=is_growing)
 
