@@ -3,7 +3,7 @@
 PrefixCache builds the parts of Core (`assemble`). Core does not know Session, Group or Row: its methods take a
 PrefixRequest, a LivePath and checkpoints. Callers hold `lock`, except where a method says otherwise.
 
-Invariants, asserted by `check` together with those of the parts:
+Invariants; `check` asserts them, and the invariants of the parts:
 
   C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
   C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
@@ -53,7 +53,7 @@ LEARNT_TOKENS = (16, 256, 1)
 
 
 class Owner(Protocol):
-    """A group, as Core sees it."""
+    """What Core needs of a group."""
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
         """Store and share no state of `keys` from offset `start` on: it is wrong."""
@@ -368,7 +368,7 @@ class Core:
     # Serving
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
-        """A context in which to prefill the tokens [start, end), measured if a store needs that; takes no lock."""
+        """A context in which to prefill the tokens [start, end). With a store, it measures the time. Takes no lock."""
         return nullcontext() if self.tier is None else self.tier.rates.timing_prefill(start, end)
 
     def learn(self, model: Any) -> None:
@@ -459,11 +459,11 @@ class Core:
     ) -> int:
         """Quarantine all that begins with `keys`, from `start` on; remove it; empty `live`. Return the start.
 
-            root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
-                          └── d        below go; pins on them are void; live paths that stand on them step back
+            root ── a ── b ── c        the keys end on b, and start lies inside b: b is split there; its lower part and
+                          └── d        all nodes below are removed, with their pins; live paths on them step back
 
         State before `start` stays, as other prompts share it. Idle slots that stand on wrong state are emptied too.
-        Another open session keeps its caches, but its path ends before `start`. It stores only state before `start`.
+        Another open session keeps its caches, but its path, and what it will store, ends before the wrong state.
 
         Args:
             start: None: the offset where another session's check has quarantined the keys; if there is none, the start

@@ -133,7 +133,7 @@ class Decoding:
 
     @property
     def left(self) -> int:
-        """How many tokens the reply may have beyond those that were read."""
+        """How many more tokens the reply may have after the tokens that were read."""
         raise NotImplementedError
 
     @property

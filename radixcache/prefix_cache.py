@@ -156,8 +156,8 @@ class PrefixCache:
             compared again when it closes. Wrong state is quarantined, and an answer that has not begun is served cold.
             fetch() is not checked.
         verify_seed: seed for the choice of these requests.
-        exact: resume only if the answer equals that of a cold run bit for bit.
-        step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.
+        exact: resume only if the answer equals the answer of a cold run bit for bit.
+        step_size: tokens per chunk of prefill. An exact cache resumes only at multiples of `step_size`.
         store: where state is kept outside of memory: a DiskStore, a RedisStore, or several in the order of look-up.
             Caches may share stores. Stores stay open when the cache closes.
         store_if: called with a namespace; True: write the state of this namespace to the store. Default: write all.
@@ -258,11 +258,11 @@ class PrefixCache:
             keys: int64, one per token: what the tree compares. Default: the token ids.
             namespace: nothing is shared between namespaces (LoRA adapters, tenants).
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
-            reserve: room for the reply that is allocated at once, in tokens.
+            reserve: buffer room for the reply, allocated at once, in tokens.
             priority: for the eviction policies `priority` and `ttl`.
             turn: number of the turn in its conversation, from 1, for the policies `turn` and `benefit`.
             kind: kind of the request, for the policies `turn`, `benefit` and `ttl`.
-            chat: what the tokens were rendered from. `explain` compares later chats with a copy of it.
+            chat: the chat from which the tokens were rendered. `explain` compares later chats with a copy of it.
 
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
@@ -292,11 +292,11 @@ class PrefixCache:
             namespace: the only namespace from which tokens are drafted.
             speculate: "tree": draft from earlier requests of the namespace and from the prompt; "prompt": from the
                 prompt alone; None: only from the prediction.
-            prediction: the expected token ids of the reply, in the types of `prompt`.
+            prediction: the expected token ids of the reply, given like `prompt`.
             max_tokens: most tokens of the reply; at most twice as many of `prediction` are used. None: no limit.
 
         Raises:
-            ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
+            ValueError: `speculate` is unknown; `max_tokens` is below 1; or `speculate` or a prediction is given and the
                 cache is exact. Passes over several tokens round differently, and their width depends on measured times.
         """
         core, said = self._core, partial(self._core.said.source, namespace)
@@ -321,7 +321,7 @@ class PrefixCache:
             segment_bytes: spans of at least this many bytes per layer are read in place; None: the measured default.
 
         Raises:
-            ValueError: an argument out of its range; the cache is exact, quantized, or made of sizes.
+            ValueError: an argument out of its range; the cache is exact, quantized, or simulated.
             UnsupportedCacheError: a layer's state cannot be in a batch of rows.
             CacheFullError: no room for the tokens to restore.
             RequestTooLargeError: no memory for a prompt, as in begin().
@@ -486,7 +486,7 @@ class PrefixCache:
             return freed
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drop all state that no open session uses, all pins and the memory of explain(); None: of all namespaces."""
+        """Drop state that no open session uses, pins, and the memory of explain(): of one namespace; None: of all."""
         require_namespace(namespace or "")
         self._about.chats.clear(namespace)
         with self._core.lock:

@@ -3,7 +3,7 @@
     begin            decide at random whether to check the request
     first pass       cold: [0, resume) | compare every layer | [resume, end of the prompt) -> logits; then free all
                      live: stands at `resume` and is only read
-    last token       the live logits of the prompt's last token are compared with the cold ones
+    last token       the live logits of the prompt's last token are compared with the cold logits
 
 After a mismatch the session quarantines the path, empties the live caches and begins again at offset 0. Its answers are
 then equal, bit by bit, to those of a session after a miss. The cold state counts against the budget. If the cold state
@@ -46,7 +46,7 @@ from radixcache.ledger import Lock
 from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.history import QUARANTINED, Events
 
-#: Rows of a span layer that are compared at a time.
+#: How many rows of a span layer are compared at a time.
 ROWS = 1024
 #: How many of the last mismatches are kept, each with all data to reproduce it.
 RECORDED_MISMATCHES = 16
@@ -223,7 +223,7 @@ class Mismatch:
         layer, cache_class: index and class of the first cache object that differed; -1 for the logits. The index skips
             layers without a cache, and counts each cache of a list.
         array: index of the array in that cache object; -1 for an offset.
-        row: the first token whose state differed in a layer of full attention; None if none differed there.
+        row: the first token whose state differed in a layer of full attention; None: no such token.
         error: the largest difference, divided by the largest magnitude in the same cold array.
         tolerance: the largest accepted error.
         quarantined_from: the first quarantined offset of the path.

@@ -54,7 +54,7 @@ Who = Literal["cache", "eviction", "rows", "request", "alone"]
 
 
 class Fit(NamedTuple):
-    """How many bytes are left, negative if bytes are missing; and then the error for the request, if one asked."""
+    """How many bytes are left, negative if bytes are missing. `refusal`: then the error, if a request asked."""
 
     spare_bytes: int
     refusal: RequestTooLargeError | None = None
@@ -107,7 +107,7 @@ class ByteBudget:
         return over_bytes if over_bytes > 0 else 0
 
     def can_keep(self, nbytes: int) -> bool:
-        """Whether so many bytes of one request fit the budget if everything else is evicted."""
+        """Whether `nbytes` of one request fit the budget if everything else is evicted."""
         return nbytes <= self._ledger.budget_bytes
 
     def kept_tokens(self, prompt_tokens: int) -> int:
@@ -261,7 +261,7 @@ class Evictor:
                 self.empty_slot(path, lambda: 0)
             else:
                 if leaf.payload is not None and leaf.payload.live:
-                    continue  # An open session stands on it.
+                    continue  # An open session uses this leaf.
                 if leaf.payload is not None and over():
                     self._cut_leaf(leaf, over())
             add(leaf)
@@ -270,7 +270,7 @@ class Evictor:
         return before - self._held_bytes()
 
     def _cut_leaf(self, leaf: StateNode, want_bytes: int) -> None:
-        """Cut so many bytes off a leaf that is not live, or remove it."""
+        """Cut `want_bytes` off a leaf that is not live, or remove the leaf."""
         before, cuts = self._held_bytes(), self._cuts(leaf, want_bytes)
         try:
             if cuts:
@@ -394,7 +394,7 @@ class Evictor:
         return (cut,) if cut > leaf.start else ()
 
     def _drop_checkpoint(self, node: StateNode | None) -> bool:
-        """Drop a node's checkpoint. False: there is no node."""
+        """Drop a node's checkpoint. False: `node` is None."""
         if node is None:
             return False
         before = self._held_bytes()

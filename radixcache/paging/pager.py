@@ -110,7 +110,7 @@ class Pager:
         return caches
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else to 256 more. Evaluate nothing.
+        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by 256 tokens. Evaluate nothing.
 
         RequestTooLargeError: there is no memory for so many tokens.
         """
@@ -183,7 +183,7 @@ class Pager:
         return (0 if checkpoint is None else checkpoint.offset), checkpoint
 
     def go_back(self, live: LivePath, own: OwnState, target: int, checkpoint: Checkpoint | None) -> None:
-        """Move live caches back to `target`, for which the checkpoint or the tree has all state of point layers.
+        """Move live caches back to `target`; the checkpoint, the tree or `own` has the state of point layers for it.
 
         Without a checkpoint, windows also take tokens from the live caches.
         """

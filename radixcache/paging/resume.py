@@ -38,7 +38,7 @@ numbers in another order. So only state from whole chunks is bit for bit equal t
     |--------|--------|------|---->          whole chunks, then a partial one, then decoded tokens
                       ^ grid end             stored and resumed up to here; the tail after it is dropped
 
-`Tails` remembers the keys of dropped tails, so that a later request can report which hits exact mode cost. Paths that
+`Tails` remembers the keys of dropped tails, so later requests can report the tokens that exact mode cost. Paths that
 diverge inside a chunk may share a node: models are causal, so later tokens do not change the state of earlier ones.
 
 Invariants:
@@ -71,7 +71,7 @@ from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 
 
 class PathOwner(Protocol):
-    """A session, as its live path sees it."""
+    """What a live path needs of its session."""
 
     thread: threading.Thread
     namespace: str
@@ -218,7 +218,7 @@ class LivePath:
         self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
-        """Page out the `leaving` nodes that are left and drop the live caches, layer by layer: one is held twice."""
+        """Page out the remaining `leaving` nodes and drop the live caches by layer: at most one layer is held twice."""
         nodes = [node for node in leaving if node.payload is not None]
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()

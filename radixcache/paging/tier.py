@@ -361,7 +361,7 @@ class StoreReader:
 
 
 class StoreWriter:
-    """Writes state of one cache's tree: a block up to each multiple of 512 tokens, each checkpoint, and the end.
+    """Writes state of one cache's tree: blocks that end at multiples of 512 tokens, checkpoints, and a last block.
 
         stored      |--------|--------|--|              these blocks stay as they are
         path        |------------------------------| end

@@ -17,7 +17,7 @@ Invariants, each with a test:
 
   Y1  The joined texts of all tokens are a prefix of the decoded reply. No text ends inside a UTF-8 character, unless
       the caller asks for that.
-  Y2  The last token, and no other, carries the completion.
+  Y2  Only the last token has the completion.
   Y3  The text ends before its first stop word, however tokens divide this word, and no token has a part of the word.
   PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token.
   PL2  The run records every token that was given to `step`. So the run always knows what its caches hold.
@@ -63,7 +63,7 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """At most `tokens` tokens of a conversation; a cut drops a multiple of `free_share` of them.
+    """At most `tokens` tokens of a conversation. A cut drops a multiple of the share `free_share` of `tokens`.
 
     Of a prompt of `length` tokens, the first `head` stay. The later messages end at the offsets `ends`, ascending.
     """
@@ -81,7 +81,7 @@ class ContextWindow:
             raise ValueError(f"free_share is {self.free_share}; wanted more than 0 and at most 1.")
 
     def over(self, length: int, marks: Sequence[int], head: int | None = None) -> ContextWindow:
-        """The same window over a prompt. Without `head`, the first mark is the end of the system prompt."""
+        """The same window for one prompt. Without `head`, the first mark is the end of the system prompt."""
         inner = sorted(mark for mark in marks if mark > 0)
         if head is None:
             head = inner[0] if inner else min(SINK_TOKENS, length)

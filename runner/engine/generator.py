@@ -36,10 +36,9 @@ What breaks this order:
     state lost        an evaluation failed: all running requests end, and waiting requests continue in a new group
     not a number      the logits of a row are NaN: this request ends; its stored state ends before the NaN
 
-A request is admitted if prompt and reply, of this request and all running ones, fit the group's capacity in tokens,
-where shared tokens count once, and the budget in bytes, without evictable state. Otherwise the request waits until it
-fits or no other runs, and later requests wait too. Later requests do not wait for a request that waits to share more
-with a prompt in prefill.
+A request is admitted if prompt and reply, of this request and all running ones, fit the capacity in tokens, where
+shared tokens count once, and the budget in bytes, without evictable state. Otherwise this request and later ones wait
+until it fits or no other runs. Later requests do not wait for one that waits to share more with a prompt in prefill.
 
 Prefill chunks go in turn to the oldest request and to the request with the fewest tokens left. So a prefill ends after
 at most twice the chunks of this request and all earlier ones. The clock is read only to measure passes for drafts. A
@@ -174,7 +173,7 @@ class AdmissionQueue:
 
 
 class Engine:
-    """Moves the queue's requests forward. `ready` has the tokens to hand out, in order."""
+    """Runs the requests of the queue in rounds. `ready` has the tokens to hand out, in order."""
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class Engine:
         self._new_group, self._queue = new_group, queue
         self._loop = DecodeLoop(self._model, self.group, pace)
         self._owes_step = False  # whether a chunk was evaluated, and no step since
-        self._failure: Exception | None = None  # what lost the state of all rows
+        self._failure: Exception | None = None  # the error that lost the state of all rows
         self._checked: list[tuple[Generation, Token]] = []  # tokens from a check, to be handed out
 
     def round(self) -> None:
@@ -500,7 +499,7 @@ class ParallelGenerator:
             Replies, seeded ones too, are the same as without drafts, up to rounding.
         draft_model: drafts tokens too, where that is expected to save time. `cache` must have been made with the caches
             of both models, in this order.
-        is_alone: run one request at a time, each in a Session. Use it where `PrefixCache.alone` says.
+        is_alone: run one request at a time, each in a Session. `PrefixCache.alone` says when this is needed.
 
     Raises:
         ValueError: an argument out of its range.
@@ -573,7 +572,7 @@ class ParallelGenerator:
             keys: as in `PrefixCache.begin`.
             keep: with a context: how many tokens at the beginning always stay. Default: up to the first mark, which is
                 the end of the system prompt if there is one.
-            namespace: default: the generator's.
+            namespace: the namespace of the request. Default: the generator's.
             options: the options of a Generation; `max_tokens` is required.
 
         Raises:
